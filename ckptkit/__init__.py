@@ -1,0 +1,1 @@
+"""ckptkit: asynchronous, verified, resharding checkpoints on POSIX, Lustre and object storage."""

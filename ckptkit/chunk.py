@@ -1,0 +1,41 @@
+"""Chunk: what one file holds, or one rank wants, of a global tensor.
+
+A chunk is an n-D box of the global tensor with a range [start, stop) of row-major positions *inside that box*; a
+whole box is the range [0, numel). Ranges express ZeRO intervals, boxes express tensor-parallel cuts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned n-D box in a global tensor's index space."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk with its elements in memory: what a rank saves, or the place a restore fills.
+
+    `data` is a contiguous 1-D array or tensor of stop - start elements: numpy, or torch on CPU or CUDA (bfloat16
+    included). A save reads it, a restore writes into it.
+    """
+
+    name: str
+    box: Box
+    start: int
+    stop: int
+    data: Any
+
+    @classmethod
+    def whole(cls, name: str, box: Box, data: Any) -> "Piece":
+        """A piece that covers its whole box."""
+        return cls(name, box, 0, box.numel, data)

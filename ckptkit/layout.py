@@ -1,0 +1,78 @@
+"""ParallelLayout: the sizes of the mesh axes, and the rank order that every kit agrees on.
+
+world = tp*cp*dp*pp and rank = tp + TP*(cp + CP*(dp + DP*pp)); ep is borrowed from dp*cp and adds no ranks.
+"""
+
+import re
+from dataclasses import dataclass, fields
+
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Coords:
+    """Where one rank stands on the mesh."""
+
+    tp: int = 0
+    cp: int = 0
+    dp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the axes; `virtual` is the number of model chunks a pipeline rank holds."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    virtual: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"{field.name} of a parallel layout must be a whole number >= 1, got {size!r}")
+        if (self.dp * self.cp) % self.ep:
+            raise UserError(f"ep={self.ep} does not divide dp*cp = {self.dp}*{self.cp}")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coords(self, rank: int) -> Coords:
+        """The mesh position of a global rank."""
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coords(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def rank(self, coords: Coords) -> int:
+        """The global rank at a mesh position."""
+        return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
+
+    def __str__(self) -> str:
+        sizes = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return "-".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+
+    @classmethod
+    def parse(cls, text: str) -> "ParallelLayout":
+        """The layout written as `tp8-pp4`; axes left out are 1."""
+        names = {f.name for f in fields(cls)}
+        sizes: dict[str, int] = {}
+        for part in text.split("-"):
+            match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
+            if match is None or match[1] not in names or match[1] in sizes:
+                raise UserError(f"{text!r} is not a parallel layout", hint="write it like tp8-pp4 or tp2-dp4-pp2")
+            sizes[match[1]] = int(match[2])
+        return cls(**sizes)
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """The contiguous layers of one pipeline stage; where they do not divide, earlier stages hold one more."""
+    base, extra = divmod(num_layers, num_stages)
+    start = stage * base + min(stage, extra)
+    return range(start, start + base + (stage < extra))

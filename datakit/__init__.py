@@ -1,0 +1,1 @@
+"""datakit: text corpus to token store to blended, packed, exactly resumable batches."""

@@ -1,0 +1,7 @@
+"""`python -m datakit` is the `datakit` command."""
+
+import sys
+
+from datakit.cli import main
+
+sys.exit(main())

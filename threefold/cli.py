@@ -1,0 +1,59 @@
+"""The voice that all three command lines share: `error:` and `hint:` lines, exit codes, JSON to stdout."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, UserError
+
+Handler = Callable[[argparse.Namespace], int | None]
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose usage faults speak in our voice; flags are never abbreviated."""
+
+    def __init__(self, **options: object) -> None:
+        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> "None":  # type: ignore[override]
+        report(UserError(message, hint=f"{self.prog} --help"))
+        raise SystemExit(EXIT_USAGE)
+
+
+def report(error: Exception) -> None:
+    """Print an error to stderr as `error: ...` and, where there is one, `hint: ...`."""
+    message = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
+    print(f"error: {message}", file=sys.stderr)
+    if isinstance(error, UserError) and error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+
+
+def print_json(value: object) -> None:
+    """Print a value to stdout as one JSON document."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def run(parser: Parser, argv: Sequence[str] | None = None) -> int:
+    """Parse argv, call the verb's handler (`set_defaults(handler=...)`) and turn its outcome into an exit code."""
+    arguments = parser.parse_args(argv)
+    handler: Handler | None = getattr(arguments, "handler", None)
+    if handler is None:
+        parser.print_help()
+        return EXIT_USAGE
+    try:
+        return handler(arguments) or EXIT_OK
+    except UserError as error:
+        report(error)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except OSError as error:
+        report(error)
+        return EXIT_IO
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,36 @@
+"""The errors a user can meet: one sentence with the values and the place, a hint that can be pasted, an exit code."""
+
+EXIT_OK, EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
+
+
+class UserError(ValueError):
+    """A fault in what the user gave: flags, configuration, input data, a checkpoint that does not fit."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+class CheckFailed(UserError):
+    """A check that the user asked for found a difference or damage."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class StorageError(UserError):
+    """Reading or writing failed: disk full, no permission, server gone, object missing."""
+
+    exit_code = EXIT_IO
+
+
+def _rebuild(kind: type[UserError], message: str, hint: str | None) -> UserError:
+    return kind(message, hint=hint)

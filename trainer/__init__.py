@@ -1,0 +1,1 @@
+"""trainer: a compact tensor x pipeline x data parallel GPT trainer."""
