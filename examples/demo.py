@@ -1,0 +1,253 @@
+"""The whole job on one machine: corpus, tokenizer, token store, a 3D-parallel run with checkpoints on S3, a kill, a reshard.
+
+Gathers the Python standard library's sources as a corpus, trains a tokenizer, preprocesses, starts a real S3 server on
+loopback, trains a small GPT as TP2 x PP2 in four processes, kills that run with SIGKILL, reshards its newest checkpoint on
+object storage, resumes as PP2 x DP2, evaluates, generates, and compares every loss with an uninterrupted run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "tools"
+CONFIG = ROOT / "examples" / "demo.toml"
+BUCKET = "demo"
+FIRST_STEPS = 20  # after the layout change, this many losses must agree to the tight tolerance
+PROMPT = "def read(self, "
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for all that the demo makes")
+    parser.add_argument("--precision", choices=["fp32", "fp64"], default="fp32")
+    parser.add_argument("--first-rtol", type=float, default=1e-5, help="bound on the first losses after the resume")
+    parser.add_argument("--last-rtol", type=float, default=1e-2, help="bound on the last loss")
+    parser.add_argument("--train-steps", type=int, default=80)
+    parser.add_argument("--save-interval", type=int, default=10)
+    arguments = parser.parse_args()
+    output: Path = arguments.output.resolve()
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    started = time.monotonic()
+
+    say("1/7 corpus and tokenizer")
+    corpus = gather_corpus(output / "corpus.jsonl")
+    tokenizer = output / "tokenizer.json"
+    call("datakit", "train-tokenizer", corpus, "--vocab-size", 4096, "--output", tokenizer)
+
+    say("2/7 token store")
+    store = output / "store"
+    summary = json.loads(
+        call("datakit", "preprocess", corpus, "--output", store, "--tokenizer", tokenizer, "--append-eod",
+             "--workers", 2, "--split", "0.99,0.01", "--json")
+    )  # fmt: skip
+    call("datakit", "verify", store / "train")
+
+    with s3_server(output / "s3") as environment:
+        train = Training(output, store, tokenizer, environment, arguments)
+        say("3/7 the uninterrupted run, tp2 x pp2 in four processes")
+        train.run("whole", f"s3://{BUCKET}/whole", tp=2, pp=2)
+
+        say("4/7 the same run, killed with SIGKILL")
+        killed_at = train.run_until_killed("killed", f"s3://{BUCKET}/run", tp=2, pp=2)
+        listing = json.loads(call("ckptkit", "ls", f"s3://{BUCKET}/run", "--json", env=environment))
+
+        say("5/7 reshard on object storage, then resume as pp2 x dp2")
+        call(
+            "ckptkit",
+            "reshard",
+            f"s3://{BUCKET}/run",
+            f"s3://{BUCKET}/resharded",
+            "--pp",
+            2,
+            "--dp",
+            2,
+            env=environment,
+        )
+        train.run("resumed", f"s3://{BUCKET}/resharded", tp=1, pp=2)
+
+        say("6/7 verify, evaluate, generate")
+        verified = json.loads(call("ckptkit", "verify", f"s3://{BUCKET}/resharded", "--json", env=environment))
+        evaluation = json.loads(
+            call("trainer", "eval", f"s3://{BUCKET}/resharded", *train.flags(), "--json", env=environment)
+        )
+        text = call("trainer", "generate", f"s3://{BUCKET}/resharded", *train.flags(), "--prompt", PROMPT,
+                    "--tokens", 60, env=environment)  # fmt: skip
+
+    say("7/7 compare")
+    runs = {name: output / f"{name}.jsonl" for name in ("whole", "killed", "resumed")}
+    plot = output / "losses.png"
+    call(sys.executable, TOOLS / "plot_metrics.py", *runs.values(), "--output", plot)
+    agreed = report(runs, summary, listing, verified, evaluation, killed_at, arguments)
+    print(f"\n{PROMPT!r} continues:\n{text}")
+    print(f"loss plot: {plot}\nwhole demo: {time.monotonic() - started:.0f} s")
+    return 0 if agreed else 1
+
+
+class Training:
+    """Starts the trainer under torchrun with the demo's configuration."""
+
+    def __init__(
+        self, output: Path, store: Path, tokenizer: Path, environment: dict[str, str], arguments: argparse.Namespace
+    ) -> None:
+        self.output, self.store, self.tokenizer = output, store, tokenizer
+        self.environment, self.arguments = environment, arguments
+
+    def flags(self) -> list[object]:
+        return [
+            CONFIG, "--data.stores", self.store / "train", "--data.valid.stores", self.store / "valid",
+            "--data.tokenizer", self.tokenizer, "--train-steps", self.arguments.train_steps,
+            "--train.precision", self.arguments.precision,
+        ]  # fmt: skip
+
+    def start(self, name: str, url: str, *, tp: int, pp: int) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "trainer", "train",
+            *self.flags(), "--tp", tp, "--pp", pp, "--save", url, "--save-interval", self.arguments.save_interval,
+            "--metrics", self.output / f"{name}.jsonl",
+        ]  # fmt: skip
+        log = (self.output / f"{name}.log").open("wb")
+        return subprocess.Popen(
+            [str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+            env=self.environment | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, name: str, url: str, *, tp: int, pp: int) -> None:
+        process = self.start(name, url, tp=tp, pp=pp)
+        try:
+            if process.wait():
+                self.fail(name)
+        finally:
+            kill_group(process)
+
+    def run_until_killed(self, name: str, url: str, *, tp: int, pp: int) -> int:
+        """Kill the run past its half, a few steps after a save; return the last step it logged."""
+        metrics, process = self.output / f"{name}.jsonl", self.start(name, url, tp=tp, pp=pp)
+        target = self.arguments.train_steps // 2 + self.arguments.save_interval // 3
+        try:
+            while not metrics.exists() or max(losses(metrics), default=0) < target:
+                if process.poll() is not None:
+                    self.fail(name)
+                time.sleep(0.05)
+        finally:
+            kill_group(process)
+        return max(losses(metrics))
+
+    def fail(self, name: str) -> None:
+        log = (self.output / f"{name}.log").read_text(errors="replace")
+        sys.exit(f"the {name} run failed:\n{log[-6000:]}")
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL torchrun and all its workers, as a lost node would; checkpoint writers live in sessions of their own."""
+    try:
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        for pid in children.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def gather_corpus(path: Path) -> Path:
+    """Every source file of the standard library, one JSON document a line."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    with path.open("w", encoding="utf-8") as out:
+        for source in sorted(library.rglob("*.py")):
+            relative = source.relative_to(library)
+            if "site-packages" in relative.parts:
+                continue
+            try:
+                text = source.read_text(encoding="utf-8")
+            except UnicodeDecodeError:  # a few test files are in other encodings on purpose
+                continue
+            if text.strip():
+                out.write(json.dumps({"text": text, "path": str(relative)}) + "\n")
+    return path
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[dict[str, str]]:
+    """A real S3 server on loopback; yields the environment that reaches it."""
+    script = TOOLS / "s3_server.py"
+    exports = call(sys.executable, script, "start", folder, "--bucket", BUCKET)
+    settings = dict(line.removeprefix("export ").split("=", 1) for line in exports.splitlines() if "=" in line)
+    try:
+        yield {**os.environ, **settings}
+    finally:
+        call(sys.executable, script, "stop", folder)
+
+
+def call(*command: object, env: dict[str, str] | None = None) -> str:
+    """Run one command of the project, show its progress, return its standard output."""
+    words = [str(word) for word in command]
+    if words[0] in ("datakit", "ckptkit", "trainer"):
+        words = [sys.executable, "-m", *words]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with exit code {done.returncode}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def say(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    """The whole lines of a metrics file; a line that is still being written is left out."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(path: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(path) if "event" not in line}  # type: ignore[misc]
+
+
+def report(
+    runs: dict[str, Path], summary: dict, listing: list, verified: dict, evaluation: dict, killed_at: int,
+    arguments: argparse.Namespace,
+) -> bool:  # fmt: skip
+    """Print the one table; True when the resumed run agrees with the uninterrupted one and the loss fell."""
+    whole, killed, resumed = (losses(path) for path in runs.values())
+    saves = [line for line in lines(runs["whole"]) if line.get("event") == "save" and line["ok"]]
+    first, last = min(resumed), max(whole)
+    gap = {step: abs(resumed[step] - whole[step]) / whole[step] for step in resumed}
+    first_gap = max(gap[step] for step in sorted(gap)[:FIRST_STEPS])
+    fell = 1 - whole[last] / whole[min(whole)]
+    stalls = sorted(float(save["stall_s"]) for save in saves)
+    rows = [
+        ("preprocess", f"{summary['mb_per_s']:.1f} MB/s, {summary['tokens_per_s']:,.0f} tokens/s"),
+        ("corpus", f"{summary['num_documents']:,} documents, {summary['num_tokens']:,} tokens"),
+        ("loss at the start", f"{whole[min(whole)]:.6f}"),
+        (f"loss at the kill (step {killed_at})", f"{killed[killed_at]:.6f} (uninterrupted {whole[killed_at]:.6f})"),
+        (f"loss at the resume (step {first})", f"{resumed[first]:.6f} (uninterrupted {whole[first]:.6f})"),
+        (f"loss at the end (step {last})", f"{resumed[last]:.6f} (uninterrupted {whole[last]:.6f})"),
+        ("loss fell by", f"{fell:.1%}"),
+        (f"largest difference, first {FIRST_STEPS} steps", f"{first_gap:.1e} (bound {arguments.first_rtol:.0e})"),
+        ("largest difference, all steps", f"{max(gap.values()):.1e}"),
+        ("difference at the last step", f"{gap[last]:.1e} (bound {arguments.last_rtol:.0e})"),
+        ("stall of a save", f"median {1e3 * stalls[len(stalls) // 2]:.0f} ms, longest {1e3 * stalls[-1]:.0f} ms"),
+        ("bytes of a save", f"{saves[-1]['bytes']:,}"),
+        ("steps committed before the kill", ", ".join(str(row["step"]) for row in listing)),
+        ("verify", "all checksums hold" if verified["ok"] else "DAMAGED"),
+        ("validation", f"loss {evaluation['loss']:.4f}, perplexity {evaluation['perplexity']:.1f}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    return bool(
+        first_gap <= arguments.first_rtol and gap[last] <= arguments.last_rtol and fell >= 0.3 and verified["ok"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
