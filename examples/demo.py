@@ -1,22 +1,23 @@
-"""The whole job on one machine: corpus, tokenizer, token store, a 3D-parallel run with checkpoints on S3, a kill, a reshard.
+"""The whole job on one machine, from text to a run that survives a kill and a change of layout.
 
 Gathers the Python standard library's sources as a corpus, trains a tokenizer, preprocesses, starts a real S3 server on
-loopback, trains a small GPT as TP2 x PP2 in four processes, kills that run with SIGKILL, reshards its newest checkpoint on
-object storage, resumes as PP2 x DP2, evaluates, generates, and compares every loss with an uninterrupted run.
+loopback, trains a small GPT as TP2 x PP2 in four processes, kills that run with SIGKILL, reshards its newest checkpoint
+on object storage, resumes as PP2 x DP2, evaluates, generates, and compares every loss with an uninterrupted run.
 """
 
 import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
@@ -67,21 +68,19 @@ def main() -> int:
             "ckptkit",
             "reshard",
             f"s3://{BUCKET}/run",
-            f"s3://{BUCKET}/resharded",
+            target,
             "--pp",
             2,
             "--dp",
             2,
             env=environment,
         )
-        train.run("resumed", f"s3://{BUCKET}/resharded", tp=1, pp=2)
+        train.run("resumed", target, tp=1, pp=2)
 
         say("6/7 verify, evaluate, generate")
-        verified = json.loads(call("ckptkit", "verify", f"s3://{BUCKET}/resharded", "--json", env=environment))
-        evaluation = json.loads(
-            call("trainer", "eval", f"s3://{BUCKET}/resharded", *train.flags(), "--json", env=environment)
-        )
-        text = call("trainer", "generate", f"s3://{BUCKET}/resharded", *train.flags(), "--prompt", PROMPT,
+        verified = json.loads(call("ckptkit", "verify", target, "--json", env=environment))
+        evaluation = json.loads(call("trainer", "eval", target, *train.flags(), "--json", env=environment))
+        text = call("trainer", "generate", target, *train.flags(), "--prompt", PROMPT,
                     "--tokens", 60, env=environment)  # fmt: skip
 
     say("7/7 compare")
@@ -112,7 +111,8 @@ class Training:
 
     def start(self, name: str, url: str, *, tp: int, pp: int) -> subprocess.Popen[bytes]:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "trainer", "train",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4,
+            "-m", "trainer", "train",
             *self.flags(), "--tp", tp, "--pp", pp, "--save", url, "--save-interval", self.arguments.save_interval,
             "--metrics", self.output / f"{name}.jsonl",
         ]  # fmt: skip
@@ -128,7 +128,7 @@ class Training:
             if process.wait():
                 self.fail(name)
         finally:
-            kill_group(process)
+            kill_run(process)
 
     def run_until_killed(self, name: str, url: str, *, tp: int, pp: int) -> int:
         """Kill the run past its half, a few steps after a save; return the last step it logged."""
@@ -140,7 +140,7 @@ class Training:
                     self.fail(name)
                 time.sleep(0.05)
         finally:
-            kill_group(process)
+            kill_run(process)
         return max(losses(metrics))
 
     def fail(self, name: str) -> None:
@@ -148,15 +148,11 @@ class Training:
         sys.exit(f"the {name} run failed:\n{log[-6000:]}")
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_run(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL torchrun and all its workers, as a lost node would; checkpoint writers live in sessions of their own."""
-    try:
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-        os.killpg(process.pid, signal.SIGKILL)
-        for pid in children.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    with suppress(psutil.NoSuchProcess):
+        for victim in [psutil.Process(process.pid), *psutil.Process(process.pid).children()]:
+            victim.kill()
     process.wait()
 
 
