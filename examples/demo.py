@@ -55,26 +55,17 @@ def main() -> int:
     call("datakit", "verify", store / "train")
 
     with s3_server(output / "s3") as environment:
+        source, target = f"s3://{BUCKET}/run", f"s3://{BUCKET}/resharded"
         train = Training(output, store, tokenizer, environment, arguments)
         say("3/7 the uninterrupted run, tp2 x pp2 in four processes")
         train.run("whole", f"s3://{BUCKET}/whole", tp=2, pp=2)
 
         say("4/7 the same run, killed with SIGKILL")
-        killed_at = train.run_until_killed("killed", f"s3://{BUCKET}/run", tp=2, pp=2)
-        listing = json.loads(call("ckptkit", "ls", f"s3://{BUCKET}/run", "--json", env=environment))
+        killed_at = train.run_until_killed("killed", source, tp=2, pp=2)
+        listing = json.loads(call("ckptkit", "ls", source, "--json", env=environment))
 
         say("5/7 reshard on object storage, then resume as pp2 x dp2")
-        call(
-            "ckptkit",
-            "reshard",
-            f"s3://{BUCKET}/run",
-            target,
-            "--pp",
-            2,
-            "--dp",
-            2,
-            env=environment,
-        )
+        call("ckptkit", "reshard", source, target, "--pp", 2, "--dp", 2, env=environment)
         train.run("resumed", target, tp=1, pp=2)
 
         say("6/7 verify, evaluate, generate")
