@@ -1,113 +1,150 @@
 """The run's configuration: frozen dataclasses, one a TOML table; `trainer.config_file` fills them from TOML and flags.
 
-Nothing here imports torch: `trainer --help` and `trainer plan` read this file.
+Every field carries its help, its range and its short flags: the command line, the checks and the errors are made from
+them. Nothing here imports torch: `trainer --help` reads this file.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one field says of itself: help, allowed range (`above` and `below` exclude their bound), short flags."""
+
+    help: str
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    flags: tuple[str, ...] = ()
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    flags: Sequence[str] = (),
+) -> Any:
+    """A dataclass field with its default and its Option."""
+    described = Option(help, minimum, above, maximum, below, tuple(flags))
+    return field(default=default, metadata={"option": described})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`[model]`: the shape of the GPT; `num_kv_heads` and `ffn_hidden_size` of 0 mean num_heads and 4 * hidden_size."""
+    """`[model]`: the shape of the GPT."""
 
-    num_layers: int = 4
-    hidden_size: int = 256
-    num_heads: int = 4
-    num_kv_heads: int = 0
-    ffn_hidden_size: int = 0
-    vocab_size: int = 0
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = 1e-5
-    position: Literal["rope", "learned", "none"] = "rope"
-    rope_theta: float = 10000.0
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    bias: bool = False
-    qk_norm: bool = False
-    tie_embeddings: bool = False
-    dropout: float = 0.0
-    init_std: float = 0.02
+    num_layers: int = option(4, "transformer layers", minimum=1)
+    hidden_size: int = option(256, "width of the residual stream", minimum=1)
+    num_heads: int = option(4, "attention heads; must divide hidden_size", minimum=1)
+    num_kv_heads: int = option(0, "key/value heads (grouped-query attention); 0 means num_heads", minimum=0)
+    ffn_hidden_size: int = option(0, "width inside the MLP; 0 means 4 * hidden_size", minimum=0)
+    vocab_size: int = option(0, "tokens in the vocabulary; 0 takes the tokenizer's size from the stores", minimum=0)
+    norm: Literal["rmsnorm", "layernorm"] = option("rmsnorm", "normalisation before attention, MLP and head")
+    norm_eps: float = option(1e-5, "added to the variance in a norm", above=0)
+    position: Literal["rope", "learned", "none"] = option("rope", "how positions enter the model")
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
+    activation: Literal["swiglu", "gelu"] = option("swiglu", "the MLP's nonlinearity")
+    bias: bool = option(False, "biases in linear layers and norms")
+    qk_norm: bool = option(False, "normalise queries and keys of each head")
+    tie_embeddings: bool = option(False, "use the embedding table as the output head")
+    dropout: float = option(0.0, "dropout probability after embedding, attention and MLP", minimum=0, below=1)
+    init_std: float = option(0.02, "standard deviation of the initial weights", above=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """`[parallel]`: sizes of the mesh axes; dp of 0 means all ranks that tp and pp leave over."""
+    """`[parallel]`: sizes of the mesh axes; tp * pp * dp is the number of processes."""
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 0
-    zero_stage: Literal[0, 1] = 1
-    bucket_mib: int = 64
+    tp: int = option(1, "tensor-parallel size", minimum=1, flags=["--tp", "--tensor-model-parallel-size"])
+    pp: int = option(1, "pipeline stages", minimum=1, flags=["--pp", "--pipeline-model-parallel-size"])
+    dp: int = option(0, "data-parallel size; 0 means all ranks that tp and pp leave over", minimum=0, flags=["--dp"])
+    zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
+    bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
+    timeout_s: float = option(1800.0, "how long a rank waits for the others before it gives up", above=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ValidConfig:
-    """`[data.valid]`: the stores of the validation set and how many fixed samples of it an evaluation reads."""
+    """`[data.valid]`: the validation set."""
 
-    stores: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
-    num_samples: int = 64
+    stores: tuple[str, ...] = option((), "token stores of the validation set")
+    weights: tuple[float, ...] = option((), "one weight a store; empty means equal", above=0)
+    num_samples: int = option(64, "how many fixed samples an evaluation reads", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """`[data]`: token stores and their blend; equal `weights` when empty; `max_epochs` of 0 means no end."""
+    """`[data]`: what the run reads."""
 
-    stores: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
-    tokenizer: str = ""
-    mask_eod_loss: bool = False
-    reset_positions: bool = False
-    max_epochs: int = 0
+    stores: tuple[str, ...] = option((), "token stores to train on")
+    weights: tuple[float, ...] = option((), "one weight a store; empty means equal", above=0)
+    tokenizer: str = option("", "tokenizer file that made the stores; checked against them, used by generate")
+    mask_eod_loss: bool = option(False, "leave the loss at end-of-document tokens out")
+    reset_positions: bool = option(False, "count positions from 0 after each end of document")
+    max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
     valid: ValidConfig = field(default_factory=ValidConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """`[optim]`: AdamW with a warm-up and cosine schedule; `decay_steps` of 0 means train.train_steps."""
+    """`[optim]`: AdamW with a linear warm-up and a cosine schedule."""
 
-    lr: float = 3e-4
-    min_lr: float = 3e-5
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    lr: float = option(3e-4, "peak learning rate", minimum=0, flags=["--lr"])
+    min_lr: float = option(3e-5, "learning rate at and after the end of the schedule", minimum=0)
+    warmup_steps: int = option(0, "steps of linear warm-up from 0", minimum=0)
+    decay_steps: int = option(0, "step at which min_lr is reached; 0 means train.train_steps", minimum=0)
+    beta1: float = option(0.9, "decay of the first moment", minimum=0, below=1)
+    beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
+    clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """`[train]`: how long, how much a step, in which precision, on which device."""
 
-    train_steps: int = 100
-    seq_length: int = 256
-    micro_batch_size: int = 1
-    global_batch_size: int = 8
-    seed: int = 0
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    eval_interval: int = 0
+    train_steps: int = option(100, "the step at which the run ends", minimum=1, flags=["--train-steps"])
+    seq_length: int = option(256, "tokens a sample", minimum=1, flags=["--seq-length"])
+    micro_batch_size: int = option(1, "samples a forward pass of one rank", minimum=1, flags=["--micro-batch-size"])
+    global_batch_size: int = option(8, "samples a step of all ranks", minimum=1, flags=["--global-batch-size"])
+    gradient_accumulation_steps: int = option(
+        0,
+        "micro-batches a step of one rank; 0 derives it, any other value is checked: "
+        "global_batch_size / (micro_batch_size * dp)",
+        minimum=0,
+        flags=["--gradient-accumulation-steps"],
+    )
+    seed: int = option(0, "seed of weights, dropout and sample order", minimum=0, maximum=2**63 - 1, flags=["--seed"])
+    precision: Literal["fp64", "fp32", "bf16"] = option("fp32", "dtype of the arithmetic; bf16 keeps an fp32 master")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA where a GPU is usable")
+    eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """`[checkpoint]`: run URLs to save to and to seed from; `save_interval` of 0 saves only at the end."""
+    """`[checkpoint]`: where state is saved to and resumed from."""
 
-    save: str = ""
-    load: str = ""
-    save_interval: int = 0
-    max_failed_saves: int = 3
-    deadline_s: float = 600.0
+    save: str = option("", "run URL to save to; a committed step in it is resumed", flags=["--save"])
+    load: str = option("", "run or step URL that seeds the run while `save` holds no step", flags=["--load"])
+    save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
+    max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)
+    deadline_s: float = option(600.0, "how long a save waits for the files of all ranks", above=0)
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """`[log]`: metrics file (one JSON line a step) and console interval in steps."""
+    """`[log]`: what the run tells."""
 
-    metrics: str = ""
-    interval: int = 1
+    metrics: str = option("", "file that gets one JSON line a step", flags=["--metrics"])
+    interval: int = option(1, "steps between two lines on the console", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
