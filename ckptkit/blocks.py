@@ -1,0 +1,216 @@
+"""Block I/O without the GIL: data files are written and read in whole granules, each checksummed in the same pass.
+
+A granule is 1 MiB of a file, counted from the file's first byte (the header included); the last one may be shorter. Its
+checksum is XXH3-64 with seed 0. O_DIRECT is used where the file system takes it, the page cache elsewhere. Memory is
+one reused 8 MiB block a thread and, in a reader, the last granule read. Failures of the system are OSErrors with errno
+and path.
+"""
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from threefold.errors import CheckFailed, StorageError
+from threefold.native import load_library
+
+GRANULE_BYTES = 1 << 20
+Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
+Columns = npt.NDArray[np.uint64]
+
+
+class DamagedGranule(CheckFailed):
+    """A granule's bytes do not have the checksum that was recorded for them."""
+
+    def __init__(self, file: str, granule: int) -> None:
+        super().__init__(f"{file}: damaged between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES}")
+        self.file = file
+        self.granule = granule
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (DamagedGranule, (self.file, self.granule))
+
+
+def num_granules(size_bytes: int) -> int:
+    """How many granules a file of this size has."""
+    return -(-size_bytes // GRANULE_BYTES)
+
+
+def xxh3_64(data: Buffer) -> int:
+    """XXH3-64 with seed 0 of a contiguous buffer."""
+    address, size = _span(data)
+    return int(_library().ck_xxh3_64(address, size, -1))
+
+
+def checksums(data: Buffer) -> Columns:
+    """The checksum of each granule of a contiguous buffer that begins at a granule."""
+    address, size = _span(data)
+    found = np.empty(num_granules(size), np.uint64)
+    _library().ck_checksums(address, size, found.ctypes.data)
+    return found
+
+
+def copy_many(copies: npt.ArrayLike) -> None:
+    """Copy memory: each row is source address, target address, number of bytes."""
+    rows = _rows(copies, 3)
+    _library().ck_copy_many(rows.ctypes.data, len(rows))
+
+
+class BlockWriter:
+    """One file of known size under construction, written in any order of whole granules; use it in a `with`.
+
+    Opening reserves the disk space, so a full disk is an OSError at once. Leaving the `with` normally makes the file
+    and its folder entry durable; leaving it by an exception only closes the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], size_bytes: int, *, direct: bool = True) -> None:
+        self.path = Path(path)
+        self._handle = ctypes.c_void_p()
+        code = _library().ck_writer_open(os.fsencode(path), size_bytes, direct, ctypes.byref(self._handle))
+        _check(code, self.path)
+
+    def write(self, offset_bytes: int, segments: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
+        """Write segments (rows of address, bytes) one after the other from a granule's begin; give their checksums.
+
+        They must end at a granule's end or at the file's.
+        """
+        rows = _rows(segments, 2)
+        found = np.empty(num_granules(int(rows[:, 1].sum())), np.uint64)
+        code = _library().ck_writer_write(
+            self._handle, offset_bytes, rows.ctypes.data, len(rows), found.ctypes.data, num_threads
+        )
+        _check(code, self.path)
+        return found
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether writes bypass the page cache."""
+        return bool(_library().ck_writer_is_direct(self._handle))
+
+    def close(self, *, durable: bool = True) -> None:
+        """Close the file, by default after its content and its folder entry reached the disk."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if not handle:
+            return
+        _check(_library().ck_writer_close(handle, durable), self.path)
+        if durable:
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close(durable=kind is None)
+
+
+def write_file(
+    path: str | os.PathLike[str], segments: npt.ArrayLike, *, direct: bool = True, num_threads: int = 2
+) -> Columns:
+    """Write one durable file from segments (rows of address, bytes); give the checksum of each granule."""
+    rows = _rows(segments, 2)
+    with BlockWriter(path, int(rows[:, 1].sum()), direct=direct) as writer:
+        return writer.write(0, rows, num_threads=num_threads)
+
+
+class BlockReader:
+    """One file open for verified reads; ranges read in ascending order over several calls read each granule once.
+
+    `expected` are the recorded checksums (None reads unverified). Raises StorageError where the file's size is not the
+    recorded one.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], size_bytes: int, expected: Columns | None, *, direct: bool = True
+    ) -> None:
+        self.path = Path(path)
+        self.size_bytes = size_bytes
+        self.bytes_read = 0
+        self._expected = None if expected is None else np.ascontiguousarray(expected, np.uint64)
+        assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
+        self._handle = ctypes.c_void_p()
+        found = ctypes.c_uint64()
+        code = _library().ck_reader_open(os.fsencode(path), direct, ctypes.byref(found), ctypes.byref(self._handle))
+        _check(code, self.path)
+        if found.value != size_bytes:
+            self.close()
+            raise StorageError(f"{path} has {found.value} bytes, its checkpoint says {size_bytes}")
+
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+        """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.
+
+        Raises DamagedGranule before anything of a damaged granule is handed out.
+        """
+        rows = _rows(ranges, 3)
+        bad, read = ctypes.c_uint64(), ctypes.c_uint64()
+        code = _library().ck_reader_read(
+            self._handle, self.size_bytes, rows.ctypes.data, len(rows),
+            None if self._expected is None else self._expected.ctypes.data,
+            num_threads, ctypes.byref(bad), ctypes.byref(read),
+        )  # fmt: skip
+        self.bytes_read += read.value
+        if code == -errno.EBADMSG:
+            raise DamagedGranule(str(self.path), bad.value)
+        _check(code, self.path)
+
+    def close(self) -> None:
+        """Close the file."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            _library().ck_reader_close(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check(code: int, path: Path) -> None:
+    if code < 0:
+        raise OSError(-code, os.strerror(-code), str(path))
+
+
+def _rows(values: npt.ArrayLike, width: int) -> Columns:
+    rows = np.ascontiguousarray(values, np.uint64)
+    return rows.reshape(-1, width)
+
+
+def _span(data: Buffer) -> tuple[int, int]:
+    """Address and size of a buffer; the caller keeps it alive."""
+    view = memoryview(data)  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
+    assert view.c_contiguous, "a contiguous buffer"
+    array = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+    return array.ctypes.data, view.nbytes
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = load_library("ckptkit")
+    pointer, number, integer = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    signatures: dict[str, tuple[Any, Sequence[Any]]] = {
+        "ck_xxh3_64": (number, [pointer, number, integer]),
+        "ck_checksums": (None, [pointer, number, pointer]),
+        "ck_copy_many": (None, [pointer, number]),
+        "ck_writer_open": (integer, [ctypes.c_char_p, number, integer, pointer]),
+        "ck_writer_write": (integer, [pointer, number, pointer, number, pointer, integer]),
+        "ck_writer_is_direct": (integer, [pointer]),
+        "ck_writer_close": (integer, [pointer, integer]),
+        "ck_reader_open": (integer, [ctypes.c_char_p, integer, pointer, pointer]),
+        "ck_reader_read": (integer, [pointer, number, pointer, number, pointer, integer, pointer, pointer]),
+        "ck_reader_close": (None, [pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

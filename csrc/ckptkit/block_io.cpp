@@ -1,0 +1,92 @@
+// Reused aligned buffers and threads over jobs.
+#include "block_io.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "ckptkit.h"
+#include "xxh3.h"
+
+namespace ckptkit {
+namespace {
+
+std::mutex store_mutex;
+std::vector<uint8_t*>& store() {
+  static auto* const blocks = new std::vector<uint8_t*>;  // never destroyed: threads may outlive static destructors
+  return *blocks;
+}
+
+}  // namespace
+
+BlockBuffer::BlockBuffer() : data_(nullptr) {
+  {
+    const std::lock_guard lock(store_mutex);
+    if (!store().empty()) {
+      data_ = store().back();
+      store().pop_back();
+      return;
+    }
+  }
+  void* const memory =
+      mmap(nullptr, kBlock, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (memory != MAP_FAILED) data_ = static_cast<uint8_t*>(memory);
+}
+
+BlockBuffer::~BlockBuffer() {
+  if (data_ == nullptr) return;
+  const std::lock_guard lock(store_mutex);
+  store().push_back(data_);
+}
+
+int run_jobs(uint64_t num_jobs, int num_threads, const std::function<int(uint64_t, uint8_t*)>& job) {
+  std::atomic<uint64_t> next{0};
+  std::atomic<int> failure{0};
+  const auto work = [&] {
+    const BlockBuffer buffer;
+    if (buffer.data() == nullptr) {
+      failure = -ENOMEM;
+      return;
+    }
+    for (uint64_t index; failure == 0 && (index = next++) < num_jobs;) {
+      const int result = job(index, buffer.data());
+      int none = 0;
+      if (result < 0) failure.compare_exchange_strong(none, result);
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (uint64_t i = 1; i < std::min<uint64_t>(std::max(num_threads, 1), num_jobs); ++i) {
+    try {
+      helpers.emplace_back(work);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: those that run do all jobs
+    }
+  }
+  work();
+  for (auto& helper : helpers) helper.join();
+  return failure;
+}
+
+}  // namespace ckptkit
+
+uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd) {
+  return simd < 0 ? ckptkit::xxh3_64(data, size_bytes)
+                  : ckptkit::xxh3_64(data, size_bytes, static_cast<ckptkit::Simd>(simd));
+}
+
+int ck_best_simd() { return static_cast<int>(ckptkit::best_simd()); }
+
+void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums) {
+  using namespace ckptkit;
+  for (uint64_t start = 0; start < size_bytes; start += kGranule)
+    *checksums++ = xxh3_64(static_cast<const uint8_t*>(data) + start, std::min(kGranule, size_bytes - start));
+}
+
+void ck_copy_many(const ck_copy* copies, uint64_t num_copies) {
+  for (uint64_t i = 0; i < num_copies; ++i) __builtin_memcpy(copies[i].target, copies[i].source, copies[i].size_bytes);
+}

@@ -1,0 +1,166 @@
+// Reads ranges of a file: whole granules, verified before a byte of them is handed out, on several threads.
+//
+// The granules that the ranges touch are read in blocks through one aligned buffer a thread. The last granule stays with
+// the handle, so that ranges read in ascending order over several calls read every granule once.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "block_io.h"
+#include "ckptkit.h"
+#include "xxh3.h"
+
+namespace ckptkit {
+namespace {
+
+constexpr uint64_t kNone = ~uint64_t{0};
+
+struct Reader {
+  int file;
+  std::atomic<bool> direct;
+  uint64_t kept_granule = kNone;
+  std::unique_ptr<uint8_t[]> kept;
+};
+
+struct Block {
+  uint64_t first_granule;
+  uint64_t num_granules;
+};
+
+// Reads at least `size` bytes at `offset` into aligned memory that has room for kBlock.
+int read_fully(Reader& reader, uint8_t* buffer, uint64_t size, uint64_t offset) {
+  for (uint64_t done = 0; done < size;) {
+    const bool direct = reader.direct;
+    uint64_t wanted = size - done;
+    if (direct) wanted = (wanted + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+    const ssize_t got = pread(reader.file, buffer + done, wanted, static_cast<off_t>(offset + done));
+    if (got > 0) {
+      done += got;
+      if (done >= size || !direct || done % kDirectAlignment == 0) continue;
+    } else if (got == 0) {
+      return -ENODATA;
+    } else if (errno == EINTR) {
+      continue;
+    } else if (errno != EINVAL || !direct) {
+      return -errno;
+    }
+    // Refused at the first read (some file systems accept O_DIRECT at open), or cut short at an unaligned place.
+    const int flags = fcntl(reader.file, F_GETFL);
+    if (flags < 0 || fcntl(reader.file, F_SETFL, flags & ~O_DIRECT) < 0) return -errno;
+    reader.direct = false;
+  }
+  return 0;
+}
+
+// The granules that the ranges touch, ascending, each once, in runs of at most kBlock. The kept granule stands alone.
+std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64_t kept_granule) {
+  std::vector<Block> blocks;
+  uint64_t next = 0;  // no granule before this one is still to be added
+  for (uint64_t i = 0; i < num_ranges; ++i) {
+    if (ranges[i].size_bytes == 0) continue;
+    const uint64_t last = (ranges[i].offset_bytes + ranges[i].size_bytes - 1) / kGranule;
+    for (uint64_t g = std::max(next, ranges[i].offset_bytes / kGranule); g <= last; ++g) {
+      const bool joins = !blocks.empty() && g == blocks.back().first_granule + blocks.back().num_granules &&
+                         blocks.back().num_granules < kBlock / kGranule && g != kept_granule && g - 1 != kept_granule;
+      if (joins) ++blocks.back().num_granules;
+      else blocks.push_back({g, 1});
+    }
+    next = std::max(next, last + 1);
+  }
+  return blocks;
+}
+
+}  // namespace
+}  // namespace ckptkit
+
+using namespace ckptkit;
+
+int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader) {
+  int file = direct ? open(path, O_RDONLY | O_CLOEXEC | O_DIRECT) : -1;
+  const bool is_direct = file >= 0;
+  if (file < 0 && (!direct || errno == EINVAL)) file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return -errno;
+  struct stat status;
+  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, kNone, nullptr} : nullptr;
+  if (made == nullptr) {
+    const int failure = errno ? -errno : -ENOMEM;
+    close(file);
+    return failure;
+  }
+  *size_bytes = static_cast<uint64_t>(status.st_size);
+  *reader = made;
+  return 0;
+}
+
+int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
+                   const uint64_t* checksums, int num_threads, uint64_t* bad_granule, uint64_t* read_bytes) {
+  auto& reader = *static_cast<Reader*>(handle);
+  std::vector<uint64_t> reach(num_ranges);  // how far the ranges up to and including this one go
+  for (uint64_t i = 0; i < num_ranges; ++i) {
+    const uint64_t end = ranges[i].offset_bytes + ranges[i].size_bytes;
+    if (end < ranges[i].offset_bytes || end > size_bytes) return -EINVAL;
+    if (i && ranges[i].offset_bytes < ranges[i - 1].offset_bytes) return -EINVAL;
+    reach[i] = i ? std::max(reach[i - 1], end) : end;
+  }
+  const std::vector<Block> blocks = blocks_of(ranges, num_ranges, reader.kept_granule);
+  if (blocks.empty()) return 0;
+  const uint64_t last_granule = blocks.back().first_granule + blocks.back().num_granules - 1;
+  std::unique_ptr<uint8_t[]> kept(new (std::nothrow) uint8_t[kGranule]);
+  if (kept == nullptr) return -ENOMEM;
+  std::atomic<uint64_t> total{0}, bad{kNone};
+
+  const int result = run_jobs(blocks.size(), num_threads, [&](uint64_t index, uint8_t* buffer) {
+    const Block block = blocks[index];
+    const uint64_t start = block.first_granule * kGranule;
+    const uint64_t stop = std::min(size_bytes, start + block.num_granules * kGranule);
+    const uint8_t* data = buffer;
+    if (block.first_granule == reader.kept_granule) {
+      data = reader.kept.get();
+    } else {
+      if (const int failure = read_fully(reader, buffer, stop - start, start)) return failure;
+      total += stop - start;
+      for (uint64_t g = 0; checksums != nullptr && g < block.num_granules; ++g) {
+        const uint64_t size = std::min(kGranule, stop - start - g * kGranule);
+        if (xxh3_64(buffer + g * kGranule, size) == checksums[block.first_granule + g]) continue;
+        uint64_t seen = bad;
+        while (block.first_granule + g < seen && !bad.compare_exchange_weak(seen, block.first_granule + g)) {
+        }
+        return -EBADMSG;
+      }
+    }
+    for (uint64_t i = std::upper_bound(reach.begin(), reach.end(), start) - reach.begin();
+         i < num_ranges && ranges[i].offset_bytes < stop; ++i) {
+      const uint64_t from = std::max(start, ranges[i].offset_bytes);
+      const uint64_t until = std::min(stop, ranges[i].offset_bytes + ranges[i].size_bytes);
+      if (from >= until) continue;
+      std::memcpy(static_cast<uint8_t*>(ranges[i].target) + (from - ranges[i].offset_bytes), data + (from - start),
+                  until - from);
+    }
+    if (index + 1 == blocks.size()) {
+      const uint64_t tail = last_granule * kGranule;
+      std::memcpy(kept.get(), data + (tail - start), stop - tail);
+    }
+    return 0;
+  });
+  *read_bytes += total;
+  *bad_granule = bad;
+  if (result == 0) {
+    reader.kept = std::move(kept);
+    reader.kept_granule = last_granule;
+  }
+  return result;
+}
+
+void ck_reader_close(void* handle) {
+  auto* const reader = static_cast<Reader*>(handle);
+  close(reader->file);
+  delete reader;
+}

@@ -1,0 +1,148 @@
+// Writes a file block by block: gather, checksum and write in one pass, on several threads.
+//
+// Memory that is contiguous and page-aligned goes to the disk without a copy; everything else passes through one aligned
+// block a thread. Under O_DIRECT the file's last, unaligned block is written padded and cut off at the end.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "block_io.h"
+#include "ckptkit.h"
+#include "xxh3.h"
+
+namespace ckptkit {
+namespace {
+
+struct Writer {
+  int file;
+  uint64_t size_bytes;
+  std::atomic<bool> direct;
+  std::atomic<bool> padded{false};  // the file was written past size_bytes
+};
+
+int write_fully(Writer& writer, const uint8_t* data, uint64_t size, uint64_t offset) {
+  while (size > 0) {
+    const bool direct = writer.direct;
+    const ssize_t written = pwrite(writer.file, data, size, static_cast<off_t>(offset));
+    if (written > 0) {
+      data += written, offset += written, size -= written;
+      if (size == 0 || !direct || written % kDirectAlignment == 0) continue;
+    } else if (written == 0) {
+      return -EIO;
+    } else if (errno == EINTR) {
+      continue;
+    } else if (errno != EINVAL || !direct) {
+      return -errno;
+    }
+    // Refused at the first write (some file systems accept O_DIRECT at open), or cut short at an unaligned place.
+    const int flags = fcntl(writer.file, F_GETFL);
+    if (flags < 0 || fcntl(writer.file, F_SETFL, flags & ~O_DIRECT) < 0) return -errno;
+    writer.direct = false;
+  }
+  return 0;
+}
+
+// The bytes of several segments as one sequence.
+class Sequence {
+ public:
+  Sequence(const ck_segment* segments, uint64_t num_segments) : segments_(segments) {
+    ends_.reserve(num_segments);
+    for (uint64_t i = 0; i < num_segments; ++i) ends_.push_back(size() + segments[i].size_bytes);
+  }
+  uint64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
+
+  // The bytes [start, stop): where they lie in one segment if they do, else gathered into `buffer`.
+  const uint8_t* get(uint64_t start, uint64_t stop, uint8_t* buffer) const {
+    size_t i = std::upper_bound(ends_.begin(), ends_.end(), start) - ends_.begin();
+    if (stop <= ends_[i]) return address(i, start);
+    for (uint64_t at = start; at < stop; ++i) {
+      const uint64_t until = std::min(stop, ends_[i]);
+      if (until > at) std::memcpy(buffer + (at - start), address(i, at), until - at);
+      at = std::max(at, until);
+    }
+    return buffer;
+  }
+
+ private:
+  const uint8_t* address(size_t i, uint64_t at) const {
+    return static_cast<const uint8_t*>(segments_[i].data) + (at - (ends_[i] - segments_[i].size_bytes));
+  }
+  const ck_segment* segments_;
+  std::vector<uint64_t> ends_;
+};
+
+int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64_t stop, uint64_t offset,
+                uint64_t* checksums, uint8_t* buffer) {
+  const uint64_t size = stop - start;
+  const uint8_t* const data = sequence.get(start, stop, buffer);
+  const bool aligned = reinterpret_cast<uintptr_t>(data) % kDirectAlignment == 0 && size % kDirectAlignment == 0;
+  const bool padded = writer.direct && !aligned;
+  for (uint64_t done = 0; done < size; done += kGranule) {
+    const uint64_t part = std::min(kGranule, size - done);
+    checksums[done / kGranule] = xxh3_64(data + done, part);
+    if (padded && data != buffer) std::memcpy(buffer + done, data + done, part);
+  }
+  if (!padded) return write_fully(writer, data, size, offset);
+  const uint64_t padded_size = (size + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+  std::memset(buffer + size, 0, padded_size - size);
+  if (padded_size != size) writer.padded = true;
+  return write_fully(writer, buffer, padded_size, offset);
+}
+
+}  // namespace
+}  // namespace ckptkit
+
+using namespace ckptkit;
+
+int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer) {
+  const int flags = O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC;
+  int file = direct ? open(path, flags | O_DIRECT, 0666) : -1;
+  const bool is_direct = file >= 0;
+  if (file < 0 && (!direct || errno == EINVAL)) file = open(path, flags, 0666);
+  if (file < 0) return -errno;
+  // Reserving blocks lets writes run in parallel (they no longer extend the file) and shows a full disk at once.
+  if (size_bytes > 0 && fallocate(file, 0, 0, static_cast<off_t>(size_bytes)) < 0 && errno != EOPNOTSUPP &&
+      errno != ENOSYS && errno != EINVAL) {
+    const int failure = -errno;
+    close(file);
+    return failure;
+  }
+  auto* const made = new (std::nothrow) Writer{file, size_bytes, is_direct};
+  if (made == nullptr) {
+    close(file);
+    return -ENOMEM;
+  }
+  *writer = made;
+  return 0;
+}
+
+int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
+                    uint64_t* checksums, int num_threads) {
+  auto& writer = *static_cast<Writer*>(handle);
+  const Sequence sequence(segments, num_segments);
+  const uint64_t size = sequence.size(), end = offset_bytes + size;
+  if (offset_bytes % kGranule || end > writer.size_bytes || (end % kGranule && end != writer.size_bytes)) return -EINVAL;
+  return run_jobs((size + kBlock - 1) / kBlock, num_threads, [&](uint64_t index, uint8_t* buffer) {
+    const uint64_t start = index * kBlock, stop = std::min(size, start + kBlock);
+    return write_block(writer, sequence, start, stop, offset_bytes + start, checksums + start / kGranule, buffer);
+  });
+}
+
+int ck_writer_is_direct(const void* writer) { return static_cast<const Writer*>(writer)->direct; }
+
+int ck_writer_close(void* handle, int durable) {
+  auto* const writer = static_cast<Writer*>(handle);
+  int failure = 0;
+  if (writer->padded && ftruncate(writer->file, static_cast<off_t>(writer->size_bytes)) < 0) failure = -errno;
+  if (failure == 0 && durable && fsync(writer->file) < 0) failure = -errno;
+  if (close(writer->file) < 0 && failure == 0) failure = -errno;
+  delete writer;
+  return failure;
+}

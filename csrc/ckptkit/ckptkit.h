@@ -1,0 +1,53 @@
+// C ABI of ckptkit's native library: checksums, and block I/O over whole granules of a data file.
+//
+// A granule is 1 MiB of a file, counted from the file's first byte; the last one may be shorter. Every function that can
+// fail returns 0 or a negative errno. A handle serves one call at a time; calls on different handles run in parallel.
+#pragma once
+
+#include <cstdint>
+
+#define CK_API extern "C" __attribute__((visibility("default")))
+
+struct ck_segment {  // bytes in memory
+  const void* data;
+  uint64_t size_bytes;
+};
+
+struct ck_range {  // bytes [offset, offset + size) of a file, and the memory they go to
+  uint64_t offset_bytes;
+  uint64_t size_bytes;
+  void* target;
+};
+
+struct ck_copy {
+  const void* source;
+  void* target;
+  uint64_t size_bytes;
+};
+
+// XXH3-64, seed 0. `simd` is 0 portable, 1 AVX2, 2 AVX-512, or -1 for the widest that this CPU offers.
+CK_API uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd);
+CK_API int ck_best_simd();
+// The checksum of each granule of a buffer that begins at a granule.
+CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums);
+CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
+
+// Create `path` and reserve its size (so that a full disk shows at once); O_DIRECT where `direct` and the file system agree.
+CK_API int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer);
+// Write the segments, one after the other, at `offset_bytes` (a granule's begin); they end at a granule's end or the file's.
+// `checksums` gets one value for each granule written.
+CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
+                           uint64_t* checksums, int num_threads);
+// Whether the file is still written with O_DIRECT.
+CK_API int ck_writer_is_direct(const void* writer);
+// Close; with `durable`, first make the content reach the disk. The handle is gone whatever the result.
+CK_API int ck_writer_close(void* writer, int durable);
+
+CK_API int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader);
+// Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole
+// granules are read and, where `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
+// first damaged granule found into `bad_granule`. The last granule is kept for the next call. `read_bytes` is increased by
+// what was read from the file. -ENODATA: the file is shorter than `size_bytes`.
+CK_API int ck_reader_read(void* reader, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
+                          const uint64_t* checksums, int num_threads, uint64_t* bad_granule, uint64_t* read_bytes);
+CK_API void ck_reader_close(void* reader);

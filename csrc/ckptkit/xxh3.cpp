@@ -1,0 +1,121 @@
+// XXH3, 64 bits: short inputs, the merge of long ones, and the choice of the instruction set.
+#include "xxh3.h"
+
+#include <cstring>
+
+namespace ckptkit {
+namespace {
+
+uint64_t read32(const uint8_t* from) {
+  uint32_t value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+uint64_t read64(const uint8_t* from) {
+  uint64_t value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+uint64_t rotate_left(uint64_t value, int bits) { return (value << bits) | (value >> (64 - bits)); }
+
+uint64_t multiply_and_fold(uint64_t a, uint64_t b) {
+  const auto product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+uint64_t xxh64_avalanche(uint64_t hash) {
+  hash = (hash ^ (hash >> 33)) * kPrime64_2;
+  hash = (hash ^ (hash >> 29)) * kPrime64_3;
+  return hash ^ (hash >> 32);
+}
+
+uint64_t avalanche(uint64_t hash) {
+  hash = (hash ^ (hash >> 37)) * 0x165667919E3779F9ULL;
+  return hash ^ (hash >> 32);
+}
+
+uint64_t mix16(const uint8_t* data, const uint8_t* secret) {
+  return multiply_and_fold(read64(data) ^ read64(secret), read64(data + 8) ^ read64(secret + 8));
+}
+
+uint64_t hash_up_to_16(const uint8_t* data, size_t size) {
+  if (size > 8) {
+    const uint64_t low = read64(data) ^ read64(kSecret + 24) ^ read64(kSecret + 32);
+    const uint64_t high = read64(data + size - 8) ^ read64(kSecret + 40) ^ read64(kSecret + 48);
+    return avalanche(size + __builtin_bswap64(low) + high + multiply_and_fold(low, high));
+  }
+  if (size >= 4) {
+    const uint64_t joined = read32(data + size - 4) + (read32(data) << 32);
+    uint64_t hash = joined ^ read64(kSecret + 8) ^ read64(kSecret + 16);
+    hash ^= rotate_left(hash, 49) ^ rotate_left(hash, 24);
+    hash *= 0x9FB21C651E98DF25ULL;
+    hash ^= (hash >> 35) + size;
+    hash *= 0x9FB21C651E98DF25ULL;
+    return hash ^ (hash >> 28);
+  }
+  if (size > 0) {
+    const uint64_t joined = static_cast<uint64_t>(data[0]) << 16 | static_cast<uint64_t>(data[size >> 1]) << 24 |
+                            data[size - 1] | static_cast<uint64_t>(size) << 8;
+    return xxh64_avalanche(joined ^ read32(kSecret) ^ read32(kSecret + 4));
+  }
+  return xxh64_avalanche(read64(kSecret + 56) ^ read64(kSecret + 64));
+}
+
+uint64_t hash_up_to_128(const uint8_t* data, size_t size) {
+  uint64_t hash = size * kPrime64_1;
+  for (size_t pair = (size - 1) / 32 + 1; pair-- > 0;) {
+    hash += mix16(data + 16 * pair, kSecret + 32 * pair);
+    hash += mix16(data + size - 16 * (pair + 1), kSecret + 32 * pair + 16);
+  }
+  return avalanche(hash);
+}
+
+uint64_t hash_up_to_240(const uint8_t* data, size_t size) {
+  uint64_t hash = size * kPrime64_1;
+  for (size_t i = 0; i < 8; ++i) hash += mix16(data + 16 * i, kSecret + 16 * i);
+  hash = avalanche(hash);
+  for (size_t i = 8; i < size / 16; ++i) hash += mix16(data + 16 * i, kSecret + 16 * (i - 8) + 3);
+  return avalanche(hash + mix16(data + size - 16, kSecret + 136 - 17));
+}
+
+uint64_t hash_long(const uint8_t* data, size_t size, Simd simd) {
+  uint64_t lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  switch (simd) {
+    case Simd::avx512: xxh3_stripes_avx512(data, size, lanes); break;
+    case Simd::avx2: xxh3_stripes_avx2(data, size, lanes); break;
+    case Simd::base: xxh3_stripes_base(data, size, lanes); break;
+  }
+  uint64_t hash = size * kPrime64_1;
+  for (int i = 0; i < 8; i += 2) {
+    const uint8_t* const secret = kSecret + 11 + 8 * i;
+    hash += multiply_and_fold(lanes[i] ^ read64(secret), lanes[i + 1] ^ read64(secret + 8));
+  }
+  return avalanche(hash);
+}
+
+}  // namespace
+
+Simd best_simd() {
+  static const Simd best = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+      return Simd::avx512;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? Simd::avx2 : Simd::base;
+  }();
+  return best;
+}
+
+uint64_t xxh3_64(const void* data, size_t size, Simd simd) {
+  const auto* const bytes = static_cast<const uint8_t*>(data);
+  if (size <= 16) return hash_up_to_16(bytes, size);
+  if (size <= 128) return hash_up_to_128(bytes, size);
+  if (size <= 240) return hash_up_to_240(bytes, size);
+  return hash_long(bytes, size, simd);
+}
+
+uint64_t xxh3_64(const void* data, size_t size) { return xxh3_64(data, size, best_simd()); }
+
+}  // namespace ckptkit
