@@ -1,6 +1,7 @@
 """The voice that all three command lines share: `error:` and `hint:` lines, exit codes, JSON to stdout."""
 
 import argparse
+import difflib
 import json
 import os
 import sys
@@ -17,6 +18,17 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: object) -> None:
         options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse unknown flags here, in the verb's own parser, which knows what may have been meant."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            self.error(f"unknown argument {flag}" + (f", did you mean {close[0]}?" if close else ""))
+        return parsed, unknown
 
     def error(self, message: str) -> "None":  # type: ignore[override]
         report(UserError(message, hint=f"{self.prog} --help"))
