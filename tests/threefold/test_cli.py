@@ -1,0 +1,97 @@
+"""The shared command-line voice: one error line, one hint, the documented exit code."""
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from threefold.cli import Parser, print_json, run
+from threefold.errors import CheckFailed, StorageError, UserError
+
+
+def parser_for(handler: Callable[[argparse.Namespace], int | None]) -> Parser:
+    parser = Parser(prog="tool")
+    verbs = parser.add_subparsers()
+    verb = verbs.add_parser("do")
+    verb.add_argument("--count", type=int, default=1)
+    verb.set_defaults(handler=handler)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("the value 3 is odd", hint="tool do --count 2"), 2),
+        (CheckFailed("part-00003.index is damaged"), 1),
+        (StorageError("cannot write x: disk full"), 3),
+        (PermissionError(13, "Permission denied", "x"), 3),
+    ],
+)
+def test_an_error_becomes_one_line_and_its_exit_code(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: argparse.Namespace) -> int:
+        raise error
+
+    assert run(parser_for(fail), ["do"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ")
+    hint = getattr(error, "hint", None)
+    assert lines[1:] == ([f"hint: {hint}"] if hint else [])
+
+
+def test_success_is_zero_and_our_own_bugs_keep_their_traceback() -> None:
+    assert run(parser_for(lambda _: None), ["do"]) == 0
+
+    def bug(_: argparse.Namespace) -> int:
+        raise AssertionError("an invariant")
+
+    with pytest.raises(AssertionError):
+        run(parser_for(bug), ["do"])
+
+
+@pytest.mark.parametrize("argv", [["do", "--count", "x"], ["do", "--coun", "2"], ["fly"]])
+def test_a_usage_fault_exits_2_with_a_hint(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(parser_for(lambda _: None), argv)
+    assert stopped.value.code == 2
+    assert "error: " in (err := capsys.readouterr().err)
+    assert "hint: tool" in err
+
+
+def test_no_verb_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parser_for(lambda _: None), []) == 2
+    assert "usage: tool" in capsys.readouterr().out
+
+
+def test_json_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"step": 7})
+    assert json.loads(capsys.readouterr().out) == {"step": 7}
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    program = (
+        "import sys; from threefold.cli import Parser, run\n"
+        "parser = Parser(); verbs = parser.add_subparsers(); verb = verbs.add_parser('do')\n"
+        "verb.set_defaults(handler=lambda _: print('x' * 1_000_000, flush=True))\n"
+        "sys.exit(run(parser, ['do']))"
+    )
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    os.close(reader)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize("kind", [UserError, CheckFailed, StorageError])
+def test_an_error_survives_pickling(kind: type[UserError]) -> None:
+    error = pickle.loads(pickle.dumps(kind("no", hint="yes")))
+    assert (type(error), error.message, error.hint) == (kind, "no", "yes")
