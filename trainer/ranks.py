@@ -1,0 +1,104 @@
+"""Ranks: the processes of one run, how they start together, and how they agree.
+
+An error of any rank is raised once: `together` runs an action on every rank, and where it fails on some, the first rank
+reports it with the ranks' numbers and all end with its exit code. Agreement goes over gloo, on CUDA runs too.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from threefold.errors import StorageError, UserError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among the processes that torchrun started; one process alone without torchrun."""
+
+    def __init__(self, device: str, *, timeout_s: float) -> None:
+        """Join the process group; `device` is "cpu", "cuda" or "auto"."""
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("train.device is cuda, but torch finds no usable GPU", hint="--train.device cpu")
+        cuda = device != "cpu" and torch.cuda.is_available()
+        if cuda and local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local_rank} has no GPU of its own: this node has {torch.cuda.device_count()}",
+                hint=f"torchrun --nproc-per-node {torch.cuda.device_count()} -m trainer ...",
+            )
+        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            rank=self.rank,
+            world_size=self.world_size,
+            store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]
+        )
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        if kind is None:  # after an error the others may hang in a collective: leave without waiting for them
+            dist.destroy_process_group()
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run an action on every rank and return its value; where it fails on any rank, fail on all."""
+        try:
+            value = action()
+        except Exception as error:
+            self.agree(error)
+            raise AssertionError("agree raises on a rank that has an error") from error
+        self.agree(None)
+        return value
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise where any rank has an error: a report on the first rank, SystemExit with its code on the others."""
+        faults = self.faults(error)
+        if not faults:
+            return
+        if error is not None and not isinstance(error, UserError | OSError):
+            raise error  # a fault of ours: its traceback belongs on the rank that has it
+        fault = faults[min(faults)]
+        if self.rank:
+            raise SystemExit(fault.exit_code)
+        everywhere = len(faults) == self.world_size and len({f.message for f in faults.values()}) == 1
+        raise fault if everywhere else type(fault)(f"{self.where(faults)}: {fault.message}", hint=fault.hint)
+
+    def faults(self, error: Exception | None) -> dict[int, UserError]:
+        """The errors of all ranks by rank, the same dict on each of them."""
+        mine = error
+        if isinstance(error, OSError):
+            mine = StorageError(str(error))
+        elif error is not None and not isinstance(error, UserError):
+            mine = UserError(f"{type(error).__name__}: {error}")
+        found: list[UserError | None] = [None] * self.world_size
+        dist.all_gather_object(found, mine)
+        return {rank: fault for rank, fault in enumerate(found) if fault is not None}
+
+    def where(self, ranks: "list[int] | dict[int, UserError]") -> str:
+        """Some ranks as text: `on ranks 3, 7 of 32`."""
+        numbers = sorted(ranks)
+        shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+        return f"on rank{'s' if len(numbers) > 1 else ''} {shown} of {self.world_size}"
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of each value over the ranks; one small collective."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
