@@ -1,5 +1,6 @@
 """TensorInfo: one row of a checkpoint's tensor table, in global terms."""
 
+import math
 from dataclasses import dataclass
 
 from ckptkit.placement import Placement
@@ -10,6 +11,9 @@ ITEMSIZE = {
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
+# bounds of a tensor table, checked before anything is allocated by it
+MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL, MAX_LAYERS = 8, 255, 1 << 48, 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -19,3 +23,24 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     placement: Placement
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+def storage_order(tensor: TensorInfo) -> tuple[object, ...]:
+    """Sort key of the order in which every writer stores tensors and every stream over a checkpoint visits them.
+
+    Wide dtypes first (elements stay aligned without gaps), then by stage, then a parameter beside its optimizer state.
+    Because all writers agree, a pass over the tensors reads each data file from its begin to its end, once.
+    """
+    stage = tensor.placement.stage
+    layer = {"first": -1, "last": MAX_LAYERS}[stage] if isinstance(stage, str) else stage
+    kind, _, parameter = tensor.name.rpartition("/")
+    words = tuple((int(word), "") if word.isdecimal() else (-1, word) for word in parameter.split("."))
+    return -ITEMSIZE[tensor.dtype], layer, words, kind

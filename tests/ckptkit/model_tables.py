@@ -1,0 +1,50 @@
+"""Tensor tables of small GPT-shaped models, and their values: every element a function of name and global index."""
+
+import numpy as np
+
+from ckptkit.placement import Placement
+from ckptkit.tensor import TensorInfo
+
+NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
+
+
+def gpt_tensors(
+    num_layers: int = 3, hidden: int = 16, kv: int = 8, ffn: int = 24, vocab: int = 37, tied: bool = False,
+    dtype: str = "F32",
+) -> list[TensorInfo]:  # fmt: skip
+    """Parameters and both moments; the vocabulary does not divide, so it is padded in the live tensors."""
+    parameters: list[tuple[str, tuple[int, ...], Placement]] = [
+        ("embed.weight", (vocab, hidden), Placement("first", dim=0, padded=True)),
+        ("norm.weight", (hidden,), Placement("last")),
+        (
+            "head.weight",
+            (vocab, hidden),
+            Placement("last", dim=0, padded=True, tied_to="embed.weight" if tied else None),
+        ),
+    ]
+    for n in range(num_layers):
+        rows = {"attn.q": hidden, "attn.k": kv, "attn.v": kv, "mlp.gate": ffn, "mlp.up": ffn}
+        parameters += [
+            (f"layers.{n}.{name}.weight", (size, hidden), Placement(n, dim=0)) for name, size in rows.items()
+        ]
+        columns = {"attn.out": hidden, "mlp.down": ffn}
+        parameters += [
+            (f"layers.{n}.{name}.weight", (hidden, size), Placement(n, dim=1)) for name, size in columns.items()
+        ]
+        parameters += [(f"layers.{n}.{name}.weight", (hidden,), Placement(n)) for name in ("norm1", "norm2")]
+    tensors = []
+    for prefix in ("", "optim.exp_avg/", "optim.exp_avg_sq/"):
+        for name, shape, placement in parameters:
+            if not (prefix and placement.tied_to):
+                tensors.append(TensorInfo(prefix + name, dtype, shape, placement))
+    return tensors
+
+
+def values(tensors: list[TensorInfo]) -> dict[str, np.ndarray]:
+    """The global arrays; no two elements of a table are equal while it has fewer than 2**24 of them."""
+    arrays, at = {}, 1
+    for info in tensors:
+        if info.placement.tied_to is None:
+            arrays[info.name] = np.arange(at, at + info.numel).astype(NUMPY[info.dtype]).reshape(info.shape)
+            at += info.numel
+    return arrays
