@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from threefold.errors import CheckFailed, StorageError
 from threefold.native import load_library
+from threefold.storage.local import sync_folder
 
 GRANULE_BYTES = 1 << 20
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
@@ -27,15 +28,18 @@ Columns = npt.NDArray[np.uint64]
 
 
 class DamagedGranule(CheckFailed):
-    """A granule's bytes do not have the checksum that was recorded for them."""
+    """A granule's bytes do not have the checksum that was recorded for them; `tensors` are those it holds parts of."""
 
-    def __init__(self, file: str, granule: int) -> None:
-        super().__init__(f"{file}: damaged between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES}")
+    def __init__(self, file: str, granule: int, tensors: tuple[str, ...] = ()) -> None:
+        place = f"between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES}"
+        held = f", where {', '.join(tensors[:8])}{' ...' if len(tensors) > 8 else ''} is stored" if tensors else ""
+        super().__init__(f"{file} is damaged {place}{held}")
         self.file = file
         self.granule = granule
+        self.tensors = tensors
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (DamagedGranule, (self.file, self.granule))
+        return (DamagedGranule, (self.file, self.granule, self.tensors))
 
 
 def num_granules(size_bytes: int) -> int:
@@ -101,11 +105,7 @@ class BlockWriter:
             return
         _check(_library().ck_writer_close(handle, durable), self.path)
         if durable:
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.path.parent)
 
     def __enter__(self) -> Self:
         return self

@@ -62,6 +62,11 @@ class PartIndex:
         body = header + b"".join(column + bytes(-len(column) % 8) for column in columns)
         return body + struct.pack("<Q", xxh3_64(body))
 
+    def tensors_between(self, start: int, stop: int) -> tuple[str, ...]:
+        """The tensors that have elements among the file's bytes [start, stop), in file order."""
+        rows = np.flatnonzero((self.offsets < stop) & (self.offsets + self.chunks.size_bytes > start))
+        return tuple(dict.fromkeys(self.chunks.names[tensor] for tensor in self.chunks.tensor[rows].tolist()))
+
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> "PartIndex":
         """Read an index file; CheckFailed says what is wrong with it, `where` names it."""
@@ -130,10 +135,12 @@ def _dtype(code: int, where: str) -> str:
 
 
 def _check_chunks(chunks: ChunkTable, where: str) -> None:
-    """Every column within its bounds, so that no later arithmetic can overflow."""
+    """Every column within its bounds, so that no later arithmetic can overflow, and wide dtypes first."""
     num_dims = chunks.offset.shape[1]
     if any(ndim > num_dims for ndim in chunks.ndims) or (len(chunks) and chunks.tensor.max() >= len(chunks.names)):
         raise CheckFailed(f"{where}: a chunk of no tensor")
+    if (chunks.itemsize[1:] > chunks.itemsize[:-1]).any():
+        raise CheckFailed(f"{where}: a wide dtype behind a narrow one")
     padding = np.arange(num_dims) < (num_dims - np.array(chunks.ndims, np.int64)[chunks.tensor])[:, None]
     sound = (chunks.offset >= 0) & (chunks.shape >= 0) & (chunks.offset <= MAX_NUMEL) & (chunks.shape <= MAX_NUMEL)
     sound &= ~padding | ((chunks.offset == 0) & (chunks.shape == 1))

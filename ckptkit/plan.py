@@ -82,7 +82,11 @@ def storage_rows(chunks: ChunkTable, tensors: Sequence[TensorInfo]) -> Ints:
 
 def plan_save(pieces: Sequence[Piece], tensors: Sequence[TensorInfo], *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
     """The files in which one writer stores its pieces; always at least one. UserError where pieces do not fit."""
-    chunks = ChunkTable.of_pieces(pieces, tensors)
+    return plan_files(ChunkTable.of_pieces(pieces, tensors), tensors, max_chunks=max_chunks)
+
+
+def plan_files(chunks: ChunkTable, tensors: Sequence[TensorInfo], *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
+    """The files in which one writer stores its chunks; rows are numbers of chunks."""
     order = storage_rows(chunks, tensors)
     rows = tuple(order[i : i + max_chunks] for i in range(0, max(len(order), 1), max_chunks))
     return SavePlan(tuple(DataFile.of(chunks.take(part)) for part in rows), rows)

@@ -1,0 +1,19 @@
+"""Addresses of checkpoints: a run URL means its newest committed step, `RUN/step-000000100` one step."""
+
+from ckptkit.root import parse_step_folder
+from threefold.storage import Storage, open_storage
+
+
+def split_address(url: str) -> tuple[str, int | None]:
+    """The run URL, and the step where the address names one."""
+    run, _, last = url.rstrip("/").rpartition("/")
+    step = parse_step_folder(last)
+    if step is None:
+        return url, None
+    return run or ("/" if url.startswith("/") else "."), step
+
+
+def open_address(url: str) -> tuple[Storage, int | None]:
+    """The storage of the run, and the step where the address names one."""
+    run, step = split_address(url)
+    return open_storage(run), step
