@@ -1,0 +1,109 @@
+"""Local files under real faults: full disks, killed writers, missing permission."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from threefold.errors import StorageError
+from threefold.storage import open_storage
+from threefold.storage.local import LocalStorage, local_failure
+
+WRITE = """
+import sys
+from threefold.storage import open_storage
+storage = open_storage(sys.argv[1])
+storage.write("step/root", b"y" * 100_000, if_absent=True)
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def strace(*options: str) -> list[str]:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    return ["strace", "-f", "-qq", "-o", os.devnull, *options]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path) -> None:
+    storage = open_storage(small_disk / "run")
+    storage.write("old", b"kept")
+    with pytest.raises(StorageError, match=r"cannot write .*run/step/big: No space left") as caught:
+        storage.write("step/big", iter([b"x" * (1 << 20)] * 10))
+    assert caught.value.hint is not None
+    assert "df -h" in caught.value.hint
+    assert caught.value.exit_code == 3
+    assert [item.key for item in storage.list()] == ["old"]
+    assert list((small_disk / "run/step").iterdir()) == []
+    storage.write("step/small", b"x" * (1 << 20))
+
+
+@pytest.mark.parametrize("point", ["write", "fsync", "link"])
+def test_a_killed_write_is_never_listed(tmp_path: Path, point: str) -> None:
+    storage = LocalStorage(tmp_path / "run")
+    storage.write("other", b"x")
+    storage.write("step/other", b"x")
+    command = strace("-e", f"inject={point}:signal=KILL:when=1")
+    done = subprocess.run([*command, sys.executable, "-c", WRITE, str(tmp_path / "run")], check=False, timeout=60)
+    assert done.returncode not in (0, 1)
+    assert [item.key for item in storage.list()] == ["other", "step/other"]
+    assert storage.info("step/root") is None
+    storage.write("step/root", b"z", if_absent=True)
+    assert storage.read("step/root") == b"z"
+
+
+def test_a_failing_fsync_is_an_error(tmp_path: Path) -> None:
+    command = strace("-e", "inject=fsync:error=EIO")
+    program = [sys.executable, "-c", WRITE, str(tmp_path / "run")]
+    done = subprocess.run([*command, *program], check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "StorageError: cannot write" in done.stderr
+    assert "Input/output error" in done.stderr
+    assert list(LocalStorage(tmp_path / "run").list()) == []
+
+
+def test_a_write_syncs_the_file_before_its_name_and_the_folder_after(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    command = ["strace", "-f", "-qq", "-y", "-o", str(log), "-e", "trace=fsync,link,mkdir"]
+    subprocess.run([*command, sys.executable, "-c", WRITE, str(tmp_path / "run")], check=True, timeout=60)
+    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]
+    seen = [(call.split("(")[0], ".tmp" in call, "/step>" in call) for call in calls]
+    assert seen == [
+        ("mkdir", False, False), ("fsync", False, False),
+        ("mkdir", False, False), ("fsync", False, False),
+        ("fsync", True, False), ("link", True, False), ("fsync", False, True),
+    ]  # fmt: skip
+
+
+def test_a_path_through_a_file_is_an_error(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.write("file", b"x")
+    with pytest.raises(StorageError, match="cannot write"):
+        storage.write("file/below", b"x")
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"), [(errno.ENOSPC, "df -h"), (errno.EACCES, "ls -ld"), (errno.EROFS, "mounted")]
+)
+def test_hints_fit_the_cause(code: int, hint: str) -> None:
+    failure = local_failure(OSError(code, os.strerror(code)), "write", "/a/b")
+    assert os.strerror(code) in failure.message
+    assert failure.hint is not None
+    assert hint in failure.hint

@@ -1,0 +1,114 @@
+"""The narrow synchronous seam over keys that checkpoints and token stores are written through.
+
+Keys are relative, with "/" between parts. Every method blocks; concurrency belongs to the callers. Failures are
+StorageErrors that say what was done, where and what to try. `open_storage` chooses the backend by the URL.
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from threefold.errors import StorageError, UserError
+
+Buffer = bytes | bytearray | memoryview
+
+
+class AlreadyExists(StorageError):
+    """An if-absent write found the key taken by other bytes: another writer won."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One stored object; `modified_s` is seconds since the epoch, 0 where a backend does not tell."""
+
+    key: str
+    size_bytes: int
+    modified_s: float
+
+
+class Storage(Protocol):
+    """Keys under one base URL; `supports_if_absent` is False where a backend cannot commit once and only once."""
+
+    url: str
+    supports_if_absent: bool
+
+    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+        """Write one object durably and atomically: after return it is whole, before that it is not listed.
+
+        With if_absent, of all writers of different bytes exactly one returns, the others get AlreadyExists; writing
+        the very bytes that are there succeeds, so that a write whose answer was lost may be repeated. Without
+        supports_if_absent that holds for writers that come one after the other only.
+        """
+
+    def read(self, key: str) -> bytes:
+        """Read one object whole; StorageError if it is missing."""
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several [start, stop) byte ranges of one object; StorageError where one goes past its end."""
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Size and time of one object, None if it is missing."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key starts with prefix, sorted by key."""
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        """Names of the folders immediately in folder `prefix`, sorted, without descending.
+
+        A folder whose objects were all deleted may still be named for a while.
+        """
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; a missing one is no error."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy one object within this storage."""
+
+    def local_path(self, key: str) -> Path | None:
+        """The file behind a key where there is one (C++ reads and writes it directly), else None."""
+
+
+def open_storage(url: str | Path) -> Storage:
+    """The storage behind a local path, a file:// or s3:// URL, or any URL that fsspec knows.
+
+    Nothing is contacted yet. The client libraries are imported only for a URL that needs them.
+    """
+    text = str(url)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if not text:
+        raise UserError("an empty storage URL", hint="give a folder, or a URL such as s3://bucket/run")
+    if scheme in ("", "file"):
+        from threefold.storage.local import LocalStorage
+
+        return LocalStorage(unquote(urlsplit(text).path) if scheme else text)
+    if scheme == "s3":
+        from threefold.storage.s3 import S3Storage
+
+        return S3Storage(text)
+    from threefold.storage.fsspec import FsspecStorage
+
+    return FsspecStorage(text)
+
+
+def check_key(key: str) -> str:
+    """The key, if it is one: relative, normal, no empty, "." or ".." part."""
+    assert not any(part in ("", ".", "..") for part in key.split("/")), f"{key!r} is not a storage key"
+    return key
+
+
+def buffers_of(data: Buffer | Iterable[Buffer]) -> Iterable[Buffer]:
+    """The buffers to write one after the other: data itself, or what it gives."""
+    return [data] if isinstance(data, bytes | bytearray | memoryview) else data
+
+
+def temporary_name(name: str) -> str:
+    """A hidden name, unique to this write, that `is_temporary` tells and no listing shows."""
+    return f".{name}.{secrets.token_hex(8)}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file name was made by `temporary_name`."""
+    return name.startswith(".") and name.endswith(".tmp")

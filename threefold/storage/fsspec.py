@@ -1,0 +1,163 @@
+"""Any URL that fsspec knows, through fsspec's own backend for it.
+
+A write goes to a hidden temporary name, which is never listed, and is then moved to its key: a rename on file systems,
+a copy within the server on object stores. There is no if-absent write here: one writer only may commit.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from threefold.errors import StorageError, UserError
+from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
+
+TIME_FIELDS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+T = TypeVar("T")
+
+
+class FsspecStorage:
+    """Keys are paths below the URL's path on its fsspec file system."""
+
+    supports_if_absent = False
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise UserError(f"{url} needs the package fsspec", hint='pip install "threefold[s3]"') from error
+        self.url = url.rstrip("/")
+        try:
+            # Listings are never cached: other processes write to the same place.
+            self._fs, root = url_to_fs(url, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise UserError(
+                f"cannot open {url}: {error}", hint="check the URL's scheme and its fsspec package"
+            ) from error
+        self._root = root.rstrip("/")
+
+    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+        target = self._path(key)
+        folder, _, name = target.rpartition("/")
+        temporary = f"{folder}/{temporary_name(name)}"
+        buffers = buffers_of(data)
+        if if_absent and self.info(key) is not None:
+            if self.read(key) == b"".join(buffers):
+                return
+            raise AlreadyExists(f"{self.url}/{key} exists already: another writer won")
+
+        def write_and_move() -> None:
+            try:
+                with self._open_new(temporary, folder) as file:
+                    for buffer in buffers:
+                        file.write(buffer)
+                self._fs.mv(temporary, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._fs.rm_file(temporary)
+                raise
+
+        self._call("write", key, write_and_move)
+
+    def read(self, key: str) -> bytes:
+        return bytes(self._call("read", key, lambda: self._fs.cat_file(self._path(key))))
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        path = self._path(key)
+        wanted = [(start, stop) for start, stop in ranges if stop > start]
+        starts, stops = [start for start, _ in wanted], [stop for _, stop in wanted]
+        found = iter(
+            self._call("read", key, lambda: self._fs.cat_ranges([path] * len(wanted), starts, stops, on_error="raise"))
+        )
+        parts = [bytes(next(found)) if stop > start else b"" for start, stop in ranges]
+        for (start, stop), part in zip(ranges, parts, strict=True):
+            if len(part) != stop - start:
+                raise StorageError(f"{self.url}/{key} gave {len(part)} of the bytes {start} to {stop}")
+        return parts
+
+    def info(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+
+        def find() -> ObjectInfo | None:
+            try:
+                found = self._fs.info(path)
+            except FileNotFoundError:
+                return None
+            return self._object(found) if found["type"] == "file" else None
+
+        return self._call("look up", key, find)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+
+        def find() -> list[ObjectInfo]:
+            try:
+                found = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return []
+            objects = [self._object(info) for info in found.values()]
+            return [o for o in objects if o.key.startswith(prefix) and not is_temporary(o.key.rpartition("/")[2])]
+
+        return iter(sorted(self._call("list", folder, find), key=lambda item: item.key))
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        folder = f"{self._root}/{prefix}".rstrip("/")
+
+        def find() -> list[str]:
+            try:
+                found = self._fs.ls(folder, detail=True)
+            except FileNotFoundError:
+                return []
+            return [info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory"]
+
+        return iter(sorted(self._call("list", prefix, find)))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+
+            def remove(path: str = path) -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(path)
+
+            self._call("delete", key, remove)
+
+    def copy(self, source: str, target: str) -> None:
+        self._call("copy", source, lambda: self._fs.cp_file(self._path(source), self._path(target)))
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _object(self, info: dict[str, Any]) -> ObjectInfo:
+        time = next((info[field] for field in TIME_FIELDS if info.get(field)), 0.0)
+        key = info["name"].removeprefix(self._root).lstrip("/")
+        return ObjectInfo(key, info["size"] or 0, time.timestamp() if isinstance(time, datetime) else _seconds(time))
+
+    def _open_new(self, path: str, folder: str) -> Any:
+        """Open a file for writing; its folder is made only where the file system insists on one."""
+        try:
+            return self._fs.open(path, "wb")
+        except FileNotFoundError:
+            self._fs.makedirs(folder, exist_ok=True)
+            return self._fs.open(path, "wb")
+
+    def _call(self, doing: str, key: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except (StorageError, AssertionError):
+            raise
+        except FileNotFoundError as error:
+            raise StorageError(f"{self.url}/{key} does not exist") from error
+        except Exception as error:  # each fsspec backend raises the errors of a client library of its own
+            raise StorageError(f"cannot {doing} {self.url}/{key}: {error or type(error).__name__}") from error
+
+
+def _seconds(time: object) -> float:
+    try:
+        return float(time)  # type: ignore[arg-type]  # text without a number is what the except is for
+    except (TypeError, ValueError):
+        return datetime.fromisoformat(str(time)).timestamp()

@@ -1,0 +1,202 @@
+"""Files of a local or parallel file system: durable by fsync of the file and its folder, exclusive by link(2).
+
+A write goes to a hidden temporary name in the target's folder, which is never listed, and appears whole under its key.
+"""
+
+import contextlib
+import errno
+import filecmp
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from threefold.errors import StorageError
+from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
+
+COPY_BYTES = 16 << 20
+
+
+class LocalStorage:
+    """Keys are paths below one folder, which is made by the first write."""
+
+    supports_if_absent = True
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+        self.url = str(self.folder)
+
+    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+        target = self._path(key)
+        temporary = target.with_name(temporary_name(target.name))
+        try:
+            make_folders(target.parent)
+            try:
+                _write_file(temporary, buffers_of(data))
+                if if_absent:
+                    _link(temporary, target)
+                else:
+                    temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_folder(target.parent)
+        except OSError as error:
+            raise local_failure(error, "write", target) from error
+
+    def read(self, key: str) -> bytes:
+        path = self._path(key)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise local_failure(error, "read", path) from error
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        path = self._path(key)
+        try:
+            with path.open("rb", buffering=0) as file:
+                return [_read_range(file.fileno(), path, start, stop) for start, stop in ranges]
+        except OSError as error:
+            raise local_failure(error, "read", path) from error
+
+    def info(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise local_failure(error, "look up", path) from error
+        return ObjectInfo(key, status.st_size, status.st_mtime) if path.is_file() else None
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = prefix[: prefix.rfind("/") + 1]
+        return self._walk(folder, prefix)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        folder = f"{prefix.rstrip('/')}/" if prefix else ""
+        for entry in _entries(self.folder / folder):
+            if entry.is_dir() and any(self._walk(f"{folder}{entry.name}/", "")):
+                yield entry.name
+
+    def delete(self, keys: Iterable[str]) -> None:
+        folders: set[Path] = set()
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink()
+                folders.add(path.parent)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise local_failure(error, "delete", path) from error
+        for folder in folders:
+            self._remove_empty(folder)
+
+    def copy(self, source: str, target: str) -> None:
+        path = self._path(source)
+        try:
+            with path.open("rb") as file:
+                self.write(target, iter(lambda: file.read(COPY_BYTES), b""))
+        except OSError as error:
+            raise local_failure(error, "read", path) from error
+
+    def local_path(self, key: str) -> Path | None:
+        return self._path(key)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / check_key(key)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        for entry in _entries(self.folder / folder):
+            key = folder + entry.name
+            if entry.is_dir():
+                if f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/"):
+                    yield from self._walk(f"{key}/", prefix)
+            elif key.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                    status = entry.stat()
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
+
+    def _remove_empty(self, folder: Path) -> None:
+        """Make deletions in a folder durable, then remove it and its parents as far as they are empty."""
+        with contextlib.suppress(FileNotFoundError):
+            sync_folder(folder)
+        while folder != self.folder and folder.is_relative_to(self.folder):
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or another process removed it first
+                return
+            folder = folder.parent
+
+
+def make_folders(folder: Path) -> None:
+    """Create a folder and its missing parents, durably."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_folder(new.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable: names that were added, replaced or removed."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
+    """A system error of a local file as a StorageError with a hint that fits its cause."""
+    if isinstance(error, FileNotFoundError) and doing == "read":
+        return StorageError(f"{path} does not exist")
+    hint = {
+        errno.ENOSPC: f"free some space or choose another place; df -h {Path(path).parent}",
+        errno.EDQUOT: "the quota is used up; free some space or choose another place",
+        errno.EACCES: f"check the permissions: ls -ld {Path(path).parent}",
+        errno.EPERM: f"check the permissions: ls -ld {Path(path).parent}",
+        errno.EROFS: "the file system is mounted read-only; choose another place",
+    }.get(error.errno or 0)
+    return StorageError(f"cannot {doing} {path}: {error.strerror or error}", hint=hint)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder in the order of their keys, a folder's key ending in "/"."""
+    try:
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if not is_temporary(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise local_failure(error, "list", folder) from error
+    return sorted(entries, key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
+
+
+def _write_file(path: Path, buffers: Iterable[Buffer]) -> None:
+    with path.open("xb") as file:
+        for buffer in buffers:
+            file.write(buffer)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link(temporary: Path, target: Path) -> None:
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        if not filecmp.cmp(temporary, target, shallow=False):
+            raise AlreadyExists(f"{target} exists already: another writer won") from None
+
+
+def _read_range(descriptor: int, path: Path, start: int, stop: int) -> bytes:
+    parts: list[bytes] = []
+    position = start
+    while position < stop:
+        part = os.pread(descriptor, stop - position, position)
+        if not part:
+            raise StorageError(f"{path} ends at byte {position}, wanted were bytes {start} to {stop}")
+        parts.append(part)
+        position += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
