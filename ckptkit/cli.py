@@ -1,0 +1,232 @@
+"""The `ckptkit` command: ls, inspect, verify, hash, reshard. numpy is imported by the verbs, never for --help."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from threefold.cli import Parser, print_json, run
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
+
+CKPT_HELP = "run URL (its newest committed step) or step URL: a path, s3://..., or any fsspec URL"
+
+
+def build_parser() -> Parser:
+    """The parser of all verbs."""
+    parser = Parser(
+        prog="ckptkit",
+        description="Verified, resharding checkpoints on local disks, S3 and any fsspec URL.",
+        epilog="S3 settings come from the standard AWS_* variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). "
+        "Exit codes: 0 ok, 1 check failed, 2 usage, 3 I/O.",
+    )
+    verbs = parser.add_subparsers(metavar="{ls,inspect,verify,hash,reshard}", required=True)
+
+    ls = verbs.add_parser("ls", help="list a run's committed steps", description="List a run's committed steps.")
+    ls.add_argument("run", metavar="RUN", help="run URL: a path, s3://..., or any fsspec URL")
+    ls.set_defaults(handler=ls_verb)
+
+    inspect = verbs.add_parser(
+        "inspect", help="what a checkpoint holds", description="Print what a checkpoint holds, from its root alone."
+    )
+    inspect.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.set_defaults(handler=inspect_verb)
+
+    verify = verbs.add_parser(
+        "verify",
+        help="check every byte of a checkpoint",
+        description="Read every byte of a checkpoint, check it against its checksums, and name the file, the offset "
+        "and the tensors of all damage (then the exit code is 1).",
+    )
+    verify.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
+    verify.set_defaults(handler=verify_verb)
+
+    hash_ = verbs.add_parser(
+        "hash",
+        help="hash a checkpoint's contents, whatever its layout",
+        description="Print hashes of a checkpoint's tensors, the same for any layout it is stored in.",
+    )
+    hash_.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
+    hash_.add_argument("--tensors", action="store_true", help="print the hash of every tensor too")
+    hash_.set_defaults(handler=hash_verb)
+
+    reshard = verbs.add_parser(
+        "reshard",
+        help="rewrite a checkpoint for another layout",
+        description="Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. "
+        "Memory stays below 1 GiB whatever the checkpoint's size; needs neither torch nor a GPU.",
+    )
+    reshard.add_argument("source", metavar="SRC", help=CKPT_HELP)
+    reshard.add_argument("target", metavar="DST", help="run URL (the step keeps its number) or step URL")
+    for name, long, what in (
+        ("tp", "tensor-model-parallel-size", "tensor-parallel size of the output"),
+        ("pp", "pipeline-model-parallel-size", "pipeline-parallel size of the output"),
+        ("dp", "data-parallel-size", "data-parallel (ZeRO) cut of the output"),
+    ):
+        reshard.add_argument(f"--{name}", f"--{long}", type=size, default=1, metavar="N", help=what)
+    reshard.add_argument(
+        "--from",
+        dest="from_layout",
+        metavar="LAYOUT",
+        default=argparse.SUPPRESS,
+        help="refuse a source of another layout; written like tp8-pp4, axes left out may be any",
+    )
+    reshard.set_defaults(handler=reshard_verb)
+
+    for verb in (ls, inspect, verify, hash_, reshard):
+        verb.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def size(text: str) -> int:
+    """The size of an axis."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def ls_verb(arguments: argparse.Namespace) -> int:
+    from ckptkit.catalogue import committed_steps
+    from ckptkit.inspect import describe
+    from ckptkit.reader import read_root
+    from ckptkit.root import step_folder
+    from threefold.errors import CheckFailed
+    from threefold.storage import open_storage
+
+    storage = open_storage(arguments.run)
+    rows: list[dict[str, object]] = []
+    for step in committed_steps(storage):
+        url = f"{storage.url}/{step_folder(step)}"
+        try:
+            about = describe(read_root(storage, step), url)
+        except CheckFailed as error:
+            rows.append({"step": step, "url": url, "error": error.message})
+            continue
+        rows.append({key: about[key] for key in ("step", "url", "layout", "file_bytes", "num_files", "attempt")})
+    if arguments.json:
+        print_json(rows)
+    elif not rows:
+        print(f"no committed step in {storage.url}", file=sys.stderr)
+    for row in [] if arguments.json else rows:
+        if "error" in row:
+            print(f"{row['step']:>10}  DAMAGED: {row['error']}")
+        else:
+            print(f"{row['step']:>10}  {row['file_bytes']:>16,} bytes  {row['num_files']:>5} files  {row['layout']}")
+    return EXIT_OK
+
+
+def inspect_verb(arguments: argparse.Namespace) -> int:
+    from ckptkit.address import resolve
+    from ckptkit.inspect import describe
+    from ckptkit.reader import read_root
+    from ckptkit.root import step_folder
+
+    storage, step = resolve(arguments.checkpoint)
+    about = describe(read_root(storage, step), f"{storage.url}/{step_folder(step)}")
+    if arguments.json:
+        print_json(about)
+        return EXIT_OK
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
+    print(
+        f"{about['url']}\n"
+        f"  step       {about['step']:,}\n"
+        f"  layout     {about['layout']}, {about['num_layers']} layers\n"
+        f"  tensors    {about['num_tensors']:,} ({dtypes}), {about['num_elements']:,} elements, "
+        f"{about['tensor_bytes']:,} bytes\n"
+        f"  files      {about['num_files']:,}, {about['file_bytes']:,} bytes, attempt {about['attempt']}"
+    )
+    for key, value in about["metadata"].items():
+        text = str(value)
+        print(f"  {key:<10} {text if len(text) <= 100 else text[:97] + '...'}")
+    for row in about["tensors"] if arguments.tensors else ():
+        print(f"{row['name']}  {row['dtype']} {row['shape']}  {row['placement']}")
+    return EXIT_OK
+
+
+def verify_verb(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ckptkit.address import resolve
+    from ckptkit.reader import CheckpointReader
+    from ckptkit.verify import verify_checkpoint
+
+    storage, step = resolve(arguments.checkpoint)
+    with CheckpointReader(storage, step) as reader:
+        result = verify_checkpoint(reader)
+    if arguments.json:
+        print_json({"ok": result.ok, "url": reader.url} | asdict(result))
+    else:
+        for fault in result.faults:
+            print(fault)
+        print(
+            f"{reader.url}: {result.num_files} files, {result.bytes_read:,} bytes, "
+            + ("all checksums hold" if result.ok else f"{len(result.faults)} faults")
+        )
+    return EXIT_OK if result.ok else EXIT_CHECK_FAILED
+
+
+def hash_verb(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ckptkit.address import resolve
+    from ckptkit.hashing import hash_checkpoint
+    from ckptkit.reader import CheckpointReader
+
+    storage, step = resolve(arguments.checkpoint)
+    with CheckpointReader(storage, step) as reader:
+        found = hash_checkpoint(reader)
+    if arguments.json:
+        print_json({"url": reader.url, "step": step} | asdict(found))
+        return EXIT_OK
+    for name, digest in found.tensors.items() if arguments.tensors else ():
+        print(f"{digest}  {name}")
+    for total in ("params", "optim", "all"):
+        print(f"{getattr(found, total)}  {total}")
+    return EXIT_OK
+
+
+def reshard_verb(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ckptkit.address import open_address, resolve
+    from ckptkit.layout import ParallelLayout
+    from ckptkit.reader import CheckpointReader
+    from ckptkit.reshard import reshard
+
+    layout = ParallelLayout(tp=arguments.tp, dp=arguments.dp, pp=arguments.pp)
+    storage, step = resolve(arguments.source)
+    target, target_step = open_address(arguments.target)
+    with CheckpointReader(storage, step) as reader:
+        if "from_layout" in arguments:
+            check_source_layout(arguments.from_layout, reader.root.layout, reader.url)
+        report = reshard(reader, target, layout, step=target_step, progress=show_progress)
+    if arguments.json:
+        print_json(asdict(report))
+        return EXIT_OK
+    rate = report.bytes_written / max(report.seconds, 1e-9) / 1e6
+    print(
+        f"{report.url}: {report.source_layout} -> {report.target_layout}, {report.num_files} files, "
+        f"{report.bytes_written:,} bytes in {report.seconds:.1f} s ({rate:,.0f} MB/s)"
+    )
+    return EXIT_OK
+
+
+def check_source_layout(text: str, found: object, url: str) -> None:
+    """Refuse a source whose layout is not the one the user named."""
+    from dataclasses import fields
+
+    from ckptkit.layout import ParallelLayout
+
+    named = ParallelLayout.parse(text)
+    axes = [field.name for field in fields(named) if any(word.startswith(field.name) for word in text.split("-"))]
+    if any(getattr(named, axis) != getattr(found, axis) for axis in axes):
+        raise UserError(f"{url} was saved as {found}, not as {text}", hint=f"--from {found}")
+
+
+def show_progress(done: int, total: int) -> None:
+    """A line on stderr, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r{done / max(total, 1):6.1%}  {done:,} bytes", end="\n" if done >= total else "", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(build_parser(), argv)
