@@ -23,7 +23,7 @@ ROOT_KEY = "root.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_PART = re.compile(r"part-[0-9]{5,9}(\.[0-9]{1,5})?\.(safetensors|index)")
+_STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _STEP = re.compile(r"step-([0-9]{9,15})")
 _CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 
@@ -184,9 +184,9 @@ def _placement(row: dict[str, Any]) -> Placement:
 
 
 def _part(row: dict[str, Any], attempt: str) -> Part:
-    for key in (row["data"], row["index"]):
+    for key, suffix in ((row["data"], "safetensors"), (row["index"], "index")):
         folder, _, file = _text(key, 255).partition("/")
-        if folder != attempt or not _PART.fullmatch(file):
+        if folder != attempt or not re.fullmatch(rf"{_STEM}\.{suffix}", file):
             raise ValueError(f"{key!r} is not a file of attempt {attempt}")
     return Part(
         row["data"], _whole(row["data_bytes"], MAX_DATA_BYTES), row["index"],
