@@ -1,0 +1,28 @@
+// The CPU loops that exist once for each instruction set, as a table of functions.
+#pragma once
+
+#include <stdint.h>
+
+#include "dropout_mask.h"
+
+struct Kernels {
+  void (*rmsnorm_forward)(int dtype, const void* x, const void* weight, void* y, void* rstd, int64_t num_rows,
+                          int64_t num_cols, double eps);
+  // Adds the weight gradient of these rows to `dweight`, which has rstd's type.
+  void (*rmsnorm_backward)(int dtype, const void* dy, const void* x, const void* weight, const void* rstd, void* dx,
+                           void* dweight, int64_t num_rows, int64_t num_cols);
+  // One row: the features [first_feature, first_feature + num_features) of one global sample and position.
+  void (*dropout_row)(int dtype, const void* x, void* y, const MaskKey& key, uint64_t sample, uint32_t position,
+                      uint64_t first_feature, int64_t num_features);
+  // Elements with consecutive flat global indices.
+  void (*normal_run)(int dtype, void* out, uint64_t key, uint64_t first_index, int64_t count, double std);
+};
+
+extern const Kernels kernels_base, kernels_avx2, kernels_avx512;
+
+const Kernels& kernels();  // the table of op_simd()
+
+inline int64_t item_bytes(int dtype) { return dtype == OP_F64 ? 8 : dtype == OP_F32 ? 4 : 2; }
+inline bool is_dtype(int dtype) { return dtype >= OP_F64 && dtype <= OP_BF16; }
+inline const void* at(const void* pointer, int64_t bytes) { return static_cast<const char*>(pointer) + bytes; }
+inline void* at(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }

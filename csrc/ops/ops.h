@@ -1,0 +1,62 @@
+// C ABI of the trainer's native library: RMSNorm, dropout, normals by counter; on CPU, and on CUDA where it was built.
+//
+// Tensors are dense and row-major. Every function that can fail returns 0, OP_BAD_ARGUMENT, or a positive cudaError_t.
+// CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current device,
+// on which they only enqueue work. On the CPU no result depends on the number of threads or on the instruction set.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define OP_API extern "C" __attribute__((visibility("default")))
+#else
+#define OP_API
+#endif
+
+enum op_dtype { OP_F64 = 0, OP_F32 = 1, OP_BF16 = 2 };
+enum { OP_BAD_ARGUMENT = -1 };
+enum op_simd { OP_SIMD_BASE = 0, OP_SIMD_AVX2 = 1, OP_SIMD_AVX512 = 2 };
+
+OP_API const char* op_error_text(int code);
+OP_API int op_has_cuda(void);
+// The instruction set in use: the widest that this CPU offers, or less after a limit was set (for tests).
+OP_API int op_simd(void);
+OP_API void op_limit_simd(int simd);
+
+// RMSNorm over rows [num_rows, num_cols]: y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps). rstd [num_rows] is
+// double for OP_F64, else float; so is all arithmetic. The result of a row does not depend on the other rows.
+OP_API int op_rmsnorm_forward(int dtype, const void* x, const void* weight, void* y, void* rstd, int64_t num_rows,
+                              int64_t num_cols, double eps, int num_threads);
+// dweight [num_cols] has rstd's type. `partials` is scratch memory for op_rmsnorm_partials[_cuda](...) rows of num_cols
+// numbers of that type.
+OP_API int op_rmsnorm_backward(int dtype, const void* dy, const void* x, const void* weight, const void* rstd, void* dx,
+                               void* dweight, void* partials, int64_t num_rows, int64_t num_cols, int num_threads);
+OP_API int64_t op_rmsnorm_partials(int64_t num_rows);
+OP_API int op_rmsnorm_forward_cuda(int dtype, const void* x, const void* weight, void* y, void* rstd, int64_t num_rows,
+                                   int64_t num_cols, double eps, void* stream);
+OP_API int op_rmsnorm_backward_cuda(int dtype, const void* dy, const void* x, const void* weight, const void* rstd,
+                                    void* dx, void* dweight, void* partials, int64_t num_rows, int64_t num_cols,
+                                    void* stream);
+OP_API int64_t op_rmsnorm_partials_cuda(int64_t num_rows);
+
+// Which elements a dropout drops, and where x [num_samples, num_positions, num_features] lies in the global tensor.
+// The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.
+struct op_mask {
+  uint64_t seed, step;
+  uint32_t layer, site;
+  uint64_t first_sample, first_position, first_feature;
+  double probability;  // of being dropped, in [0, 1)
+};
+
+// y = x / (1 - probability) where kept, 0 where dropped.
+OP_API int op_dropout(int dtype, const void* x, void* y, int64_t num_samples, int64_t num_positions,
+                      int64_t num_features, const struct op_mask* mask, int num_threads);
+OP_API int op_dropout_cuda(int dtype, const void* x, void* y, int64_t num_samples, int64_t num_positions,
+                           int64_t num_features, const struct op_mask* mask, void* stream);
+
+// Philox4x32-10 of one counter; `counter` and `random` have four words, `key` two.
+OP_API void op_philox(const uint32_t* counter, const uint32_t* key, uint32_t* random);
+// Fill the dense box [box_offset, box_offset + box_shape) of a tensor of `global_shape` with std * z, where z is the
+// standard normal number of (key, flat global index); computed in double, then rounded (to OP_BF16 through float).
+OP_API int op_normal(int dtype, void* out, uint64_t key, int num_dims, const int64_t* box_shape,
+                     const int64_t* global_shape, const int64_t* box_offset, double std, int num_threads);

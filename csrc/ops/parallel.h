@@ -1,0 +1,29 @@
+// Cuts work over threads. Threads are started for each call, so small work stays on the caller's.
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+// body(begin, end) over [0, count) in equal parts, on at most `num_threads` threads. `items` is how many elements the
+// whole work touches: below 64 Ki of them a thread, starting it costs more than it saves.
+template <class Body>
+void parallel(int64_t count, int64_t items, int num_threads, Body body) {
+  const int64_t num_parts = std::clamp<int64_t>(std::min<int64_t>(items >> 16, num_threads), 1, std::max<int64_t>(count, 1));
+  std::vector<std::thread> threads;
+  int64_t begin = 0;
+  try {
+    threads.reserve(num_parts - 1);
+    for (int64_t part = 1; part < num_parts; ++part) {
+      const int64_t end = count * part / num_parts;
+      threads.emplace_back(body, begin, end);
+      begin = end;
+    }
+  } catch (const std::system_error&) {  // no more threads to be had: this one does what is left
+  }
+  body(begin, count);
+  for (std::thread& thread : threads) thread.join();
+}

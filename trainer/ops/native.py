@@ -1,0 +1,102 @@
+"""Calls into the trainer's native library: signatures, error codes to exceptions, and a count of the calls of each op.
+
+ctypes releases the GIL around every call. CPU kernels use at most `torch.get_num_threads()` threads; CUDA kernels are
+enqueued on the current stream of the tensor's device.
+"""
+
+import ctypes
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+
+from threefold.errors import UserError
+from threefold.native import load_library
+
+DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
+SIMD_NAMES = ("base", "avx2", "avx512")
+
+_calls: Counter[str] = Counter()
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded library with its signatures; ImportError says how to build it."""
+    native = load_library("trainer")
+    pointer, size, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
+    forward = [integer, pointer, pointer, pointer, pointer, size, size, number]
+    backward = [integer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, size, size]
+    dropout = [integer, pointer, pointer, size, size, size, pointer]
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "op_error_text": (ctypes.c_char_p, [integer]),
+        "op_has_cuda": (integer, []),
+        "op_simd": (integer, []),
+        "op_limit_simd": (None, [integer]),
+        "op_rmsnorm_forward": (integer, [*forward, integer]),
+        "op_rmsnorm_backward": (integer, [*backward, integer]),
+        "op_rmsnorm_partials": (size, [size]),
+        "op_dropout": (integer, [*dropout, integer]),
+        "op_philox": (None, [pointer, pointer, pointer]),
+        "op_normal": (integer, [integer, pointer, ctypes.c_uint64, integer, pointer, pointer, pointer, number, integer]),
+    }
+    cuda_signatures: dict[str, tuple[Any, list[Any]]] = {
+        "op_rmsnorm_forward_cuda": (integer, [*forward, pointer]),
+        "op_rmsnorm_backward_cuda": (integer, [*backward, pointer]),
+        "op_rmsnorm_partials_cuda": (size, [size]),
+        "op_dropout_cuda": (integer, [*dropout, pointer]),
+    }
+    if native.op_has_cuda():
+        signatures |= cuda_signatures
+    for name, (result, arguments) in signatures.items():
+        function = getattr(native, name)
+        function.restype, function.argtypes = result, arguments
+    return native
+
+
+def has_cuda() -> bool:
+    """Whether the library was built with its CUDA kernels."""
+    return bool(library().op_has_cuda())
+
+
+def simd() -> str:
+    """The instruction set of the CPU kernels: base, avx2 or avx512."""
+    return SIMD_NAMES[library().op_simd()]
+
+
+def csrc_calls() -> dict[str, int]:
+    """How often each native op was called in this process, by its C name without `op_`; tests assert on it."""
+    return dict(_calls)
+
+
+def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
+    """Run `op_<op>` on the tensor's device; the tensor's dtype goes first, threads or stream last.
+
+    Raises UserError where the device or dtype is not supported, RuntimeError with CUDA's text where a launch fails.
+    """
+    code = dtype_code(op, tensor)
+    if tensor.device.type == "cpu":
+        status = getattr(library(), f"op_{op}")(code, *arguments, torch.get_num_threads())
+    else:
+        with torch.cuda.device(tensor.device):
+            function = getattr(library(), f"op_{op}_cuda")
+            status = function(code, *arguments, torch.cuda.current_stream(tensor.device).cuda_stream)
+    if status != 0:
+        text = library().op_error_text(status).decode()
+        raise RuntimeError(f"op_{op} on {tensor.device}, {tensor.dtype} {list(tensor.shape)}: {text} (code {status})")
+    _calls[op] += 1
+
+
+def dtype_code(op: str, tensor: torch.Tensor) -> int:
+    """The library's code of the tensor's dtype, after checking that it can run on the tensor."""
+    device = tensor.device.type
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"{op} runs on cpu and cuda, not on {tensor.device}")
+    if device == "cuda" and not has_cuda():
+        raise UserError(
+            f"{op} on {tensor.device}: the native library was built without CUDA",
+            hint="put nvcc on PATH and run: pip install -e .",
+        )
+    if tensor.dtype not in DTYPE_CODES:
+        raise UserError(f"{op} takes float64, float32 or bfloat16, not {tensor.dtype}")
+    return DTYPE_CODES[tensor.dtype]
