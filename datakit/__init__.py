@@ -1,1 +1,22 @@
 """datakit: text corpus to token store to blended, packed, exactly resumable batches."""
+
+from importlib import import_module
+
+_PUBLIC = {
+    "Blend": "blend",
+    "Cursor": "cursor",
+    "HostBatch": "batch",
+    "Loader": "loader",
+    "Origin": "origins",
+    "TokenShard": "shard",
+    "TokenStore": "store",
+    "write_store": "store_writer",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name at its first use, so that no part of datakit pays for another."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

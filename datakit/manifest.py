@@ -1,0 +1,225 @@
+"""Manifest: what a token store holds, its sizes and checksums; one versioned JSON file, written last and atomically.
+
+Every field is checked on reading; a fault is a CheckFailed that names file and field. The fields are explained in
+docs/formats/token-store.md.
+"""
+
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from datakit.shard import FileDigest, write_durably
+from threefold.errors import CheckFailed, StorageError, UserError
+
+FILE_NAME = "manifest.json"
+WORK_FOLDER = ".work"  # holds sealed items until a store is complete
+FORMAT = "threefold-token-store"
+VERSION = 1
+MAX_BYTES = 512 << 20
+STORE_DTYPES = {"uint16": 2, "int32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """The tokenizer that made a store: its kind, the XXH3-128 of its file, its size, its end-of-document token."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+    eod_token: str | None
+    eod_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One shard: its name without suffix, counts, and the digests of its files."""
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    first_line: int
+    bin: FileDigest
+    idx: FileDigest
+    origin: FileDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that is known of a store without opening a shard."""
+
+    dtype: str
+    tokenizer: TokenizerIdentity
+    shards: tuple[ShardEntry, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards."""
+        return sum(shard.num_documents for shard in self.shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """XXH3-128 over the dtype and each shard's token count and checksum: equal content, equal fingerprint."""
+        content = [self.dtype, [[shard.num_tokens, shard.bin.xxh3_64] for shard in self.shards]]
+        return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
+
+    def write(self, folder: Path) -> None:
+        """Put the manifest into a store's folder, atomically and durably."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "fingerprint": self.fingerprint,
+            **asdict(self),
+        }
+        content["checksum"] = _checksum(content)
+        replace_durably(folder / FILE_NAME, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read and check a store's manifest."""
+        path = folder / FILE_NAME
+        try:
+            with path.open("rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                if size_bytes > MAX_BYTES:
+                    raise CheckFailed(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
+                data = file.read()
+        except FileNotFoundError:
+            raise _not_a_store(folder) from None
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        return cls._parse(path, data)
+
+    @classmethod
+    def _parse(cls, path: Path, data: bytes) -> "Manifest":
+        try:
+            raw = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise CheckFailed(f"{path} is damaged: {error}") from error
+        fields = _Fields(path, "", raw)
+        if fields.text("format") != FORMAT:
+            raise CheckFailed(f"{path} is no token store's manifest: format {raw['format']!r}")
+        if fields.number("version") != VERSION:
+            raise CheckFailed(f"{path} has version {raw['version']}, this program reads version {VERSION}")
+        if fields.text("checksum") != _checksum(raw):
+            raise CheckFailed(f"{path} is damaged: its checksum does not hold")
+        dtype = fields.text("dtype")
+        if dtype not in STORE_DTYPES:
+            raise CheckFailed(f"{path}: dtype {dtype!r} is none of {', '.join(STORE_DTYPES)}")
+        manifest = cls(
+            dtype,
+            _tokenizer(fields.table("tokenizer")),
+            tuple(_shard(shard, dtype) for shard in fields.tables("shards")),
+            fields.table("settings").raw,
+        )
+        for name in ("num_documents", "num_tokens", "fingerprint"):
+            if raw.get(name) != getattr(manifest, name):
+                raise CheckFailed(f"{path}: {name} is {raw.get(name)!r}, its shards give {getattr(manifest, name)!r}")
+        return manifest
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Put a small file in place so that it is seen whole or not at all, also after a loss of power."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_durably(temporary, content)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Fields:
+    """One JSON object being checked field by field."""
+
+    def __init__(self, path: Path, place: str, raw: Any) -> None:
+        if not isinstance(raw, dict):
+            raise CheckFailed(f"{path}: {place or 'the manifest'} is no JSON object")
+        self.path, self.place, self.raw = path, place, raw
+
+    def text(self, name: str) -> str:
+        value = self.raw.get(name)
+        if not isinstance(value, str):
+            raise self._fault(name, "a string")
+        return value
+
+    def number(self, name: str) -> int:
+        value = self.raw.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+            raise self._fault(name, "a number from 0")
+        return value
+
+    def table(self, name: str) -> "_Fields":
+        return _Fields(self.path, f"{self.place}{name}.", self.raw.get(name))
+
+    def tables(self, name: str) -> "list[_Fields]":
+        value = self.raw.get(name)
+        if not isinstance(value, list):
+            raise self._fault(name, "a list")
+        return [_Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
+
+    def _fault(self, name: str, expected: str) -> CheckFailed:
+        return CheckFailed(f"{self.path}: {self.place}{name} is {self.raw.get(name)!r}, {expected} expected")
+
+
+def _tokenizer(fields: _Fields) -> TokenizerIdentity:
+    return TokenizerIdentity(
+        kind=fields.text("kind"),
+        fingerprint=fields.text("fingerprint"),
+        vocab_size=fields.number("vocab_size"),
+        eod_token=None if fields.raw.get("eod_token") is None else fields.text("eod_token"),
+        eod_id=None if fields.raw.get("eod_id") is None else fields.number("eod_id"),
+    )
+
+
+def _shard(fields: _Fields, dtype: str) -> ShardEntry:
+    name = fields.text("name")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise CheckFailed(f"{fields.path}: {fields.place}name {name!r} is no shard's name")
+    digests = {
+        kind: FileDigest(digest.number("size_bytes"), digest.text("xxh3_64"))
+        for kind in ("bin", "idx", "origin")
+        for digest in [fields.table(kind)]
+    }
+    shard = ShardEntry(
+        name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
+    )
+    if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
+        raise CheckFailed(f"{fields.path}: {shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {name}")
+    return shard
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """XXH3-64 of the manifest as compact JSON with sorted keys, without its checksum field."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+
+
+def _not_a_store(folder: Path) -> UserError:
+    parts = [name for name in ("train", "valid") if (folder / name / FILE_NAME).is_file()]
+    if parts:
+        return UserError(f"{folder} is split; name one of its stores", hint=f"{folder / parts[0]}")
+    if (folder / WORK_FOLDER).is_dir():
+        return UserError(
+            f"{folder} is unfinished: its preprocessing did not come to an end",
+            hint="rerun the same `datakit preprocess` command to continue it",
+        )
+    return UserError(f"{folder} is no token store: it has no {FILE_NAME}", hint=f"ls {folder}")

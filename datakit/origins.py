@@ -1,0 +1,113 @@
+"""Origins: where each document of a shard came from, kept as columns in one `.origin` file beside the shard.
+
+20 bytes a document: the byte offset in its source file (of the uncompressed text), the file's number, the line within
+the work item, and a check of the document's tokens together with its origin, which tells damaged documents apart. The
+layout stands in docs/formats/token-store.md.
+"""
+
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import xxhash
+
+from datakit.shard import map_file
+from threefold.errors import CheckFailed
+
+MAGIC = b"TFORIGIN"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQQ")  # magic, version, 0, documents, bytes of the table of sources
+_ROW = struct.Struct("<QII")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a document came from: file, byte offset in its (uncompressed) content, line from 1."""
+
+    path: str
+    offset_bytes: int
+    line: int
+
+
+class Origins:
+    """The origins of one shard's documents, memory-mapped."""
+
+    def __init__(self, path: Path, first_line: int = 0) -> None:
+        """Open an `.origin` file; `first_line` is how many lines of the source precede the work item."""
+        self.path, self.first_line = path, first_line
+        data = map_file(path)
+        if len(data) < HEADER.size:
+            raise CheckFailed(f"{path} has {len(data)} bytes, too few for origins")
+        magic, version, _, num_documents, table_bytes = HEADER.unpack_from(data)
+        if magic != MAGIC or version != VERSION:
+            raise CheckFailed(f"{path} begins with {magic!r} version {version}, {MAGIC!r} version {VERSION} expected")
+        expected = HEADER.size + table_bytes + 20 * num_documents
+        if len(data) != expected or table_bytes % 8:
+            raise CheckFailed(f"{path} has {len(data)} bytes, {expected} expected for {num_documents} documents")
+        self.num_documents: int = num_documents
+        self._table = memoryview(data)[HEADER.size : HEADER.size + table_bytes]
+        at = HEADER.size + table_bytes
+        self.offsets = np.frombuffer(data, "<u8", num_documents, at)
+        self.source_numbers = np.frombuffer(data, "<u4", num_documents, at + 8 * num_documents)
+        self.lines = np.frombuffer(data, "<u4", num_documents, at + 12 * num_documents)
+        self.checks = np.frombuffer(data, "<u4", num_documents, at + 16 * num_documents)
+
+    def sources(self) -> list[str]:
+        """The source files, by number."""
+        try:
+            table = orjson.loads(self._table)
+        except orjson.JSONDecodeError as error:
+            raise CheckFailed(f"{self.path}: the table of sources is damaged: {error}") from error
+        if not isinstance(table, list) or not all(isinstance(path, str) for path in table):
+            raise CheckFailed(f"{self.path}: the table of sources is no list of paths")
+        return table
+
+    def __getitem__(self, number: int) -> Origin:
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
+        sources, source = self.sources(), int(self.source_numbers[number])
+        if source >= len(sources):
+            raise CheckFailed(f"{self.path}: document {number} names source {source} of {len(sources)}")
+        return Origin(sources[source], int(self.offsets[number]), self.first_line + int(self.lines[number]) + 1)
+
+    def holds(self, number: int, tokens: bytes) -> bool:
+        """Whether a document's tokens and origin are those that were written."""
+        row = int(self.offsets[number]), int(self.source_numbers[number]), int(self.lines[number])
+        return int(self.checks[number]) == document_check(tokens, *row)
+
+
+class OriginsWriter:
+    """Collects the origins of one shard; memory is 20 bytes a document and the paths of its sources."""
+
+    def __init__(self) -> None:
+        self._offsets, self._sources, self._lines, self._checks = array("Q"), array("I"), array("I"), array("I")
+        self._paths: dict[str, int] = {}
+
+    def add(self, path: str, offset_bytes: int, line: int, tokens: bytes) -> None:
+        """Append one document; `line` counts from 0 within the work item."""
+        source = self._paths.setdefault(path, len(self._paths))
+        self._offsets.append(offset_bytes)
+        self._sources.append(source)
+        self._lines.append(line)
+        self._checks.append(document_check(tokens, offset_bytes, source, line))
+
+    def encode(self) -> bytes:
+        """The content of the `.origin` file."""
+        table = orjson.dumps(list(self._paths))
+        table += b" " * (-len(table) % 8)
+        header = HEADER.pack(MAGIC, VERSION, 0, len(self._offsets), len(table))
+        columns = [
+            np.frombuffer(column, column.typecode).astype(kind).tobytes()
+            for column, kind in (
+                (self._offsets, "<u8"), (self._sources, "<u4"), (self._lines, "<u4"), (self._checks, "<u4"),
+            )
+        ]  # fmt: skip
+        return b"".join([header, table, *columns])
+
+
+def document_check(tokens: bytes, offset_bytes: int, source: int, line: int) -> int:
+    """The low 32 bits of XXH3-64 over a document's origin (offset u64, source u32, line u32) and its tokens."""
+    return xxhash.xxh3_64_intdigest(_ROW.pack(offset_bytes, source, line) + tokens) & 0xFFFFFFFF

@@ -1,0 +1,195 @@
+"""TokenShard: one `.bin` + `.idx` pair, byte-compatible with Megatron's indexed dataset v1.
+
+Opening costs O(1): the header and the file sizes are checked, nothing else is read; both files are memory-mapped. The
+layout stands in docs/formats/token-store.md. A damaged pair is a CheckFailed that names the file and the fault.
+"""
+
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from threefold.errors import CheckFailed, StorageError, UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
+DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+MAX_DOCUMENT_TOKENS = 2**31 - 1
+_WRITE_BUFFER_BYTES = 1 << 20
+
+Tokens = npt.NDArray[np.integer[Any]]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """Size and XXH3-64 of one whole file."""
+
+    size_bytes: int
+    xxh3_64: str
+
+
+class TokenShard:
+    """One open pair of files; `tokens` is all its tokens, `document(i)` those of one document (both are views)."""
+
+    def __init__(self, stem: str | os.PathLike[str]) -> None:
+        """Open `<stem>.bin` and `<stem>.idx`."""
+        self.bin_path, self.idx_path = Path(f"{os.fspath(stem)}.bin"), Path(f"{os.fspath(stem)}.idx")
+        index = map_file(self.idx_path)
+        self.dtype, self.num_sequences, boundaries = _parse_header(self.idx_path, index)
+        self.num_documents = boundaries - 1
+        at = HEADER.size
+        self.lengths = np.frombuffer(index, "<i4", self.num_sequences, at)
+        self.pointers = np.frombuffer(index, "<i8", self.num_sequences, at + 4 * self.num_sequences)
+        self.document_index = np.frombuffer(index, "<i8", boundaries, at + 12 * self.num_sequences)
+        data = map_file(self.bin_path)
+        if len(data) % self.dtype.itemsize:
+            raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens")
+        self.tokens: Tokens = np.frombuffer(data, self.dtype)
+        end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if self.num_sequences else 0
+        if end != len(data):
+            raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}")
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the shard holds."""
+        return len(self.tokens)
+
+    def document(self, number: int) -> Tokens:
+        """The tokens of one document, 0 <= number < num_documents."""
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents} in {self.idx_path}")
+        first, last = int(self.document_index[number]), int(self.document_index[number + 1])
+        if not 0 <= first <= last <= self.num_sequences:
+            raise CheckFailed(f"{self.idx_path}: document {number} spans sequences {first} to {last}")
+        parts = [self._sequence(sequence) for sequence in range(first, last)]
+        return parts[0] if len(parts) == 1 else np.concatenate([self.tokens[:0], *parts])
+
+    def _sequence(self, number: int) -> Tokens:
+        start, odd = divmod(int(self.pointers[number]), self.dtype.itemsize)
+        length = int(self.lengths[number])
+        if odd or length < 0 or not 0 <= start <= start + length <= len(self.tokens):
+            raise CheckFailed(f"{self.idx_path}: sequence {number} is {length} tokens at byte {self.pointers[number]}")
+        return self.tokens[start : start + length]
+
+
+class ShardWriter:
+    """Writes one pair of files front to back, one sequence a document; memory is 4 bytes a document."""
+
+    def __init__(self, stem: str | os.PathLike[str], dtype: str) -> None:
+        """Create `<stem>.bin`; `<stem>.idx` is written by `finish`."""
+        self.bin_path, self.idx_path = Path(f"{os.fspath(stem)}.bin"), Path(f"{os.fspath(stem)}.idx")
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._hash = xxhash.xxh3_64()
+        with writing(self.bin_path):
+            self._file = self.bin_path.open("wb", buffering=_WRITE_BUFFER_BYTES)
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents were added."""
+        return len(self._lengths)
+
+    def add(self, tokens: bytes) -> None:
+        """Append one document, given as the little-endian bytes of its tokens."""
+        num_tokens = len(tokens) // self.dtype.itemsize
+        if num_tokens > MAX_DOCUMENT_TOKENS:
+            raise UserError(f"a document of {num_tokens} tokens; the index holds up to {MAX_DOCUMENT_TOKENS} each")
+        with writing(self.bin_path):
+            self._file.write(tokens)
+        self._hash.update(tokens)
+        self._lengths.append(num_tokens)
+        self.num_tokens += num_tokens
+
+    def finish(self) -> tuple[FileDigest, FileDigest]:
+        """Write the index, make both files durable, and give the digests of `.bin` and `.idx`."""
+        with writing(self.bin_path):
+            flush_to_disk(self._file)
+            self._file.close()
+        index = encode_index(np.frombuffer(self._lengths, np.int32), self.dtype)
+        write_durably(self.idx_path, index)
+        size_bytes = self.num_tokens * self.dtype.itemsize
+        return FileDigest(size_bytes, self._hash.hexdigest()), FileDigest(len(index), xxhash.xxh3_64_hexdigest(index))
+
+    def abandon(self) -> None:
+        """Close and remove what was written."""
+        with suppress(OSError):  # the file may not take its last bytes; it is removed all the same
+            self._file.close()
+        self.bin_path.unlink(missing_ok=True)
+        self.idx_path.unlink(missing_ok=True)
+
+
+def encode_index(lengths: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> bytes:
+    """The `.idx` file of documents of these lengths, one sequence each."""
+    boundaries = np.arange(len(lengths) + 1, dtype="<i8")
+    ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+    pointers = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
+    header = HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype.name], len(lengths), len(boundaries))
+    return b"".join([header, lengths.astype("<i4").tobytes(), pointers.tobytes(), boundaries.tobytes()])
+
+
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """Map a whole file for reading; an empty file gives empty bytes."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a whole file and make it reach the disk."""
+    with writing(path), path.open("wb") as file:
+        file.write(content)
+        flush_to_disk(file)
+
+
+def flush_to_disk(file: Any) -> None:
+    """Empty an open file's buffer and make its content reach the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusals to write `path` into a StorageError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}", hint="make room or choose another --output, then rerun"
+        ) from error
+
+
+def _parse_header(path: Path, index: mmap.mmap | bytes) -> tuple["np.dtype[Any]", int, int]:
+    """Dtype, number of sequences and number of document boundaries; all sizes are checked against the file's."""
+    if len(index) < HEADER.size:
+        raise CheckFailed(f"{path} has {len(index)} bytes, too few for an index")
+    magic, version, code, num_sequences, boundaries = HEADER.unpack_from(index)
+    if magic != MAGIC:
+        raise CheckFailed(f"{path} is no Megatron index: it begins with {magic!r}")
+    if version != VERSION:
+        raise CheckFailed(f"{path} has index version {version}, this program reads version {VERSION}")
+    if code not in DTYPE_NAMES:
+        raise CheckFailed(f"{path}: dtype code {code} is none of the integer codes {sorted(DTYPE_NAMES)}")
+    text_bytes = HEADER.size + 12 * num_sequences + 8 * boundaries
+    if boundaries < 1 or len(index) not in (text_bytes, text_bytes + num_sequences):  # a multimodal index adds modes
+        raise CheckFailed(
+            f"{path} has {len(index)} bytes, {text_bytes} expected for {num_sequences} sequences "
+            f"and {boundaries - 1} documents"
+        )
+    return np.dtype(DTYPE_NAMES[code]).newbyteorder("<"), num_sequences, boundaries

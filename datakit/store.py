@@ -1,0 +1,153 @@
+"""TokenStore: a folder of token shards and a manifest, read as one address space of tokens and of documents.
+
+Opening reads the manifest and checks that every shard's files have their sizes: O(shards), whatever their size. Shards
+are mapped at first use; at most `MAX_OPEN_SHARDS` stay mapped, so that stores of any size fit the process's limits.
+"""
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from datakit.manifest import Manifest, ShardEntry
+from datakit.origins import Origin, Origins
+from datakit.shard import FileDigest, Int64s, Tokens, TokenShard
+from threefold.errors import CheckFailed, StorageError
+
+MAX_OPEN_SHARDS = 4096
+
+
+class TokenStore:
+    """An open store; safe to read from several threads."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
+        self.path, self.manifest = path, manifest
+        self.token_starts = _starts([shard.num_tokens for shard in manifest.shards])
+        self.document_starts = _starts([shard.num_documents for shard in manifest.shards])
+        self._open: OrderedDict[int, TokenShard] = OrderedDict()
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
+        """Open a store; UserError where there is none, CheckFailed or StorageError where it is damaged."""
+        folder = Path(path)
+        store = cls(folder, Manifest.read(folder))
+        for entry in store.manifest.shards:
+            for file, digest in store.files(entry):
+                try:
+                    size_bytes = file.stat().st_size
+                except OSError as error:
+                    raise StorageError(f"cannot read {file}: {error.strerror}") from error
+                if size_bytes != digest.size_bytes:
+                    raise CheckFailed(f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}")
+        return store
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the store."""
+        return int(self.token_starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the store."""
+        return int(self.document_starts[-1])
+
+    @property
+    def dtype(self) -> str:
+        """The tokens' dtype on disk, "uint16" or "int32"."""
+        return self.manifest.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below this."""
+        return self.manifest.tokenizer.vocab_size
+
+    @property
+    def eod_id(self) -> int | None:
+        """The token that ends documents, where the tokenizer has one."""
+        return self.manifest.tokenizer.eod_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the tokens: equal for stores of equal content, wherever they lie."""
+        return self.manifest.fingerprint
+
+    def shard(self, number: int) -> TokenShard:
+        """An open shard; the most recently used ones stay mapped."""
+        with self._lock:
+            shard = self._open.pop(number, None) or self._open_shard(self.manifest.shards[number])
+            self._open[number] = shard
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)
+            return shard
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """A copy of the tokens at addresses [start, stop) of the store, over shard borders."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens} in {self.path}")
+        found = np.empty(stop - start, self.dtype)
+        at = start
+        while at < stop:
+            number, first = self._locate(self.token_starts, at)
+            part = self.shard(number).tokens[at - first : stop - first]
+            found[at - start : at - start + len(part)] = part
+            at += len(part)
+        return found
+
+    def document(self, number: int) -> Tokens:
+        """The tokens of one document, as a view."""
+        shard, first = self._locate_document(number)
+        return self.shard(shard).document(number - first)
+
+    def origin(self, number: int) -> Origin:
+        """Where one document came from."""
+        shard, first = self._locate_document(number)
+        return self.origins(shard)[number - first]
+
+    def origins(self, shard: int) -> Origins:
+        """The origins of one shard's documents."""
+        entry = self.manifest.shards[shard]
+        return Origins(self.path / f"{entry.name}.origin", entry.first_line)
+
+    def document_at(self, token: int) -> int:
+        """The document that a token address lies in: from a row of a batch back to its text."""
+        if not 0 <= token < self.num_tokens:
+            raise IndexError(f"token {token} of {self.num_tokens} in {self.path}")
+        number, first = self._locate(self.token_starts, token)
+        shard = self.shard(number)
+        offset_bytes = (token - first) * shard.dtype.itemsize
+        inside = int(np.searchsorted(shard.pointers, offset_bytes, side="right")) - 1
+        return int(self.document_starts[number]) + inside
+
+    def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
+        """The files of one shard with their recorded sizes and checksums."""
+        kinds = {"bin": entry.bin, "idx": entry.idx, "origin": entry.origin}
+        return [(self.path / f"{entry.name}.{kind}", digest) for kind, digest in kinds.items()]
+
+    def _open_shard(self, entry: ShardEntry) -> TokenShard:
+        shard = TokenShard(self.path / entry.name)
+        found = shard.dtype.name, shard.num_documents, shard.num_sequences, shard.num_tokens
+        expected = self.dtype, entry.num_documents, entry.num_documents, entry.num_tokens
+        if found != expected:
+            raise CheckFailed(
+                f"{shard.idx_path} has dtype, documents, sequences, tokens {found}, its manifest says {expected}"
+            )
+        return shard
+
+    def _locate_document(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
+        return self._locate(self.document_starts, number)
+
+    @staticmethod
+    def _locate(starts: Int64s, address: int) -> tuple[int, int]:
+        """The shard that an address lies in, and the address of its first element."""
+        number = int(np.searchsorted(starts, address, side="right")) - 1
+        return number, int(starts[number])
+
+
+def _starts(counts: list[int]) -> Int64s:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
