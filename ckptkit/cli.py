@@ -115,7 +115,7 @@ def ls_verb(arguments: argparse.Namespace) -> int:
 
 
 def inspect_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.address import resolve
+    from ckptkit.catalogue import resolve
     from ckptkit.inspect import describe
     from ckptkit.reader import read_root
     from ckptkit.root import step_folder
@@ -145,7 +145,7 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
 def verify_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.address import resolve
+    from ckptkit.catalogue import resolve
     from ckptkit.reader import CheckpointReader
     from ckptkit.verify import verify_checkpoint
 
@@ -167,7 +167,7 @@ def verify_verb(arguments: argparse.Namespace) -> int:
 def hash_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.address import resolve
+    from ckptkit.catalogue import resolve
     from ckptkit.hashing import hash_checkpoint
     from ckptkit.reader import CheckpointReader
 
@@ -187,7 +187,8 @@ def hash_verb(arguments: argparse.Namespace) -> int:
 def reshard_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.address import open_address, resolve
+    from ckptkit.address import open_address
+    from ckptkit.catalogue import resolve
     from ckptkit.layout import ParallelLayout
     from ckptkit.reader import CheckpointReader
     from ckptkit.reshard import reshard

@@ -17,6 +17,7 @@ import numpy as np
 
 from ckptkit.blocks import GRANULE_BYTES, Columns, xxh3_64
 from ckptkit.chunk_table import ChunkTable, Ints
+from ckptkit.commit import commit_root
 from ckptkit.data_file import DataFile
 from ckptkit.layout import ParallelLayout
 from ckptkit.part_sink import Bytes, PartSink, open_sink
@@ -27,7 +28,7 @@ from ckptkit.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.slab import SLAB_BYTES, Slab, positions_before, slab_batches
 from ckptkit.tensor import TensorInfo
 from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists, Storage
+from threefold.storage import Storage
 
 PAGE_BYTES = 4096
 
@@ -112,7 +113,7 @@ def reshard(
                 progress(done, needed)
         writer.finish(targets)
         made = Root(step, attempt, layout, root.num_layers, root.tensors, _parts(targets), root.metadata)
-        _commit(storage, made)
+        commit_root(storage, made)
     except BaseException:
         writer.abort(targets)
         with contextlib.suppress(StorageError):  # the first failure is the one to report
@@ -259,12 +260,3 @@ def _parts(targets: list[_TargetFile]) -> tuple[Part, ...]:
     parts = [target.part for target in targets if target.part is not None]
     assert len(parts) == len(targets), "every file is finished"
     return tuple(parts)
-
-
-def _commit(storage: Storage, root: Root) -> None:
-    try:
-        storage.write(f"{step_folder(root.step)}/{ROOT_KEY}", root.to_bytes(), if_absent=True)
-    except AlreadyExists as error:
-        raise StorageError(
-            f"another program committed step {root.step} to {storage.url} meanwhile", hint="choose another place"
-        ) from error
