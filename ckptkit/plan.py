@@ -70,6 +70,10 @@ class LoadPlan:
     def __len__(self) -> int:
         return len(self.part)
 
+    def take(self, rows: npt.NDArray[np.integer] | slice) -> "LoadPlan":
+        """Some copies, in the given order."""
+        return LoadPlan(self.part[rows], self.source[rows], self.wanted[rows], self.target[rows], self.size[rows])
+
 
 def storage_rows(chunks: ChunkTable, tensors: Sequence[TensorInfo]) -> Ints:
     """The rows of chunks that hold elements, in the order in which every writer stores them."""
@@ -111,7 +115,7 @@ def plan_load(wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
     source = stored.offset[row_stored] + (runs.stored - stored.chunks.start[row_stored]) * itemsize
     target = (runs.wanted - wanted.start[row_wanted]) * itemsize
     order = np.lexsort([source, part])
-    plan = _joined(LoadPlan(*(column[order] for column in (part, source, row_wanted, target, runs.length * itemsize))))
+    plan = _joined(LoadPlan(part, source, row_wanted, target, runs.length * itemsize).take(order))
     _check_cover(plan, wanted)
     return plan
 

@@ -1,0 +1,103 @@
+"""The one file of ckptkit that names torch, inside functions: arrays and tensors as bytes, copies from and to devices.
+
+bfloat16 has no numpy dtype: in numpy arrays it travels as uint16, and float8 as uint8.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
+# dtype names of numpy and torch -> the safetensors dtypes whose elements they can hold
+DTYPES = {
+    "float64": ("F64",), "float32": ("F32",), "float16": ("F16",), "bfloat16": ("BF16",), "uint16": ("BF16",),
+    "int64": ("I64",), "int32": ("I32",), "int16": ("I16",), "int8": ("I8",), "bool": ("BOOL",),
+    "uint8": ("U8", "F8_E4M3", "F8_E5M2"), "float8_e4m3fn": ("F8_E4M3",), "float8_e5m2": ("F8_E5M2",),
+}  # fmt: skip
+
+
+def is_tensor(data: Any) -> bool:
+    """Whether data is a torch tensor (else it is a numpy array), told without importing torch."""
+    return hasattr(data, "data_ptr")
+
+
+def dtypes(data: Any) -> tuple[str, ...]:
+    """The safetensors dtypes whose elements an array or a tensor can hold."""
+    return DTYPES.get(str(data.dtype).removeprefix("torch."), ())
+
+
+def num_bytes(data: Any) -> int:
+    """Bytes of all elements of an array or a tensor."""
+    return int(data.numel() * data.element_size() if is_tensor(data) else data.nbytes)
+
+
+def is_contiguous(data: Any) -> bool:
+    """Whether the elements lie one after the other in memory."""
+    return bool(data.is_contiguous() if is_tensor(data) else data.flags.c_contiguous)
+
+
+def host_address(data: Any) -> int | None:
+    """Where the elements lie in host memory, None for a tensor on a device."""
+    if not is_tensor(data):
+        return int(data.ctypes.data)
+    return int(data.data_ptr()) if data.device.type == "cpu" else None
+
+
+class Transfer:
+    """Copies between CUDA tensors and one piece of host memory, on a side stream a device; idle without CUDA tensors.
+
+    The host memory is page-locked on first use, so that copies run at the full rate and beside other work, and stays
+    so until `unlock`. Where the system refuses to lock it, copies are slower and otherwise the same.
+    """
+
+    def __init__(self) -> None:
+        self._locked: Any = None  # the locked memory as a torch tensor
+        self._is_registered = False
+        self._streams: dict[Any, Any] = {}
+
+    def start(self, memory: Bytes, copies: Sequence[tuple[Any, int, int]], *, to_device: bool = False) -> None:
+        """Start copies of (tensor, offset in memory, bytes): out of the tensors, or into them; `wait` ends them."""
+        if not copies:
+            return
+        import torch
+
+        cuda: Any = torch.cuda
+        host = self._lock(memory)
+        for device in {tensor.device for tensor, _, _ in copies}:
+            stream = self._streams.setdefault(device, cuda.Stream(device))
+            stream.wait_stream(cuda.current_stream(device))
+            with cuda.stream(stream), torch.no_grad():
+                for tensor, offset, size in copies:
+                    if tensor.device == device:
+                        there, here = tensor.detach().reshape(-1).view(torch.uint8), host[offset : offset + size]
+                        source, target = (here, there) if to_device else (there, here)
+                        target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Block until all copies are made."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def unlock(self) -> None:
+        """Let go of the host memory, before it is unmapped or freed."""
+        if self._is_registered:
+            import torch
+
+            cuda: Any = torch.cuda
+            cuda.cudart().cudaHostUnregister(self._locked.data_ptr())
+        self._locked, self._is_registered = None, False
+
+    def _lock(self, memory: Bytes) -> Any:
+        import torch
+
+        if self._locked is None or self._locked.data_ptr() != memory.ctypes.data or len(self._locked) != len(memory):
+            self.unlock()
+            cuda: Any = torch.cuda
+            self._locked = torch.from_numpy(memory)
+            code = cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
+            self._is_registered = int(code) == 0
+        return self._locked
