@@ -8,8 +8,14 @@ _PUBLIC = {
     "HostBatch": "batch",
     "Loader": "loader",
     "Origin": "origins",
+    "Recipe": "recipe",
     "TokenShard": "shard",
     "TokenStore": "store",
+    "Tokenizer": "tokenizer",
+    "open_tokenizer": "tokenizer",
+    "preprocess": "preprocess",
+    "train_tokenizer": "tokenizer_training",
+    "verify": "verify",
     "write_store": "store_writer",
 }
 __all__ = sorted(_PUBLIC)

@@ -1,0 +1,193 @@
+"""The `datakit` command: text to token stores, and what is in them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from threefold.cli import Parser, print_json, run
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
+
+INPUT_HELP = "files, folders or globs of .jsonl or .txt, plain, .gz or .zst"
+DEFAULT_EOD = "<|endoftext|>"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; gives its exit code."""
+    return run(build_parser(), argv)
+
+
+def build_parser() -> Parser:
+    """The command line of all verbs."""
+    parser = Parser(prog="datakit", description="Text corpus to token store.")
+    verbs = parser.add_subparsers(title="verbs", metavar="{train-tokenizer,preprocess,inspect,verify}")
+
+    train = verbs.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer", description=_train.__doc__)
+    _add_input_flags(train)
+    train.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens in the vocabulary")
+    train.add_argument("--output", required=True, metavar="FILE", help="tokenizer.json to write")
+    train.set_defaults(handler=_train)
+
+    make = verbs.add_parser("preprocess", help="make a token store of text", description=_preprocess.__doc__)
+    _add_input_flags(make)
+    make.add_argument("--output", required=True, metavar="STORE", help="folder of the store; a rerun continues in it")
+    make.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json or sentencepiece .model")
+    make.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    make.add_argument(
+        "--split",
+        type=_fractions,
+        metavar="A,B",
+        help="put fractions of the documents, by a hash of their text, into STORE/train and STORE/valid",
+    )
+    make.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
+    make.add_argument(
+        "--item-size",
+        type=_size,
+        metavar="SIZE",
+        help="input of one work item, like 64MiB; default: 256MiB, less for small inputs",
+    )
+    make.add_argument("--json", action="store_true", help="print the summary as JSON")
+    make.set_defaults(handler=_preprocess)
+
+    inspect = verbs.add_parser("inspect", help="say what a store holds", description=_inspect.__doc__)
+    inspect.add_argument("store", metavar="STORE")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(handler=_inspect)
+
+    check = verbs.add_parser("verify", help="check every byte of a store", description=_verify.__doc__)
+    check.add_argument("store", metavar="STORE")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.set_defaults(handler=_verify)
+    return parser
+
+
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in a line of jsonl")
+    parser.add_argument("--txt-split", choices=["file", "line"], default="file", help="what is a document in .txt")
+    parser.add_argument("--eod-token", default=DEFAULT_EOD, metavar="TOKEN", help="the end-of-document token")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    """Train a byte-level BPE tokenizer on all documents of the input; the end-of-document token is its token 0."""
+    from datakit.tokenizer_training import train_tokenizer
+
+    tokenizer = train_tokenizer(
+        arguments.inputs,
+        arguments.output,
+        vocab_size=arguments.vocab_size,
+        eod_token=arguments.eod_token,
+        text_key=arguments.text_key,
+        txt_split=arguments.txt_split,
+    )
+    if tokenizer.vocab_size < arguments.vocab_size:
+        _log(f"the text gave {tokenizer.vocab_size} tokens, not {arguments.vocab_size}: more text would give more")
+    _log(f"wrote {arguments.output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}")
+    return EXIT_OK
+
+
+def _preprocess(arguments: argparse.Namespace) -> int:
+    """Make a token store of all documents of the input. The bytes are the same with any number of workers, memory is
+    flat in the size of the input, and the same command continues after a kill."""
+    from datakit.preprocess import preprocess
+    from datakit.recipe import Recipe
+
+    recipe = Recipe(
+        tokenizer=arguments.tokenizer,
+        eod_token=arguments.eod_token,
+        append_eod=arguments.append_eod,
+        text_key=arguments.text_key,
+        txt_split=arguments.txt_split,
+        split=arguments.split,
+    )
+    summary = preprocess(
+        arguments.inputs,
+        arguments.output,
+        recipe,
+        num_workers=arguments.workers,
+        item_bytes=arguments.item_size,
+        report=_log,
+    )
+    if arguments.json:
+        print_json(asdict(summary))
+        return EXIT_OK
+    for store in summary.stores:
+        print(
+            f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_shards} shards"
+        )
+    print(
+        f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens; {summary.input_bytes / 1e6:,.1f} MB in "
+        f"{summary.elapsed_s:.1f} s, {summary.mb_per_s:.1f} MB/s, {summary.tokens_per_s:,.0f} tokens/s"
+    )
+    return EXIT_OK
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    """Say what a token store holds."""
+    from datakit.store import TokenStore
+
+    store = TokenStore.open(arguments.store)
+    manifest = store.manifest
+    found = {
+        "path": str(store.path),
+        "num_documents": store.num_documents,
+        "num_tokens": store.num_tokens,
+        "dtype": store.dtype,
+        "fingerprint": store.fingerprint,
+        "tokenizer": asdict(manifest.tokenizer),
+        "settings": manifest.settings,
+        "shards": [asdict(shard) for shard in manifest.shards],
+    }
+    if arguments.json:
+        print_json(found)
+        return EXIT_OK
+    tokenizer = manifest.tokenizer
+    print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.dtype}")
+    print(f"fingerprint  {store.fingerprint}")
+    print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
+    print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
+    print("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
+    print(f"shards       {len(manifest.shards)}")
+    for shard in manifest.shards:
+        print(f"  {shard.name}  {shard.num_documents:>12,} documents  {shard.num_tokens:>16,} tokens")
+    return EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Check every byte of a store against its manifest, and name the files and documents that are damaged."""
+    from datakit.store import TokenStore
+    from datakit.verify import verify
+
+    faults = verify(arguments.store)
+    if arguments.json:
+        print_json({"ok": not faults, "faults": [asdict(fault) for fault in faults]})
+    elif not faults:
+        store = TokenStore.open(arguments.store)
+        print(f"{store.path}: {len(store.manifest.shards)} shards, all checksums hold")
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    if faults:
+        print("hint: restore these files from a copy, or preprocess into a new store", file=sys.stderr)
+    return EXIT_CHECK_FAILED if faults else EXIT_OK
+
+
+def _fractions(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of fractions like 0.99,0.01") from None
+    return first, second
+
+
+def _size(text: str) -> int:
+    units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    number = text.rstrip("KMGiB")
+    unit = text[len(number) :]
+    if not number.isdecimal() or unit not in units or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size like 64MiB")
+    return int(number) * units[unit]
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

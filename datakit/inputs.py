@@ -1,0 +1,152 @@
+"""Inputs: the text files that a command names (files, folders, globs), in one sorted order, and how they are cut.
+
+Work items group small files and split large ones at line ends. The cut depends on the files alone, never on workers, so
+that the same command gives the same bytes with any number of them.
+"""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from threefold.errors import StorageError, UserError
+
+KINDS = {".jsonl": "jsonl", ".txt": "txt"}
+COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
+MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
+_ITEMS_OF_A_SMALL_INPUT = 32
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One text file: its path as it was named, its format, compression ("" for none), size and time of change."""
+
+    path: str
+    kind: str
+    compression: str
+    size_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """The bytes [start, stop) of a file; they begin and end at line ends where they are not the whole file."""
+
+    file: InputFile
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """What one worker turns into shards at a time: whole files, or one slice of a file."""
+
+    number: int
+    slices: tuple[FileSlice, ...]
+
+
+def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
+    """The files that these files, folders (searched through and through) and globs name, sorted, each once."""
+    paths: set[str] = set()
+    for argument in arguments:
+        named = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
+        if not named:
+            raise UserError(f"no such input: {argument}", hint=f"ls {os.path.dirname(argument) or '.'}")
+        for path in named:
+            if os.path.isdir(path):
+                paths.update(_text_files(path))
+            else:
+                paths.add(os.path.normpath(path))
+    if not paths:
+        suffixes = " ".join(f"*{kind}[.gz|.zst]" for kind in KINDS)
+        raise UserError(f"the input is empty: no file in {' '.join(arguments)}", hint=f"name files like {suffixes}")
+    return [_describe(path) for path in sorted(paths)]
+
+
+def default_item_bytes(files: Sequence[InputFile]) -> int:
+    """256 MiB of input a work item; less for small inputs, so that there is something to share among workers."""
+    share = sum(file.size_bytes for file in files) // _ITEMS_OF_A_SMALL_INPUT
+    return min(MAX_ITEM_BYTES, max(MIN_ITEM_BYTES, 1 << share.bit_length()))
+
+
+def cut(files: Iterable[InputFile], item_bytes: int, *, split_txt: bool) -> Iterator[WorkItem]:
+    """Work items of about `item_bytes` on disk; plain jsonl (and txt of one document a line) is split at line ends."""
+    number, group, group_bytes = 0, list[FileSlice](), 0
+    for file in files:
+        splits = not file.compression and (file.kind == "jsonl" or split_txt) and file.size_bytes > item_bytes
+        if group and (splits or group_bytes + file.size_bytes > item_bytes):
+            yield WorkItem(number, tuple(group))
+            number, group, group_bytes = number + 1, [], 0
+        if splits:
+            for part in _split(file, item_bytes):
+                yield WorkItem(number, (part,))
+                number += 1
+        else:
+            group.append(FileSlice(file, 0, file.size_bytes))
+            group_bytes += file.size_bytes
+    if group:
+        yield WorkItem(number, tuple(group))
+
+
+def _split(file: InputFile, item_bytes: int) -> Iterator[FileSlice]:
+    """Parts of about equal size that begin where a line begins."""
+    num_parts = -(-file.size_bytes // item_bytes)
+    start = 0
+    for part in range(1, num_parts + 1):
+        stop = _line_begin(file, file.size_bytes * part // num_parts) if part < num_parts else file.size_bytes
+        if stop > start:
+            yield FileSlice(file, start, stop)
+            start = stop
+
+
+def _line_begin(file: InputFile, offset: int) -> int:
+    """The first begin of a line at or after an offset."""
+    with open_file(file.path) as stream:
+        stream.seek(offset - 1)
+        at = offset - 1
+        while block := stream.read(_READ_BYTES):
+            newline = block.find(b"\n")
+            if newline >= 0:
+                return at + newline + 1
+            at += len(block)
+    return file.size_bytes
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file for reading; StorageError where the system refuses."""
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _text_files(folder: str) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and _format(name) is not None:
+                yield os.path.normpath(os.path.join(parent, name))
+
+
+def _describe(path: str) -> InputFile:
+    found = _format(path)
+    if found is None:
+        suffixes = " or ".join(KINDS)
+        raise UserError(
+            f"{path} is neither {suffixes}, plain or compressed as .gz or .zst", hint=f"mv {path} {path}.jsonl"
+        )
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    return InputFile(path, *found, status.st_size, status.st_mtime_ns)
+
+
+def _format(name: str) -> tuple[str, str] | None:
+    """Kind and compression that a file's name tells."""
+    stem, suffix = os.path.splitext(name)
+    compression = COMPRESSIONS.get(suffix, "")
+    kind = KINDS.get(os.path.splitext(stem)[1] if compression else suffix)
+    return (kind, compression) if kind else None

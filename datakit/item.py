@@ -1,0 +1,169 @@
+"""One work item: its documents are read, tokenized and sealed as shards; memory is a batch of about 1 MiB of text.
+
+An item is sealed in three moves: its shards are written under `.work/`, renamed into their store, and then recorded,
+all durably. Only the record makes an item done, so a kill at any moment costs at most the item's work.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from datakit.documents import Document, DocumentReader
+from datakit.inputs import WorkItem
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably, sync_folder
+from datakit.recipe import Recipe
+from datakit.shard import FileDigest, writing
+from datakit.store_writer import StoreShardWriter, store_dtype
+from datakit.tokenizer import Tokenizer
+
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
+SUFFIXES = (".bin", ".idx", ".origin")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What a sealed item gave: the lines it read, its input bytes, and its shards by store."""
+
+    item: WorkItem
+    num_lines: int
+    input_bytes: int
+    shards: dict[str, list[ShardEntry]]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an item is."""
+
+    input_bytes: int
+    num_tokens: int
+
+
+class ItemEncoder:
+    """Turns work items into shards of the stores under `output`."""
+
+    def __init__(self, output: Path, recipe: Recipe, tokenizer: Tokenizer, identity: TokenizerIdentity) -> None:
+        self._output, self._recipe, self._tokenizer = output, recipe, tokenizer
+        self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
+        self._eod_id = identity.eod_id if recipe.append_eod else None
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
+        """Make the item's shards and its record, or nothing."""
+        writers = {part: _ShardSequence(self._work(part), item.number, self._dtype.name) for part in self._recipe.parts}
+        num_lines = input_bytes = num_tokens = 0
+        try:
+            for part in item.slices:
+                reader = DocumentReader(part, text_key=self._recipe.text_key, txt_split=self._recipe.txt_split)
+                for batch in _batches(reader):
+                    encoded = self._tokenizer.encode_batch([document.text for document in batch])
+                    for document, ids in zip(batch, encoded, strict=True):
+                        target = writers[self._recipe.part_of(document.text.encode())].current()
+                        target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
+                        input_bytes += document.input_bytes
+                        num_tokens += len(ids)
+                    report(Progress(input_bytes, num_tokens))
+                num_lines += reader.num_lines
+            shards = {part: writer.finish() for part, writer in writers.items()}
+        except BaseException:
+            for writer in writers.values():
+                writer.abandon()
+            raise
+        for store, entries in shards.items():
+            self._move_into_store(store, entries)
+        record = ItemRecord(item, num_lines, input_bytes, shards)
+        replace_durably(record_path(self._output, item.number), orjson.dumps(record))
+
+    def _token_bytes(self, ids: list[int]) -> bytes:
+        tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
+        tokens[: len(ids)] = ids
+        if self._eod_id is not None:
+            tokens[-1] = self._eod_id
+        return tokens.tobytes()
+
+    def _work(self, part: str) -> Path:
+        folder = self._output / WORK_FOLDER / "shards" / part
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _move_into_store(self, part: str, entries: list[ShardEntry]) -> None:
+        store = self._output / part
+        with writing(store):
+            for entry in entries:
+                for suffix in SUFFIXES:
+                    (self._work(part) / f"{entry.name}{suffix}").replace(store / f"{entry.name}{suffix}")
+            sync_folder(store)
+
+
+class _ShardSequence:
+    """The shards that one item puts into one store: the next begins where one is full."""
+
+    def __init__(self, folder: Path, item_number: int, dtype: str) -> None:
+        self._folder, self._item_number, self._dtype = folder, item_number, dtype
+        self._open: StoreShardWriter | None = None
+        self._finished: list[ShardEntry] = []
+
+    def current(self) -> StoreShardWriter:
+        if self._open is not None and self._open.is_full:
+            self._finished.append(self._open.finish())
+            self._open = None
+        if self._open is None:
+            name = f"shard-{self._item_number:06}-{len(self._finished):03}"
+            self._open = StoreShardWriter(self._folder / name, self._dtype)
+        return self._open
+
+    def finish(self) -> list[ShardEntry]:
+        if self._open is not None:
+            self._finished.append(self._open.finish())
+            self._open = None
+        return self._finished
+
+    def abandon(self) -> None:
+        if self._open is not None:
+            self._open.abandon()
+        for entry in self._finished:
+            for suffix in SUFFIXES:
+                (self._folder / f"{entry.name}{suffix}").unlink(missing_ok=True)
+
+
+def record_path(output: Path, number: int) -> Path:
+    """Where an item's record lies."""
+    return output / WORK_FOLDER / "items" / f"{number:06}.json"
+
+
+def read_record(output: Path, item: WorkItem) -> ItemRecord | None:
+    """The record of an item, None where it is not sealed, or was from other input or with a lost shard."""
+    try:
+        raw = orjson.loads(record_path(output, item.number).read_bytes())
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return None
+    if raw["item"] != orjson.loads(orjson.dumps(item)):
+        return None
+    shards = {part: [_shard_entry(entry) for entry in entries] for part, entries in raw["shards"].items()}
+    for part, entries in shards.items():
+        for entry in entries:
+            for suffix, digest in zip(SUFFIXES, (entry.bin, entry.idx, entry.origin)):
+                file = output / part / f"{entry.name}{suffix}"
+                if not file.is_file() or file.stat().st_size != digest.size_bytes:
+                    return None
+    return ItemRecord(item, raw["num_lines"], raw["input_bytes"], shards)
+
+
+def _shard_entry(raw: dict[str, object]) -> ShardEntry:
+    digests = {kind: FileDigest(**raw.pop(kind)) for kind in ("bin", "idx", "origin")}  # type: ignore[arg-type]
+    return ShardEntry(**raw, **digests)  # type: ignore[arg-type]
+
+
+def _batches(documents: DocumentReader) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

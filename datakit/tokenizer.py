@@ -1,0 +1,123 @@
+"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers) or a sentencepiece `.model` file.
+
+Ids are those of the libraries' own `encode`: special tokens that a tokenizer.json's post-processor adds are kept, its
+truncation and padding are switched off. The library is imported when a file of its kind is opened.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from datakit.manifest import TokenizerIdentity
+from threefold.errors import StorageError, UserError
+
+DEFAULT_EOD = "<|endoftext|>"
+MAX_FILE_BYTES = 1 << 30
+
+
+class Tokenizer(Protocol):
+    """What every kind of tokenizer offers."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, on one thread when TOKENIZERS_PARALLELISM is false."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, None where the vocabulary has none of this name."""
+
+
+def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Open a tokenizer file; UserError where it is none."""
+    file = Path(path)
+    if file.suffix not in (".json", ".model"):
+        raise UserError(f"{file} is neither a tokenizer.json nor a sentencepiece .model file", hint=TRAIN_HINT)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{file} has {file.stat().st_size} bytes, more than a tokenizer's {MAX_FILE_BYTES}")
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+    kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+    try:
+        return kind(content)
+    except Exception as error:  # both libraries raise bare Exceptions or RuntimeErrors of their own
+        raise UserError(f"{file} cannot be read as a {kind.kind} tokenizer: {error}", hint=TRAIN_HINT) from error
+
+
+def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool) -> TokenizerIdentity:
+    """The tokenizer's entry in a manifest; UserError where its end-of-document token is missing but required."""
+    eod_id = tokenizer.token_id(eod_token)
+    if eod_id is None and required:
+        raise UserError(
+            f"{path} has no token {eod_token!r} to end documents with",
+            hint="name its own with --eod-token, for instance --eod-token '</s>'",
+        )
+    return TokenizerIdentity(
+        kind=tokenizer.kind,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_token=None if eod_id is None else eod_token,
+        eod_id=eod_id,
+    )
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`, run by the `tokenizers` library."""
+
+    kind = "tokenizers"
+
+    def __init__(self, content: bytes) -> None:
+        from tokenizers import Tokenizer as Library
+
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+        self._library: Any = Library.from_buffer(content)
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`; its text is what the model's own normaliser makes of the input."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, content: bytes) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+        self._library: Any = SentencePieceProcessor(model_proto=content)
+        self.vocab_size = int(self._library.vocab_size())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._library.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(list(ids)))
+
+    def token_id(self, token: str) -> int | None:
+        found = int(self._library.piece_to_id(token))
+        return found if self._library.id_to_piece(found) == token else None
+
+
+TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"

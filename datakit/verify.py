@@ -1,0 +1,129 @@
+"""Verify: every file of a store against its manifest, and where damage is found, the documents it lies in.
+
+A clean store costs one sequential read of its files, and memory of one block. The documents of a damaged file are told
+apart by arithmetic (`.idx`) and by the checks that the `.origin` file keeps for each document (`.bin`, `.origin`).
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from datakit.manifest import Manifest, ShardEntry
+from datakit.shard import FileDigest, TokenShard
+from datakit.store import TokenStore
+from threefold.errors import CheckFailed, StorageError
+
+MAX_NAMED_DOCUMENTS = 10
+_READ_BYTES = 8 << 20
+_CHECKED_TOKENS = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something wrong with one file: what, and the store's documents that it touches, as far as they can be told."""
+
+    file: str
+    message: str
+    documents: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.documents:
+            return f"{self.file}: {self.message}"
+        names = ", ".join(map(str, self.documents[:MAX_NAMED_DOCUMENTS]))
+        more = f" and {len(self.documents) - MAX_NAMED_DOCUMENTS} more" * (len(self.documents) > MAX_NAMED_DOCUMENTS)
+        return f"{self.file}: {self.message}, document {names}{more}"
+
+
+def verify(path: str | os.PathLike[str]) -> list[Fault]:
+    """All faults of a store, none for a sound one; CheckFailed where its manifest is damaged."""
+    folder = Path(path)
+    store = TokenStore(folder, Manifest.read(folder))
+    return [
+        fault for number, entry in enumerate(store.manifest.shards) for fault in _shard_faults(store, number, entry)
+    ]
+
+
+def _shard_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator[Fault]:
+    damaged: dict[str, Fault] = {}
+    for file, digest in store.files(entry):
+        message = _file_fault(file, digest)
+        if message:
+            damaged[file.suffix] = Fault(str(file), message)
+    first = int(store.document_starts[number])
+    for suffix, fault in damaged.items():
+        documents = _damaged_documents(store, number, entry, suffix)
+        yield Fault(fault.file, fault.message, tuple(first + document for document in documents))
+    if not damaged:
+        yield from _content_faults(store, number, entry)
+
+
+def _file_fault(file: Path, digest: FileDigest) -> str | None:
+    """What is wrong with the bytes of a file, None if nothing."""
+    hasher = xxhash.xxh3_64()
+    try:
+        with file.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            if size_bytes != digest.size_bytes:
+                return f"has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+            while block := stream.read(_READ_BYTES):
+                hasher.update(block)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+    return None if hasher.hexdigest() == digest.xxh3_64 else "is damaged: its checksum does not hold"
+
+
+def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix: str) -> list[int]:
+    """The documents of a shard that lie in damaged bytes of one of its files; none where that cannot be told."""
+    try:
+        if suffix == ".idx":
+            return _damaged_in_index(TokenShard(store.path / entry.name), entry)
+        shard, origins = store.shard(number), store.origins(number)
+        return [
+            document
+            for document in range(entry.num_documents)
+            if not origins.holds(document, shard.document(document).tobytes())
+        ]
+    except (CheckFailed, StorageError):  # the other files cannot be opened either: the fault itself is told
+        return []
+
+
+def _damaged_in_index(shard: TokenShard, entry: ShardEntry) -> list[int]:
+    """The documents whose entries disagree with the rest of an index."""
+    if not shard.num_sequences == shard.num_documents == entry.num_documents:
+        return []
+    itemsize = shard.dtype.itemsize
+    ends = np.append(shard.pointers[1:], entry.bin.size_bytes)
+    by_lengths = np.cumsum(shard.lengths, dtype=np.int64) * itemsize
+    if len(by_lengths) and by_lengths[-1] == entry.bin.size_bytes:  # the lengths are sound: the pointers follow them
+        wrong = shard.pointers != by_lengths - shard.lengths.astype(np.int64) * itemsize
+    else:
+        wrong = ends - shard.pointers != shard.lengths.astype(np.int64) * itemsize
+    numbers = np.arange(entry.num_documents)
+    wrong |= (shard.document_index[:-1] != numbers) | (shard.document_index[1:] != numbers + 1)
+    return [int(document) for document in np.flatnonzero(wrong)]
+
+
+def _content_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator[Fault]:
+    """Whether files with sound checksums also fit each other and the vocabulary."""
+    try:
+        shard, origins = store.shard(number), store.origins(number)
+    except CheckFailed as error:
+        yield Fault(str(store.path / entry.name), error.message)
+        return
+    if wrong := _damaged_in_index(shard, entry):
+        yield Fault(str(shard.idx_path), "contradicts itself", tuple(wrong))
+    if origins.num_documents != entry.num_documents:
+        yield Fault(
+            str(origins.path), f"has {origins.num_documents} documents, its manifest says {entry.num_documents}"
+        )
+    for start in range(0, shard.num_tokens, _CHECKED_TOKENS):
+        largest = int(shard.tokens[start : start + _CHECKED_TOKENS].max())
+        if largest >= store.vocab_size:
+            yield Fault(str(shard.bin_path), f"holds token {largest}, beyond the vocabulary of {store.vocab_size}")
+            return

@@ -1,0 +1,81 @@
+"""A preprocessing worker: `python -m datakit.worker` reads work items from stdin, seals them, and reports on stdout.
+
+Messages are JSON, one a line. In: the task (output, recipe, tokenizer identity), then items. Out: `progress` while an
+item is at work, then `sealed` or `error`. The worker ends with its parent, whatever ended that: its stdin closes.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from datakit.inputs import FileSlice, InputFile, WorkItem
+from datakit.item import ItemEncoder, Progress
+from datakit.manifest import TokenizerIdentity
+from datakit.recipe import Recipe
+from datakit.tokenizer import open_tokenizer
+from threefold.errors import StorageError, UserError
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+def main() -> None:
+    """Serve the parent until it closes stdin."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the parent, which ends the workers
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may mix with the messages
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(messages,), daemon=True).start()
+    task = orjson.loads(messages.get())
+    recipe = Recipe(**task["recipe"] | {"split": task["recipe"]["split"] and tuple(task["recipe"]["split"])})
+    identity = TokenizerIdentity(**task["identity"])
+    encoder = ItemEncoder(Path(task["output"]), recipe, open_tokenizer(recipe.tokenizer), identity)
+    while True:
+        _serve(encoder, _parse_item(orjson.loads(messages.get())), answers)
+
+
+def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
+    for line in sys.stdin.buffer:
+        messages.put(line)
+    os._exit(1)  # the parent is gone
+
+
+def _serve(encoder: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
+    reported_s = time.monotonic()
+    latest = Progress(0, 0)
+
+    def report(progress: Progress) -> None:
+        nonlocal latest, reported_s
+        latest = progress
+        if time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
+            reported_s = time.monotonic()
+            _send(answers, {"progress": progress})
+
+    try:
+        encoder.seal(item, report)
+    except OSError as error:
+        _send(answers, {"error": {"io": True, "message": str(error), "hint": None}})
+    except UserError as error:
+        fault = {"io": isinstance(error, StorageError), "message": error.message, "hint": error.hint}
+        _send(answers, {"error": fault})
+    else:
+        _send(answers, {"sealed": item.number, "progress": latest})
+
+
+def _send(answers: BinaryIO, message: dict[str, Any]) -> None:
+    answers.write(orjson.dumps(message) + b"\n")
+
+
+def _parse_item(raw: dict[str, Any]) -> WorkItem:
+    slices = (FileSlice(InputFile(**part["file"]), part["start"], part["stop"]) for part in raw["slices"])
+    return WorkItem(raw["number"], tuple(slices))
+
+
+if __name__ == "__main__":
+    main()

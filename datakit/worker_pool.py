@@ -1,0 +1,122 @@
+"""WorkerPool: worker processes that take one work item at a time; a plain pipe pool, no queue grows.
+
+The first failure ends the run: the other workers are ended too, and what is sealed stays sealed.
+"""
+
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from datakit.inputs import WorkItem
+from datakit.manifest import TokenizerIdentity
+from datakit.recipe import Recipe
+from threefold.errors import StorageError, UserError
+
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class WorkerPool:
+    """Some workers at one task; use it in a `with`, which ends them."""
+
+    def __init__(
+        self, num_workers: int, output: Path, recipe: Recipe, identity: TokenizerIdentity, *, keep_open: int
+    ) -> None:
+        """Start the workers; `keep_open` is a file descriptor that stays open as long as one of them lives."""
+        task = orjson.dumps({"output": str(output), "recipe": recipe, "identity": identity}) + b"\n"
+        self._workers: list[_Worker] = []
+        try:
+            for _ in range(num_workers):
+                self._workers.append(_Worker(task, keep_open))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, dict[str, Any]]]:
+        """Hand out the items; give every message of the workers, with its item, until all items are sealed."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                if worker.take(next(items, None)):
+                    selector.register(worker.answers, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    worker = key.data
+                    for message in worker.receive():
+                        assert worker.item is not None, "a worker speaks of the item it has"
+                        yield worker.item, message
+                        if "sealed" in message and not worker.take(next(items, None)):
+                            selector.unregister(worker.answers)
+
+    def close(self) -> None:
+        """End all workers and wait for them."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.communicate()
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """One worker process and the item it has."""
+
+    def __init__(self, task: bytes, keep_open: int) -> None:
+        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "datakit.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(keep_open,), bufsize=0,
+        )  # fmt: skip
+        items, answers = self.process.stdin, self.process.stdout
+        assert items is not None, "stdin is a pipe"
+        assert answers is not None, "stdout is a pipe"
+        self._items, self.answers = items, answers
+        self.item: WorkItem | None = None
+        self._unread = b""
+        self._send(task)
+
+    def take(self, item: WorkItem | None) -> bool:
+        """Begin an item; False when there is none."""
+        self.item = item
+        if item is not None:
+            self._send(orjson.dumps(item) + b"\n")
+        return item is not None
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived; raises the worker's error, or what its death is to the user."""
+        data = os.read(self.answers.fileno(), 1 << 16)
+        if not data:
+            raise self._death()
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        messages = [orjson.loads(line) for line in lines]
+        for message in messages:
+            if fault := message.get("error"):
+                raise (StorageError if fault["io"] else UserError)(fault["message"], hint=fault["hint"])
+        return messages
+
+    def _send(self, line: bytes) -> None:
+        view = memoryview(line)
+        try:
+            while view:
+                view = view[self._items.write(view) :]
+        except BrokenPipeError:
+            raise self._death() from None
+
+    def _death(self) -> StorageError:
+        code = self.process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        item = self.item
+        place = f" in work item {item.number} ({item.slices[0].file.path})" if item else ""
+        more = ", perhaps for memory: give fewer --workers" if code == -9 else ""
+        return StorageError(
+            f"a worker {how}{place}; sealed items are kept",
+            hint=f"rerun the same command to continue{more}",
+        )
