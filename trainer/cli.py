@@ -2,11 +2,14 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from threefold.cli import Parser, print_json, run
 from threefold.errors import UserError
 from trainer.config_file import add_flags, flag_overrides, load_config
+
+T = TypeVar("T")
 
 
 def build_parser() -> Parser:
@@ -59,38 +62,40 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def train_verb(arguments: argparse.Namespace) -> int:
     """Train or resume; every rank of a torchrun job comes here."""
-    try:
-        config = load_config(arguments.config, flag_overrides(arguments), world_size=world_size())
-    except UserError as error:
-        return speak_once(error)
+    config = before_ranks(lambda: load_config(arguments.config, flag_overrides(arguments), world_size=world_size()))
     from trainer.train import train
 
     return train(config)
 
 
 def eval_verb(arguments: argparse.Namespace) -> int:
+    """Evaluate, and print the result on the first rank."""
     from trainer.evaluate import evaluate_checkpoint
+    from trainer.trained import open_checkpoint
 
-    result = evaluate_checkpoint(arguments.checkpoint, arguments.config, flag_overrides(arguments))
+    result = evaluate_checkpoint(
+        before_ranks(
+            lambda: open_checkpoint(
+                arguments.checkpoint, arguments.config, flag_overrides(arguments), world_size=world_size()
+            )
+        )
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     if arguments.json:
         print_json(result)
     else:
-        print("".join(f"{name}: {value}\n" for name, value in result.items()), end="")
+        print("\n".join(f"{name}: {value}" for name, value in result.items()))
     return 0
 
 
 def generate_verb(arguments: argparse.Namespace) -> int:
+    """Generate, and print the prompt with its continuation."""
     from trainer.generate import generate_text
+    from trainer.trained import open_checkpoint
 
-    text = generate_text(
-        arguments.checkpoint,
-        arguments.config,
-        flag_overrides(arguments),
-        prompt=arguments.prompt,
-        num_tokens=arguments.tokens,
-        temperature=arguments.temperature,
-    )
-    print(text)
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.config, flag_overrides(arguments), world_size=1)
+    print(generate_text(checkpoint, arguments.prompt, num_tokens=arguments.tokens, temperature=arguments.temperature))
     return 0
 
 
@@ -99,11 +104,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def speak_once(error: UserError) -> int:
-    """An error that all ranks meet before they can talk: the first rank of each node reports it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        raise error
-    return error.exit_code
+def before_ranks(action: Callable[[], T]) -> T:
+    """Run what every rank does before ranks can talk: its error is reported by the first rank of each node."""
+    try:
+        return action()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        raise SystemExit(error.exit_code) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,10 +4,12 @@ A token costs 6N + 12LdS operations forward and backward: 6 for each parameter t
 12 * layers * hidden_size * seq_length for attention as if it were full; a causal mask needs half of the latter.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
-from trainer.config import ModelConfig
+from trainer.config import Config
+from trainer.parameters import parameter_table
 
 # dense bf16 peak in TFLOP/s by the words of a device's name; the first row whose words all occur counts
 PEAK_TFLOPS = [
@@ -45,27 +47,17 @@ class ParameterCount:
     looked_up: int
 
 
-def count_parameters(model: ModelConfig, seq_length: int) -> ParameterCount:
-    """Parameters of a resolved model, tied tables once; learned positions have one row a position of a sample."""
-    d, heads, vocab = model.hidden_size, model.num_heads, model.vocab_size
-    head_size, bias = d // heads, int(model.bias)
-    kv = model.num_kv_heads * head_size
-    norm = d * (1 + (bias if model.norm == "layernorm" else 0))
-    attention = 2 * d * d + 2 * d * kv + bias * (2 * d + 2 * kv)
-    attention += 2 * head_size if model.qk_norm else 0
-    up = 2 if model.activation == "swiglu" else 1
-    mlp = (up + 1) * d * model.ffn_hidden_size + bias * (up * model.ffn_hidden_size + d)
-    positions = seq_length * d if model.position == "learned" else 0
-    table = vocab * d
-    total = model.num_layers * (attention + mlp + 2 * norm) + norm + positions + table
-    total += 0 if model.tie_embeddings else table
-    return ParameterCount(total, positions + (0 if model.tie_embeddings else table))
+def count_parameters(config: Config) -> ParameterCount:
+    """Parameters of a resolved configuration's model, tied tables once."""
+    sizes = {name: math.prod(row.shape) for name, row in parameter_table(config).items() if not row.placement.tied_to}
+    looked_up = ["pos.weight"] if config.model.tie_embeddings else ["pos.weight", "embed.weight"]
+    return ParameterCount(sum(sizes.values()), sum(sizes.get(name, 0) for name in looked_up))
 
 
-def token_flops(model: ModelConfig, seq_length: int) -> TokenFlops:
-    """Operations a token of a resolved model."""
-    count = count_parameters(model, seq_length)
-    attention = 12.0 * model.num_layers * model.hidden_size * seq_length
+def token_flops(config: Config) -> TokenFlops:
+    """Operations a token of a resolved configuration's model."""
+    count, model = count_parameters(config), config.model
+    attention = 12.0 * model.num_layers * model.hidden_size * config.train.seq_length
     standard = 6.0 * (count.total - count.looked_up) + attention
     return TokenFlops(standard, 6.0 * count.total + attention, standard - attention / 2)
 

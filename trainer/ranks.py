@@ -5,7 +5,8 @@ reports it with the ranks' numbers and all end with its exit code. Agreement goe
 """
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -36,19 +37,16 @@ class Ranks:
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            rank=self.rank,
-            world_size=self.world_size,
-            store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]
-        )
+        if self.world_size > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
 
     def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
-        if kind is None:  # after an error the others may hang in a collective: leave without waiting for them
+        if (
+            kind is None and self.world_size > 1
+        ):  # after an error the others may hang in a collective: leave without waiting for them
             dist.destroy_process_group()
 
     def together(self, action: Callable[[], T]) -> T:
@@ -60,6 +58,15 @@ class Ranks:
             raise AssertionError("agree raises on a rank that has an error") from error
         self.agree(None)
         return value
+
+    def here(self, action: Callable[[], T]) -> T:
+        """Run an action in mid-step, where there is no agreement: its error names this rank and ends it."""
+        try:
+            return action()
+        except UserError as error:
+            raise type(error)(f"{self.where([self.rank])}: {error.message}", hint=error.hint) from error
+        except OSError as error:
+            raise StorageError(f"{self.where([self.rank])}: {error}") from error
 
     def agree(self, error: Exception | None) -> None:
         """Raise where any rank has an error: a report on the first rank, SystemExit with its code on the others."""
@@ -76,16 +83,18 @@ class Ranks:
 
     def faults(self, error: Exception | None) -> dict[int, UserError]:
         """The errors of all ranks by rank, the same dict on each of them."""
-        mine = error
+        mine: UserError | None = error if isinstance(error, UserError) else None
         if isinstance(error, OSError):
             mine = StorageError(str(error))
         elif error is not None and not isinstance(error, UserError):
             mine = UserError(f"{type(error).__name__}: {error}")
-        found: list[UserError | None] = [None] * self.world_size
-        dist.all_gather_object(found, mine)
+        found: list[UserError | None] = [mine]
+        if self.world_size > 1:
+            found = [None] * self.world_size
+            dist.all_gather_object(found, mine)
         return {rank: fault for rank, fault in enumerate(found) if fault is not None}
 
-    def where(self, ranks: "list[int] | dict[int, UserError]") -> str:
+    def where(self, ranks: Iterable[int]) -> str:
         """Some ranks as text: `on ranks 3, 7 of 32`."""
         numbers = sorted(ranks)
         shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
@@ -94,11 +103,18 @@ class Ranks:
     def broadcast(self, value: T) -> T:
         """The first rank's value, on all ranks."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over the ranks; one small collective."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
+
+    def say(self, text: str) -> None:
+        """Print one line on the console, once for all ranks."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)

@@ -1,38 +1,37 @@
 """Operations a token and device peaks behind MFU."""
 
-import dataclasses
-
 import pytest
 
-from trainer.config import Config, ModelConfig
-from trainer.config_check import resolve
+from trainer.config import Config
+from trainer.config_file import config_from
 from trainer.flops import count_parameters, peak_flops, token_flops
 
 
-def resolved(**model: object) -> ModelConfig:
-    return resolve(dataclasses.replace(Config(), model=ModelConfig(**model)), 1).model  # type: ignore[arg-type]
+def resolved(seq_length: int, **model: object) -> Config:
+    tables = {"model": model, "train": {"seq_length": seq_length}}
+    return config_from(tables, source="")
 
 
 def test_a_known_model() -> None:
     # 2048 wide, 16 layers, 8 of 16 heads are kv, vocabulary 32768: 1141 M parameters, 67 M of them looked up
-    model = resolved(
-        num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_hidden_size=8192, vocab_size=32768
+    config = resolved(
+        4096, num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_hidden_size=8192, vocab_size=32768
     )
-    count = count_parameters(model, 4096)
+    count = count_parameters(config)
     assert count.total == 1_140_918_272
     assert count.looked_up == 32768 * 2048
-    flops = token_flops(model, 4096)
+    flops = token_flops(config)
     assert flops.standard == 6 * (count.total - count.looked_up) + 12 * 16 * 2048 * 4096
     assert flops.with_embeddings - flops.standard == 6 * count.looked_up
     assert flops.standard - flops.causal == 6 * 16 * 2048 * 4096
 
 
 def test_gpt2_small() -> None:
-    model = resolved(
-        num_layers=12, hidden_size=768, num_heads=12, vocab_size=50257, norm="layernorm", position="learned",
+    config = resolved(
+        1024, num_layers=12, hidden_size=768, num_heads=12, vocab_size=50257, norm="layernorm", position="learned",
         activation="gelu", bias=True, tie_embeddings=True,
     )  # fmt: skip
-    count = count_parameters(model, 1024)
+    count = count_parameters(config)
     assert count.total == 124_439_808  # the published size
     assert count.looked_up == 1024 * 768  # the tied table is the head, too
 

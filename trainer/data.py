@@ -1,0 +1,71 @@
+"""What a rank reads: token stores blended into steps of micro-batches, as tensors on its device."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from datakit.batch import HostBatch
+from datakit.blend import Blend
+from datakit.cursor import Cursor
+from datakit.loader import Loader
+from datakit.store import TokenStore
+from datakit.tokenizer import open_tokenizer
+from threefold.errors import UserError
+from trainer.config import Config, DataConfig, ValidConfig
+from trainer.engine import Batch
+
+
+def open_blend(part: DataConfig | ValidConfig, config: Config, *, name: str) -> Blend:
+    """The blend of `[data]` or `[data.valid]`, equal weights where none are given."""
+    if not part.stores:
+        raise UserError(f"{name}.stores names no token store", hint=f"--{name}.stores DIR, made by datakit preprocess")
+    weights = part.weights or (1.0,) * len(part.stores)
+    sources = [(TokenStore.open(path), weight) for path, weight in zip(part.stores, weights, strict=True)]
+    return Blend(sources, seq_length=config.train.seq_length, seed=config.train.seed)
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with its vocabulary's size, once all stores and the tokenizer file are found to agree."""
+    faults: list[str] = []
+    fingerprints: dict[str, str] = {}
+    vocab_size = config.model.vocab_size
+    for path in (*config.data.stores, *config.data.valid.stores):
+        identity = TokenStore.open(path).manifest.tokenizer
+        fingerprints[path] = identity.fingerprint
+        vocab_size = vocab_size or identity.vocab_size
+        if identity.vocab_size > vocab_size:
+            faults.append(f"{path} has a vocabulary of {identity.vocab_size}, more than model.vocab_size {vocab_size}")
+    if config.data.tokenizer:
+        fingerprints[config.data.tokenizer] = open_tokenizer(config.data.tokenizer).fingerprint
+    if len(set(fingerprints.values())) > 1:
+        faults.append("not all are of one tokenizer:")
+        faults += [f"  {fingerprint}  {path}" for path, fingerprint in fingerprints.items()]
+    if faults:
+        hint = f"datakit inspect {next(iter(fingerprints))} tells a store's tokenizer"
+        raise UserError("\n  ".join(["stores and tokenizer do not fit together:", *faults]), hint=hint)
+    if not vocab_size:
+        raise UserError("nothing tells the vocabulary's size", hint="--data.stores DIR, or --model.vocab-size N")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str, Any] | None) -> Loader:
+    """The training stream of one data-parallel rank; UserError where the blend does not continue the cursor's."""
+    return Loader(
+        blend,
+        config.train.micro_batch_size,
+        config.train.gradient_accumulation_steps,
+        dp_rank,
+        config.parallel.dp,
+        None if cursor is None else Cursor.from_json(cursor),
+        mask_eod_loss=config.data.mask_eod_loss,
+        reset_positions=config.data.reset_positions,
+    )
+
+
+def to_device(host: HostBatch, device: torch.device) -> Batch:
+    """A batch of datakit as tensors on the device."""
+    arrays = (host.tokens, host.labels, host.positions, host.loss_mask)
+    tokens, labels, positions, loss_mask = (torch.from_numpy(array).to(device) for array in arrays)
+    return Batch(tokens, labels, positions, loss_mask, host.first_sample)

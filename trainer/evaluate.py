@@ -1,0 +1,60 @@
+"""Evaluation: loss and perplexity on the first samples of the validation blend, the same samples on any layout."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from trainer.config import Config
+from trainer.data import open_blend, to_device, with_vocabulary
+from trainer.engine import Batch, Engine
+from trainer.mesh import ProcessMesh
+from trainer.ranks import Ranks
+from trainer.trained import Checkpoint, TrainedModel
+
+
+def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Loss and perplexity of a checkpoint on the validation set, and which step it was."""
+    config = checkpoint.config
+    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+        ranks.together(lambda: with_vocabulary(config))
+        model = TrainedModel(checkpoint, ranks)
+        evaluation = ranks.together(lambda: Evaluation(config, model.engine, model.mesh))
+        return {"step": checkpoint.root.step, **evaluation.run()}
+
+
+class Evaluation:
+    """The validation set of a run, read afresh by each `run`. Every rank makes the same calls."""
+
+    def __init__(self, config: Config, engine: Engine, mesh: ProcessMesh) -> None:
+        self._config, self._engine, self._mesh = config, engine, mesh
+        self._blend = open_blend(config.data.valid, config, name="data.valid")
+
+    def run(self) -> dict[str, Any]:
+        """Loss a token, perplexity, and what they were measured on."""
+        started = time.perf_counter()
+        loss_sum, num_tokens = 0.0, 0
+        num_samples, step_samples = self._config.data.valid.num_samples, self._config.train.global_batch_size
+        for first in range(0, num_samples, step_samples):
+            found = self._engine.eval_batch(self._batch(first))
+            loss_sum, num_tokens = loss_sum + found[0], num_tokens + found[1]
+        loss = loss_sum / num_tokens
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "num_samples": num_samples,
+            "num_tokens": num_tokens,
+            "eval_s": time.perf_counter() - started,
+        }
+
+    def _batch(self, first: int) -> Batch:
+        """This rank's rows of the samples from `first` on; rows past the last sample carry no loss."""
+        train, dp = self._config.train, self._config.parallel.dp
+        shape = train.gradient_accumulation_steps, train.micro_batch_size, train.seq_length
+        microbatches = np.arange(shape[0])[:, None] * dp + self._mesh.coords.dp
+        samples = (first + microbatches * shape[1] + np.arange(shape[1])).ravel()
+        data = self._config.data
+        host = self._blend.batch(samples, mask_eod_loss=data.mask_eod_loss, reset_positions=data.reset_positions)
+        host.loss_mask[samples >= data.valid.num_samples] = 0.0
+        return to_device(host.reshaped(*shape, first_sample=first, epochs=()), self._mesh.device)

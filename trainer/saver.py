@@ -1,0 +1,112 @@
+"""Saver: when a run saves, what it does about a save that fails, and its last save."""
+
+import sys
+
+from ckptkit.address import open_address
+from ckptkit.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
+from ckptkit.root import ROOT_KEY, step_folder
+from threefold.errors import StorageError
+from trainer.config import Config
+from trainer.config_check import layout_of
+from trainer.engine import Engine
+from trainer.metrics import Log
+from trainer.ranks import Ranks
+from trainer.state import Progress
+
+NEVER = sys.maxsize  # the checkpointer counts its own rank's failures only; here all ranks stop together
+
+
+class Saver:
+    """Saves an engine's state in the background; every rank makes the same calls at the same steps.
+
+    A failed save is reported and training goes on: the next interval saves again. `max_failed_saves` in a row end the
+    run. Without a URL to save to it does nothing.
+    """
+
+    def __init__(
+        self, config: Config, ranks: Ranks, engine: Engine, log: Log, *, attempt: str, saved_step: int | None
+    ) -> None:
+        """`attempt` is one name for all ranks of this start of the run; `saved_step` is the one resumed from."""
+        self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
+        self._saved_step, self._num_failed = saved_step, 0
+        self._checkpointer: Checkpointer | None = None
+        if config.checkpoint.save:
+            self._checkpointer = Checkpointer(
+                config.checkpoint.save,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                attempt=attempt,
+                options=CheckpointerOptions(deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER),
+            )
+
+    def due(self, step: int) -> bool:
+        """Whether the run saves after `step` steps, its end apart."""
+        interval = self._config.checkpoint.save_interval
+        return self._checkpointer is not None and interval > 0 and step % interval == 0
+
+    def save(self, progress: Progress, loss: float) -> float:
+        """Stage the state and return; gives the seconds that took."""
+        assert self._checkpointer is not None, "asked only where due"
+        self._saved_step = progress.step
+        return self._checkpointer.save(
+            progress.step,
+            self._engine.pieces(),
+            tensors=self._engine.tensors(),
+            layout=layout_of(self._config),
+            num_layers=self._config.model.num_layers,
+            metadata=progress.metadata(self._config, loss),
+        )
+
+    def poll(self) -> int:
+        """Report the saves that ended since the last call; gives how many in a row failed on this rank."""
+        if self._checkpointer is not None:
+            self._report(self._checkpointer.poll())
+        return self._num_failed
+
+    def check(self, num_failed: int) -> None:
+        """End the run, on all ranks together, where so many saves in a row failed on any rank."""
+        if num_failed >= self._config.checkpoint.max_failed_saves:
+            url = self._config.checkpoint.save
+            error = StorageError(
+                f"{num_failed} saves in a row to {url} failed",
+                hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {url}",
+            )
+            self._ranks.agree(error)
+
+    def finish(self, progress: Progress, loss: float) -> None:
+        """Make sure that the last step is saved: a save that fails is tried again, up to the bound."""
+        if self._checkpointer is None:
+            return
+        if self._saved_step != progress.step:
+            self._ranks.here(lambda: self.save(progress, loss))
+        while True:
+            self._report(self._checkpointer.wait())
+            num_failed = int(self._ranks.maximum([self._num_failed])[0])
+            if not num_failed:
+                break
+            self.check(num_failed)
+            self._ranks.say(f"saving step {progress.step} again")
+            self._ranks.here(lambda: self.save(progress, loss))
+        self._checkpointer.close()
+
+    def _report(self, reports: list[SaveReport]) -> None:
+        for report in reports:
+            ok = report.ok or self._is_committed(report.step)
+            self._num_failed = 0 if ok else self._num_failed + 1
+            error = {} if report.ok else {"error": report.error}
+            num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
+            self._log.event(
+                "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **error
+            )
+            if not ok:
+                where = self._ranks.where([self._ranks.rank])
+                text = f"warning: {where}: the save of step {report.step} failed, training goes on: {report.error}"
+                print(text, file=sys.stderr, flush=True)
+
+    def _is_committed(self, step: int) -> bool:
+        """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
+        storage, _ = open_address(self._config.checkpoint.save)
+        try:
+            return storage.info(f"{step_folder(step)}/{ROOT_KEY}") is not None
+        except StorageError:
+            return False

@@ -1,0 +1,189 @@
+"""Where a run stands, and how it comes back: the newest committed step that every rank can restore.
+
+`--save` that holds a committed step wins; `--load` seeds an empty run only. Damage that one rank finds makes all ranks
+fall back to the same older step; a checkpoint of another model is refused, never skipped.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptkit.address import split_address
+from ckptkit.catalogue import committed_steps
+from ckptkit.reader import read_root
+from ckptkit.restore import restore
+from ckptkit.root import ROOT_KEY, Root, step_folder
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import Storage, open_storage
+from trainer.config import Config
+from trainer.engine import MASTER, Engine
+from trainer.ranks import Ranks
+
+MAX_NAMED = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start)."""
+
+    step: int = 0
+    tokens: int = 0
+    cursor: Mapping[str, Any] | None = None
+
+    def metadata(self, config: Config, loss: float) -> dict[str, Any]:
+        """What a checkpoint's root records beside the tensors."""
+        return {
+            "cursor": self.cursor,
+            "tokens": self.tokens,
+            "loss": loss,
+            "config": dataclasses.asdict(config),
+            "environment": environment(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a start of a run begins with: where it stands, the loss of the last step, the URL it came from (if any)."""
+
+    progress: Progress
+    loss: float = float("nan")
+    url: str = ""
+
+
+def environment() -> dict[str, Any]:
+    """What, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {"device": device, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
+    """Restore the newest step that all ranks can read; the start of a run where nothing was saved."""
+    found = ranks.broadcast(ranks.together(lambda: candidates(config) if ranks.rank == 0 else []))
+    if not found:
+        return Resumed(Progress())
+    url, root = restore_any(ranks, engine, found, own=config.checkpoint.save)
+    resumed = ranks.together(lambda: read_metadata(root, url))
+    changes = differences(root, config)
+    ranks.say(f"resumed from step {root.step} of {url}")
+    if changes:
+        ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
+    return resumed
+
+
+def candidates(config: Config) -> list[tuple[str, int]]:
+    """(run URL, step) of what may be resumed, newest first; empty for a run that starts from nothing."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    run, step = split_address(save)
+    if step is not None:
+        raise UserError(f"--save {save} names one step, a run is saved to a folder of steps", hint=f"--save {run}")
+    found = steps_of(save) if save else []
+    if not found and load:
+        found = steps_of(load)
+        if not found:
+            raise UserError(f"{load} holds no committed step to seed the run with", hint=f"ckptkit ls {load}")
+    return found
+
+
+def steps_of(url: str) -> list[tuple[str, int]]:
+    """(run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
+    run, wanted = split_address(url)
+    steps = committed_steps(open_storage(run))
+    return [(run, step) for step in reversed(steps) if wanted in (None, step)]
+
+
+def restore_any(ranks: Ranks, engine: Engine, found: list[tuple[str, int]], *, own: str) -> tuple[str, Root]:
+    """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
+
+    A damaged step of the run's `own` URL stops counting as committed once an older one is restored: its root is kept
+    under another name, so that the run can save that step anew.
+    """
+    damaged: list[tuple[str, int]] = []
+    for number, (url, step) in enumerate(found):
+        root, error = None, None
+        try:
+            root = restore_step(engine, open_storage(url), step)
+        except (UserError, OSError) as caught:
+            error = caught
+        faults = ranks.faults(error)
+        if not faults and root is not None:
+            engine.after_restore()
+            ranks.together(lambda: set_aside(damaged, own) if ranks.rank == 0 else None)
+            return url, root
+        last = number + 1 == len(found)
+        if last or not all(isinstance(fault, CheckFailed) for fault in faults.values()):
+            ranks.agree(error)
+        ranks.say(f"{ranks.where(faults)}: {faults[min(faults)].message}")
+        ranks.say(f"falling back from step {step} to step {found[number + 1][1]}")
+        damaged.append((url, step))
+    raise AssertionError("the last candidate is restored or refused")
+
+
+def restore_step(engine: Engine, storage: Storage, step: int) -> Root:
+    """Read one step into the engine.
+
+    CheckFailed where it is damaged, UserError with a report of each tensor where it is of another model.
+    """
+    root = read_root(storage, step)
+    refuse_more_parameters(engine, storage, root)
+    try:
+        restore(storage.url, step, engine.restore_pieces(root.tensors))
+    except StorageError as error:
+        raise_missing_file(storage, root, error)
+        raise
+    return root
+
+
+def refuse_more_parameters(engine: Engine, storage: Storage, root: Root) -> None:
+    """UserError where a checkpoint holds parameters that the model has not; the restore finds those that it lacks."""
+    stored = {name.removeprefix(MASTER): info for name, info in root.tensors.items()}
+    more = [info for name, info in stored.items() if not name.startswith("optim.") and name not in engine.table]
+    if more:
+        listed = [f"{info.name} {info.dtype} {list(info.shape)}" for info in more[:MAX_NAMED]]
+        listed += [f"and {len(more) - MAX_NAMED} more"] if len(more) > MAX_NAMED else []
+        where = f"{storage.url}/{step_folder(root.step)}"
+        message = f"{where} holds {len(more)} tensors that the configured model has not:"
+        raise UserError("\n  ".join([message, *listed]), hint=f"ckptkit inspect {where}")
+
+
+def raise_missing_file(storage: Storage, root: Root, error: StorageError) -> None:
+    """CheckFailed where a file of the step is gone or cut: the reason why reading failed, unless the storage is."""
+    for part in root.parts:
+        for key, num_bytes in ((part.data, part.data_bytes), (part.index, part.index_bytes)):
+            info = storage.info(f"{step_folder(root.step)}/{key}")
+            if info is None or info.size_bytes != num_bytes:
+                found = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
+                raise CheckFailed(f"{storage.url}/{step_folder(root.step)}/{key} {found}") from error
+
+
+def set_aside(damaged: list[tuple[str, int]], own: str) -> None:
+    """Keep the roots of damaged steps of a run under another name."""
+    for url, step in damaged:
+        if url == own:
+            storage, folder = open_storage(url), step_folder(step)
+            storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/damaged-{ROOT_KEY}")
+            storage.delete([f"{folder}/{ROOT_KEY}"])
+
+
+def read_metadata(root: Root, url: str) -> Resumed:
+    """What a root records of the run; UserError where it was not saved by this trainer."""
+    try:
+        metadata = root.metadata
+        progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]))
+        return Resumed(progress, float(metadata["loss"]), url)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
+
+
+def differences(root: Root, config: Config) -> list[str]:
+    """What changed since a step was saved that changes the order of sums: layout, precision, machine, threads."""
+    saved = root.metadata.get("config", {})
+    now = dataclasses.asdict(config)
+    watched = [("parallel", name) for name in ("tp", "pp", "dp", "zero_stage", "bucket_mib")]
+    watched += [("train", "precision"), ("train", "micro_batch_size"), ("train", "global_batch_size")]
+    pairs = [(name, saved.get(table, {}).get(name), now[table][name]) for table, name in watched]
+    before = root.metadata.get("environment", {})
+    pairs += [(name, before.get(name), value) for name, value in environment().items()]
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

@@ -1,0 +1,64 @@
+"""A trained model: a checkpoint of any layout, open for evaluation or generation on one process or on a mesh.
+
+The configuration is the run's own, out of the checkpoint, or a file's; flags win over both. Its layout is not taken
+over: one process holds all of the model unless flags say otherwise.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.catalogue import resolve
+from ckptkit.reader import read_root
+from ckptkit.root import Root
+from threefold.storage import Storage
+from trainer.config import Config
+from trainer.config_check import layout_of
+from trainer.config_file import FlagText, config_from, read_toml
+from trainer.engine import Engine
+from trainer.mesh import ProcessMesh
+from trainer.ranks import Ranks
+from trainer.state import restore_step
+
+OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of the model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed step and the configuration to read it with."""
+
+    storage: Storage
+    root: Root
+    config: Config
+
+
+def open_checkpoint(
+    url: str, config_path: str | None, overrides: Mapping[str, FlagText], *, world_size: int
+) -> Checkpoint:
+    """Find the step that `url` means and the configuration for it; touches no tensor and no process group."""
+    storage, step = resolve(url)
+    root = read_root(storage, step)
+    tables: dict[str, Any] = read_toml(config_path) if config_path else dict(root.metadata.get("config", {}))
+    tables = {name: table for name, table in tables.items() if name not in OTHER_TABLES}
+    if isinstance(tables.get("train"), dict):  # what depends on the tables left out
+        tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}
+    flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
+    source = config_path or f"the configuration in step {step} of {storage.url}"
+    config = config_from(tables, flags, source=source, world_size=world_size)
+    if not config.model.vocab_size and "embed.weight" in root.tensors:
+        vocab_size = root.tensors["embed.weight"].shape[0]
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    data = dataclasses.replace(config.data, stores=(), weights=())  # the training set may be gone by now
+    return Checkpoint(storage, root, dataclasses.replace(config, data=data))
+
+
+class TrainedModel:
+    """Mesh and engine with a checkpoint's parameters; every rank of a mesh makes the same calls."""
+
+    def __init__(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        """Build and restore; a per-tensor report where the checkpoint holds another model than configured."""
+        config = checkpoint.config
+        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device)
+        self.engine = ranks.together(lambda: Engine(config, self.mesh, trains=False))
+        ranks.together(lambda: restore_step(self.engine, checkpoint.storage, checkpoint.root.step))
+        self.engine.after_restore()
