@@ -32,9 +32,3 @@ const Kernels& kernels() {
     default: return kernels_base;
   }
 }
-
-#ifndef THREEFOLD_HAS_CUDA
-int op_has_cuda() { return 0; }
-
-const char* op_error_text(int code) { return code == 0 ? "ok" : "bad argument"; }
-#endif

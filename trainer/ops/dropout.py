@@ -61,9 +61,7 @@ def dropout(
             raise UserError(f"dropout: {name} is {value}, not in [0, 2^{bits.get(name, 63)})")
     if p == 0:
         return x
-    return torch.ops.threefold.dropout(
-        x, p, seed, step, layer, site, first_sample, first_position, first_feature
-    )
+    return torch.ops.threefold.dropout(x, p, seed, step, layer, site, first_sample, first_position, first_feature)
 
 
 def dropout_reference(

@@ -38,7 +38,10 @@ def library() -> ctypes.CDLL:
         "op_rmsnorm_partials": (size, [size]),
         "op_dropout": (integer, [*dropout, integer]),
         "op_philox": (None, [pointer, pointer, pointer]),
-        "op_normal": (integer, [integer, pointer, ctypes.c_uint64, integer, pointer, pointer, pointer, number, integer]),
+        "op_normal": (
+            integer,
+            [integer, pointer, ctypes.c_uint64, integer, pointer, pointer, pointer, number, integer],
+        ),
     }
     cuda_signatures: dict[str, tuple[Any, list[Any]]] = {
         "op_rmsnorm_forward_cuda": (integer, [*forward, pointer]),

@@ -1,0 +1,8 @@
+// Stands in for device.cu where the library is built without CUDA.
+#include "ops.h"
+
+#ifndef THREEFOLD_HAS_CUDA
+int op_has_cuda() { return 0; }
+
+const char* op_error_text(int code) { return code == 0 ? "ok" : "bad argument"; }
+#endif
