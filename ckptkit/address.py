@@ -13,7 +13,7 @@ def split_address(url: str) -> tuple[str, int | None]:
     return run or ("/" if url.startswith("/") else "."), step
 
 
-def open_address(url: str) -> tuple[Storage, int | None]:
-    """The storage of the run, and the step where the address names one."""
+def open_address(url: str, *, write_memory_bytes: int | None = None) -> tuple[Storage, int | None]:
+    """The storage of the run, and the step where the address names one; the bound is open_storage's."""
     run, step = split_address(url)
-    return open_storage(run), step
+    return open_storage(run, write_memory_bytes=write_memory_bytes), step

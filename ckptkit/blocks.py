@@ -67,6 +67,16 @@ def copy_many(copies: npt.ArrayLike) -> None:
     _library().ck_copy_many(rows.ctypes.data, len(rows))
 
 
+def return_large_frees() -> None:
+    """Give freed buffers of 1 MiB and more back to the system at once, for the whole process; glibc only.
+
+    Object storage clients take and free many; kept in the heaps of many threads they can double a program's memory.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, GRANULE_BYTES)  # M_MMAP_THRESHOLD
+
+
 class BlockWriter:
     """One file of known size under construction, written in any order of whole granules; use it in a `with`.
 

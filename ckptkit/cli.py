@@ -145,10 +145,12 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
 def verify_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from ckptkit.blocks import return_large_frees
     from ckptkit.catalogue import resolve
     from ckptkit.reader import CheckpointReader
     from ckptkit.verify import verify_checkpoint
 
+    return_large_frees()
     storage, step = resolve(arguments.checkpoint)
     with CheckpointReader(storage, step) as reader:
         result = verify_checkpoint(reader)
@@ -167,10 +169,12 @@ def verify_verb(arguments: argparse.Namespace) -> int:
 def hash_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from ckptkit.blocks import return_large_frees
     from ckptkit.catalogue import resolve
     from ckptkit.hashing import hash_checkpoint
     from ckptkit.reader import CheckpointReader
 
+    return_large_frees()
     storage, step = resolve(arguments.checkpoint)
     with CheckpointReader(storage, step) as reader:
         found = hash_checkpoint(reader)
@@ -188,14 +192,17 @@ def reshard_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from ckptkit.address import open_address
+    from ckptkit.blocks import return_large_frees
     from ckptkit.catalogue import resolve
     from ckptkit.layout import ParallelLayout
     from ckptkit.reader import CheckpointReader
-    from ckptkit.reshard import reshard
+    from ckptkit.reshard import UPLOAD_MEMORY_BYTES, reshard
 
+    return_large_frees()
     layout = ParallelLayout(tp=arguments.tp, dp=arguments.dp, pp=arguments.pp)
     storage, step = resolve(arguments.source)
-    target, target_step = open_address(arguments.target)
+    # the files of all tensor-parallel ranks are written side by side
+    target, target_step = open_address(arguments.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
     with CheckpointReader(storage, step) as reader:
         if "from_layout" in arguments:
             check_source_layout(arguments.from_layout, reader.root.layout, reader.url)

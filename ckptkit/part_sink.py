@@ -14,6 +14,7 @@ from threefold.storage import Storage
 from threefold.storage.local import local_failure, make_folders
 
 Bytes = npt.NDArray[np.uint8]
+UPLOAD_BUFFER_BYTES = 4 * GRANULE_BYTES
 
 
 class PartSink(Protocol):
@@ -78,8 +79,8 @@ class RemoteSink:
         self._thread.start()
 
     def write(self, data: Bytes) -> Columns:
-        for start in range(0, len(data), 8 * GRANULE_BYTES):
-            self._put(data[start : start + 8 * GRANULE_BYTES].tobytes())
+        for start in range(0, len(data), UPLOAD_BUFFER_BYTES):
+            self._put(data[start : start + UPLOAD_BUFFER_BYTES].tobytes())
         return checksums(data)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
 
 PAGE_BYTES = 4096
+UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
 
 
 @dataclass(frozen=True)

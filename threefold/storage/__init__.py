@@ -71,10 +71,11 @@ class Storage(Protocol):
         """The file behind a key where there is one (C++ reads and writes it directly), else None."""
 
 
-def open_storage(url: str | Path) -> Storage:
+def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
     """The storage behind a local path, a file:// or s3:// URL, or any URL that fsspec knows.
 
-    Nothing is contacted yet. The client libraries are imported only for a URL that needs them.
+    Nothing is contacted yet. The client libraries are imported only for a URL that needs them. `write_memory_bytes`
+    bounds what one S3 write of several parts holds in memory, for a program that writes many objects at once.
     """
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
@@ -87,7 +88,7 @@ def open_storage(url: str | Path) -> Storage:
     if scheme == "s3":
         from threefold.storage.s3 import S3Storage
 
-        return S3Storage(text)
+        return S3Storage(text, write_memory_bytes=write_memory_bytes)
     from threefold.storage.fsspec import FsspecStorage
 
     return FsspecStorage(text)

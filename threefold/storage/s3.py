@@ -3,7 +3,7 @@
 AWS_ENDPOINT_URL (http or https), AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_MAX_ATTEMPTS are read
 here and the rest (session tokens, roles, ...) by obstore. Every request has a deadline, THREEFOLD_STORAGE_TIMEOUT_S
 (default 120), and a bounded number of repeats, so a dead server is an error and never a hang. Memory of a write is
-at most MAX_PARTS_IN_FLIGHT parts of PART_BYTES; an object holds at most 10,000 parts (160 GB).
+at most MAX_PARTS_IN_FLIGHT + 2 parts of PART_BYTES; an object holds at most 10,000 parts (160 GB).
 """
 
 import itertools
@@ -20,6 +20,7 @@ from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key
 
 PART_BYTES = 16 << 20
+MIN_PART_BYTES = 5 << 20  # S3 takes no smaller part but the last
 MAX_PARTS_IN_FLIGHT = 4
 MAX_COPY_BYTES = 5 << 30  # S3 copies no larger object in one request
 DEFAULT_ATTEMPTS = 6
@@ -34,7 +35,7 @@ class S3Storage:
 
     supports_if_absent = True
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, write_memory_bytes: int | None = None) -> None:
         try:
             from obstore.exceptions import BaseError
             from obstore.store import S3Store
@@ -44,6 +45,7 @@ class S3Storage:
         if not parts.netloc:
             raise UserError(f"{url!r} names no bucket", hint="write it like s3://bucket/run")
         self.url = url.rstrip("/")
+        self._part_bytes, self._parts_in_flight = _parts_within(write_memory_bytes)
         self._bucket = parts.netloc
         self._prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
         self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -85,20 +87,21 @@ class S3Storage:
         for buffer in source:
             first.append(buffer)
             num_bytes += memoryview(buffer).nbytes
-            if num_bytes > PART_BYTES:
+            if num_bytes > self._part_bytes:
                 break
-        if num_bytes <= PART_BYTES:
+        if num_bytes <= self._part_bytes:
             body = b"".join(first)
             self._call("write", key, lambda: obstore.put(self._store, path, body, use_multipart=False))
             return
-        parts = itertools.chain(first, source)
+        parts = itertools.chain(_emptying(first), source)
         self._call(
             "write",
             key,
             lambda: obstore.put(
-                self._store, path, parts, chunk_size=PART_BYTES, max_concurrency=MAX_PARTS_IN_FLIGHT, use_multipart=True
+                self._store, path, parts, chunk_size=self._part_bytes, max_concurrency=self._parts_in_flight,
+                use_multipart=True,
             ),
-        )
+        )  # fmt: skip
 
     def read(self, key: str) -> bytes:
         import obstore
@@ -237,6 +240,21 @@ class S3Storage:
             return StorageError(f"cannot {doing} {place}: {server} answered {reason}")
         cause = text.split("\n", 1)[0].rpartition(" - ")[2]
         return StorageError(f"cannot {doing} {place}: no answer from {server} ({cause})", hint="check AWS_ENDPOINT_URL")
+
+
+def _parts_within(write_memory_bytes: int | None) -> tuple[int, int]:
+    """Size of a part and how many are in flight at once, so that they and two more being gathered fit in memory."""
+    if write_memory_bytes is None:
+        return PART_BYTES, MAX_PARTS_IN_FLIGHT
+    part_bytes = min(max(write_memory_bytes // 3, MIN_PART_BYTES), PART_BYTES)
+    return part_bytes, min(max(write_memory_bytes // part_bytes - 2, 1), MAX_PARTS_IN_FLIGHT)
+
+
+def _emptying(buffers: list[Buffer]) -> Iterator[Buffer]:
+    """The buffers one after the other, each let go once it was given out."""
+    buffers.reverse()
+    while buffers:
+        yield buffers.pop()
 
 
 def _number(variable: str, default: float) -> float:
