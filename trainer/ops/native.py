@@ -90,6 +90,14 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
     _calls[op] += 1
 
 
+def rmsnorm_partials(x: torch.Tensor, num_rows: int) -> int:
+    """How many rows of scratch memory the RMSNorm backward needs on the tensor's device."""
+    if x.device.type == "cpu":
+        return int(library().op_rmsnorm_partials(num_rows))
+    with torch.cuda.device(x.device):
+        return int(library().op_rmsnorm_partials_cuda(num_rows))
+
+
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
     """The library's code of the tensor's dtype, after checking that it can run on the tensor."""
     device = tensor.device.type

@@ -1,9 +1,11 @@
 """Initial weights by counter: an element's normal number is a function of (seed, tensor name, flat global index) alone.
 
-So each rank makes its own box of a tensor and no other element, and any layout starts from the same weights. Normals are
-made on the CPU in float64 from additions, multiplications, divisions and square roots alone (Box and Muller, 1958, over
-Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which IEEE 754 fixes bit for bit;
-a CUDA tensor gets a copy. Hence the bits depend on no device, thread count or instruction set.
+So each rank makes its own box of a tensor and no other element, and any layout starts from the same weights. Normals
+are made on the CPU in float64, from additions, multiplications, divisions and square roots alone, which IEEE 754 fixes
+bit for bit; a CUDA tensor gets a copy. Hence the bits depend on no device, thread count or instruction set.
+
+Sources: Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958; for Philox4x32-10, Salmon et al.,
+"Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
 
 import ctypes
@@ -39,7 +41,7 @@ def normal_(
     whole = shape if global_shape is None else tuple(global_shape)
     offset = (0,) * len(whole) if box_offset is None else tuple(box_offset)
     fits = len(shape) == len(whole) == len(offset) and all(
-        0 <= start and start + size <= total for start, size, total in zip(offset, shape, whole, strict=True)
+        0 <= start <= total - size for start, size, total in zip(offset, shape, whole, strict=True)
     )
     if not fits:
         raise UserError(f"normal_: a box {list(shape)} at {list(offset)} does not lie in {name} {list(whole)}")
@@ -96,7 +98,8 @@ def normals(index: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.float64]:
     sine, cosine = angle * _sine_series(angle * angle, 2), _sine_series(angle * angle, 1)
     quarter = (second >> np.uint64(62)).astype(np.int64)
     turn = np.choose(quarter, [cosine, -sine, -cosine, sine])
-    return np.sqrt(-2.0 * _log(u)) * turn
+    values: npt.NDArray[np.float64] = np.sqrt(-2.0 * _log(u)) * turn
+    return values
 
 
 def _log(u: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
