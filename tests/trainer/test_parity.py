@@ -1,0 +1,75 @@
+"""Every layout trains alike: losses and gradient norms of one process, through the native kernels.
+
+Unequal loss masks in every micro-batch, clipping active, a vocabulary that tp does not divide, nor pp the layers.
+"""
+
+from typing import Any
+
+import pytest
+
+from ckptkit.layout import ParallelLayout, stage_layers
+from tests.trainer.parity import GLOBAL_BATCH, MICRO_BATCH, MODELS, config_for, largest_gap, run_steps
+from tests.trainer.ranks import run_ranks
+from trainer.config import Config
+
+LAYOUTS = [
+    (ParallelLayout(tp=2), 1),
+    (ParallelLayout(pp=2), 1),
+    (ParallelLayout(dp=2), 0),
+    (ParallelLayout(dp=4), 1),
+    (ParallelLayout(tp=2, pp=2), 1),
+    (ParallelLayout(tp=2, dp=2), 1),
+]
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+def assert_trained(run: dict[str, Any], config: Config, *, fall: float) -> None:
+    assert run["losses"][-1] <= (1 - fall) * run["losses"][0]
+    assert all(norm > config.optim.clip for norm in run["norms"]), "clipping must be active"
+    op = "dropout" if config.model.dropout else "rmsnorm_forward"
+    assert run["calls"].get(op, 0) > 0, "the native kernel was not called"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_layout_repeats_one_process(model: str, precision: str) -> None:
+    config = config_for(model, ParallelLayout(), precision=precision)
+    reference = run_ranks(1, run_steps, config, 20)[0]
+    assert_trained(reference, config, fall=0.1)
+    for layout, zero_stage in LAYOUTS:
+        config = config_for(model, layout, precision=precision, zero_stage=zero_stage)
+        for run in run_ranks(layout.world_size, run_steps, config, 20):
+            assert largest_gap(run, reference) <= BOUNDS[precision], f"{layout} zero_stage {zero_stage}"
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_tp2_pp2_repeats_one_process_for_a_few_steps(model: str) -> None:
+    reference = run_ranks(1, run_steps, config_for(model, ParallelLayout()), 3)[0]
+    layout = ParallelLayout(tp=2, pp=2)
+    runs = run_ranks(4, run_steps, config_for(model, layout), 3)
+    for rank, run in enumerate(runs):
+        stage = layout.coords(rank).pp
+        assert largest_gap(run, reference) <= BOUNDS["fp64"]
+        assert run["peak_live"] == min(layout.pp - stage, GLOBAL_BATCH // MICRO_BATCH), "1F1B's bound"
+        numbers = {int(name.split(".")[1]) for name in run["names"] if name.startswith("layers.")}
+        assert numbers == set(stage_layers(MODELS[model].num_layers, layout.pp, stage))
+        assert ("embed.weight" in run["names"]) == (stage == 0)
+        assert ("norm.weight" in run["names"]) == (stage == layout.pp - 1)
+
+
+def test_dp2_zero1_repeats_one_process_and_halves_the_optimizer() -> None:
+    reference = run_ranks(1, run_steps, config_for("llama", ParallelLayout()), 2)[0]
+    runs = run_ranks(2, run_steps, config_for("llama", ParallelLayout(dp=2)), 2)
+    assert max(largest_gap(run, reference) for run in runs) <= BOUNDS["fp64"]
+    padding = 4 * 64 * 100  # at most 64 bytes a tensor and interval
+    for run in runs:
+        assert abs(run["optimizer_bytes"] - reference["optimizer_bytes"] / 2) <= padding
+
+
+def test_bf16_trains_near_fp32() -> None:
+    wide = run_ranks(1, run_steps, config_for("llama", ParallelLayout(), precision="fp32"), 5)[0]
+    narrow = run_ranks(2, run_steps, config_for("llama", ParallelLayout(tp=2), precision="bf16"), 5)
+    assert narrow[0]["losses"] == narrow[1]["losses"]
+    assert largest_gap(narrow[0], wide) < 2e-2
