@@ -24,8 +24,7 @@ from trainer.state import Progress, resume
 
 def train(config: Config) -> int:
     """Train until the last step, the last epoch or a SIGTERM, save, and return the exit code 0."""
-    stop = StopRequest()
-    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+    with StopRequest() as stop, Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
         run = Run(ranks.together(lambda: with_vocabulary(config)), ranks, stop)
         while run.goes_on:
             run.step()
@@ -34,15 +33,20 @@ def train(config: Config) -> int:
 
 
 class StopRequest:
-    """Notes a SIGTERM instead of dying of it; a second one kills as usual."""
+    """Notes a SIGTERM, inside a `with`, instead of dying of it; a second one is obeyed as usual."""
 
-    def __init__(self) -> None:
-        self.requested = False
-        signal.signal(signal.SIGTERM, self._note)
+    requested = False
+
+    def __enter__(self) -> "StopRequest":
+        self._usual = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._usual)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._usual)
 
 
 class Run:
