@@ -1,0 +1,192 @@
+"""The command line: what each verb prints, and one clear error, a hint and the documented exit code for bad input."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ckptkit.cli import main
+from ckptkit.layout import ParallelLayout
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
+from threefold.storage import open_storage
+
+LAYERS = 3
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_url(tmp_path: Path) -> str:
+    """A run with steps 3 and 12 committed and step 20 under way."""
+    storage = open_storage(tmp_path / "run")
+    tensors = gpt_tensors(LAYERS, tied=True)
+    for step in (3, 12):
+        write_checkpoint(storage, step, ParallelLayout(tp=2, pp=2), LAYERS, tensors, values(tensors))
+    storage.write("step-000000020/a1/part-00000.safetensors", b"half")
+    return str(tmp_path / "run")
+
+
+def call(capsys: Capture, *argv: str) -> tuple[int, str, str]:
+    try:
+        code = main(argv)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_ls_lists_committed_steps_only(capsys: Capture, run_url: str) -> None:
+    code, out, _ = call(capsys, "ls", run_url, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["step"] for row in rows] == [3, 12]
+    assert rows[0]["layout"] == "tp2-pp2"
+    assert rows[0]["num_files"] == 4
+    code, out, _ = call(capsys, "ls", run_url)
+    assert [line.split()[0] for line in out.splitlines()] == ["3", "12"]
+
+
+def test_ls_of_a_run_without_steps_says_so(capsys: Capture, tmp_path: Path) -> None:
+    assert call(capsys, "ls", str(tmp_path), "--json")[:2] == (0, "[]\n")
+    assert "no committed step" in call(capsys, "ls", str(tmp_path))[2]
+
+
+def test_ls_shows_a_damaged_root_beside_the_others(capsys: Capture, run_url: str) -> None:
+    root = Path(run_url, "step-000000003/root.json")
+    root.write_bytes(root.read_bytes()[:-20])
+    code, out, _ = call(capsys, "ls", run_url)
+    assert code == 0
+    assert "DAMAGED" in out.splitlines()[0]
+    assert "tp2-pp2" in out.splitlines()[1]
+
+
+def test_inspect_takes_the_newest_step_or_a_named_one(capsys: Capture, run_url: str) -> None:
+    newest = json.loads(call(capsys, "inspect", run_url, "--json")[1])
+    named = json.loads(call(capsys, "inspect", f"{run_url}/step-000000003/", "--json")[1])
+    assert (newest["step"], named["step"]) == (12, 3)
+    assert newest["layout"] == "tp2-pp2"
+    assert newest["num_tensors"] == len(newest["tensors"]) == len(gpt_tensors(LAYERS, tied=True))
+    assert newest["metadata"] == {"tokens": 5}
+    code, out, _ = call(capsys, "inspect", run_url, "--tensors")
+    assert code == 0
+    assert "layers.0.mlp.down.weight  F32 [16, 24]  layer 0, dim 1 by tp" in out
+    assert "head.weight  F32 [37, 16]  last stage, tied to embed.weight" in out
+
+
+def test_verify_of_a_sound_and_of_a_damaged_checkpoint(capsys: Capture, run_url: str) -> None:
+    code, out, _ = call(capsys, "verify", run_url, "--json")
+    assert (code, json.loads(out)["ok"]) == (0, True)
+    path = next(Path(run_url, "step-000000012").rglob("part-00002.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    code, out, _ = call(capsys, "verify", run_url, "--json")
+    result = json.loads(out)
+    assert (code, result["ok"]) == (1, False)
+    assert result["faults"][0]["file"].endswith("part-00002.safetensors")
+    assert result["faults"][0]["offset"] == 0
+    assert result["faults"][0]["tensors"]
+    code, out, _ = call(capsys, "verify", run_url)
+    assert code == 1
+    assert "part-00002.safetensors at byte 0: the 1 MiB from here does not have its checksum, in " in out
+    assert call(capsys, "verify", f"{run_url}/step-000000003")[0] == 0
+
+
+def test_hash_is_unchanged_by_reshard_there_and_back(capsys: Capture, run_url: str, tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), f"{tmp_path}/second/step-000000077"
+    before = json.loads(call(capsys, "hash", run_url, "--json")[1])
+    code, out, err = call(capsys, "reshard", run_url, first, "--tp", "4", "--pp", "3", "--dp", "2", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["source_layout"], report["target_layout"], report["step"]) == ("tp2-pp2", "tp4-dp2-pp3", 12)
+    code, out, _ = call(capsys, "reshard", first, second, "--from", "tp4-pp3")
+    assert code == 0
+    assert "tp4-dp2-pp3 -> tp1" in out
+    after = json.loads(call(capsys, "hash", second, "--json")[1])
+    assert after["step"] == 77
+    for key in ("tensors", "params", "optim", "all"):
+        assert after[key] == before[key]
+    code, out, _ = call(capsys, "hash", run_url, "--tensors")
+    assert f"{before['tensors']['embed.weight']}  embed.weight" in out
+    assert f"{before['all']}  all" in out
+
+
+@pytest.mark.parametrize("alias", ["--tensor-model-parallel-size", "--tp"])
+def test_axes_have_the_spelling_of_megatron_too(capsys: Capture, run_url: str, tmp_path: Path, alias: str) -> None:
+    code, out, _ = call(capsys, "reshard", run_url, str(tmp_path / "x"), alias, "4", "--json")
+    assert (code, json.loads(out)["target_layout"]) == (0, "tp4")
+
+
+def assert_refused(result: tuple[int, str, str], code: int, *parts: str) -> None:
+    assert result[0] == code, result
+    assert result[1] == ""
+    lines = result[2].splitlines()
+    assert lines[0].startswith("error: "), lines
+    assert any(line.startswith("hint: ") for line in lines), lines
+    for part in parts:
+        assert part in result[2]
+
+
+def test_bad_addresses(capsys: Capture, run_url: str, tmp_path: Path) -> None:
+    for verb in ("inspect", "verify", "hash"):
+        assert_refused(call(capsys, verb, str(tmp_path / "nowhere")), 2, "nowhere")
+        assert_refused(call(capsys, verb, f"{run_url}/step-000000020"), 2, "holds no committed step 20")
+        assert_refused(call(capsys, verb, f"{run_url}/step-000000003/a1"), 2, "no committed step")
+    (tmp_path / "file").write_text("x")
+    assert_refused(call(capsys, "inspect", str(tmp_path / "file")), 2, "file")
+
+
+def test_what_is_not_a_root_is_told(capsys: Capture, run_url: str) -> None:
+    Path(run_url, "step-000000012/root.json").write_text('{"format": "other"}')
+    code, _, err = call(capsys, "inspect", run_url)
+    assert code == 1
+    assert "root.json is not a checkpoint's root" in err
+
+
+def test_layouts_that_cannot_be(capsys: Capture, run_url: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "target")
+    assert_refused(
+        call(capsys, "reshard", run_url, target, "--tp", "3"),
+        2,
+        "error: cannot cut ",
+        "into tp=3",
+        "hint: choose tp from",
+    )
+    assert_refused(call(capsys, "reshard", run_url, target, "--tp", "0"), 2, "'0' is not a whole number >= 1")
+    assert_refused(call(capsys, "reshard", run_url, target, "--pt", "2"), 2, "unknown argument --pt")
+    assert_refused(
+        call(capsys, "reshard", run_url, target, "--from", "tp4-pp2"), 2, "was saved as tp2-pp2, not as tp4-pp2"
+    )
+    assert_refused(call(capsys, "reshard", run_url, target, "--from", "8x4"), 2, "'8x4' is not a parallel layout")
+    assert not Path(target).exists()
+
+
+def test_a_target_that_exists(capsys: Capture, run_url: str) -> None:
+    assert_refused(call(capsys, "reshard", run_url, run_url, "--tp", "1"), 2, "already holds step 12")
+
+
+def test_a_disk_that_fills_up_leaves_no_checkpoint(capsys: Capture, tmp_path: Path) -> None:
+    tensors = gpt_tensors(LAYERS, hidden=256, vocab=2001)
+    write_checkpoint(open_storage(tmp_path / "run"), 1, ParallelLayout(), LAYERS, tensors, values(tensors))
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small tmpfs")
+    try:
+        result = call(capsys, "reshard", str(tmp_path / "run"), str(small / "target"), "--pp", "3")
+        assert_refused(result, 3, "No space left on device", "df -h")
+        assert [path for path in small.rglob("*") if path.is_file()] == []
+        assert call(capsys, "ls", str(small / "target"), "--json")[1] == "[]\n"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_s3_that_refuses_the_keys(capsys: Capture, run_url: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(capsys, "reshard", run_url, s3_url)[0] == 0
+    assert call(capsys, "verify", s3_url)[0] == 0
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    for argv in (["ls", s3_url], ["hash", s3_url], ["reshard", run_url, f"{s3_url}/other"]):
+        assert_refused(call(capsys, *argv), 3, "refused access key 'testkey'", "hint: export AWS_ACCESS_KEY_ID")
