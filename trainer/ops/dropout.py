@@ -12,13 +12,12 @@ feature % 4, is at least floor(p * 2^32).
 import ctypes
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.ops import native
-from trainer.ops.philox import philox4x32
+from trainer.ops.philox import MASK, philox4x32
 
 
 class _Mask(ctypes.Structure):  # op_mask of csrc/ops/ops.h
@@ -66,7 +65,7 @@ def dropout(
     """
     numbers = (seed, step, layer, site, first_sample, first_position, first_feature)
     _check(x, p, numbers)
-    return x if p == 0 else _Dropout.apply(x, _Mask(*numbers, p))
+    return x if p == 0 else _drop(x, _Mask(*numbers, p))
 
 
 def dropout_reference(
@@ -81,22 +80,16 @@ def dropout_reference(
     first_position: int = 0,
     first_feature: int = 0,
 ) -> Tensor:
-    """The same in numpy and plain torch, bit for bit."""
+    """The same in plain torch, bit for bit."""
     _check(x, p, (seed, step, layer, site, first_sample, first_position, first_feature))
-    low = 0xFFFFFFFF
-    counter = np.array([step & low, step >> 32, layer, site], np.uint32)
-    key = philox4x32(counter, np.array([seed & low, seed >> 32], np.uint32))[:2]
-    samples, positions, features = (
-        np.arange(first, first + size, dtype=np.uint64)
-        for first, size in zip((first_sample, first_position, first_feature), x.shape, strict=True)
-    )
-    sample, position, group = np.meshgrid(samples, positions, features // np.uint64(4), indexing="ij")
-    counters = np.stack([group, position, sample & np.uint64(low), sample >> np.uint64(32)], -1).astype(np.uint32)
-    place = (features % np.uint64(4)).astype(np.int64)[None, None, :, None]
-    word = np.take_along_axis(philox4x32(counters, key), place, -1)[..., 0]
-    kept = torch.from_numpy(word >= np.uint32(p * 2**32)).to(x.device)
+    key0, key1, _, _ = philox4x32([step & MASK, step >> 32, layer, site], seed & MASK, seed >> 32)
+    firsts = (first_sample, first_position, first_feature)
+    indices = [torch.arange(first, first + size, device=x.device) for first, size in zip(firsts, x.shape, strict=True)]
+    sample, position, feature = torch.meshgrid(indices, indexing="ij")
+    words = torch.stack(philox4x32([feature // 4, position, sample & MASK, sample >> 32], key0, key1), -1)
+    word = words.gather(-1, (feature % 4).unsqueeze(-1)).squeeze(-1)
     wide = x if x.dtype == torch.float64 else x.float()
-    return torch.where(kept, wide * (1 / (1 - p)), 0).to(x.dtype)
+    return torch.where(word >= int(p * 2**32), wide * (1 / (1 - p)), 0).to(x.dtype)
 
 
 def _check(x: Tensor, p: float, numbers: tuple[int, ...]) -> None:
@@ -108,6 +101,11 @@ def _check(x: Tensor, p: float, numbers: tuple[int, ...]) -> None:
     for (name, limit), number, extent in zip(_LIMITS.items(), numbers, extents, strict=True):
         if not 0 <= number <= limit - extent:
             raise UserError(f"dropout: {name} is {number} for {extent} of them; the indices must lie in [0, {limit})")
+
+
+@torch.compiler.disable
+def _drop(x: Tensor, mask: _Mask) -> Tensor:
+    return _Dropout.apply(x, mask)
 
 
 class _Dropout(torch.autograd.Function):

@@ -12,16 +12,17 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.ops import native
 
-Words = npt.NDArray[np.uint32]
+Word = TypeVar("Word", int, Tensor)
+MASK = 0xFFFFFFFF  # the low word
 
 
 def normal_(
@@ -54,67 +55,70 @@ def normal_(
 
 def normal_reference(
     seed: int, name: str, global_shape: Sequence[int], box_offset: Sequence[int], box_shape: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """The same standard normals in numpy, bit for bit, as float64."""
-    index = np.zeros(tuple(box_shape), np.uint64)
-    for axis, (start, size) in enumerate(zip(box_offset, box_shape, strict=True)):
-        stride = math.prod(global_shape[axis + 1 :])
-        steps = np.arange(start, start + size, dtype=np.uint64) * np.uint64(stride)
-        index += steps.reshape([-1 if other == axis else 1 for other in range(len(box_shape))])
-    return normals(index, tensor_key(seed, name))
+) -> Tensor:
+    """The same standard normals in plain torch, bit for bit, as float64 on the CPU."""
+    index = torch.zeros(tuple(box_shape), dtype=torch.int64)
+    for dim, (start, size) in enumerate(zip(box_offset, box_shape, strict=True)):
+        stride = math.prod(global_shape[dim + 1 :])
+        steps = torch.arange(start, start + size) * stride
+        index += steps.reshape([-1 if other == dim else 1 for other in range(len(box_shape))])
+    return _normals(index, tensor_key(seed, name))
 
 
 def tensor_key(seed: int, name: str) -> int:
-    """The 64-bit Philox key of a tensor: the block of counter blake2b-128(name) under the seed."""
+    """The 64-bit key of a tensor: the first two words of Philox(counter = blake2b-128(name), key = seed)."""
     if not 0 <= seed < 1 << 64:
         raise UserError(f"the seed is {seed}, not in [0, 2^64)")
-    counter = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
-    words = philox4x32(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32))
-    return int(words[0]) | int(words[1]) << 32
+    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    counter = [int.from_bytes(digest[at : at + 4], "little") for at in range(0, 16, 4)]
+    words = philox4x32(counter, seed & MASK, seed >> 32)
+    return words[0] | words[1] << 32
 
 
-def philox4x32(counter: Words, key: Words) -> Words:
-    """Philox4x32-10: random words [..., 4] of counters [..., 4] under a key [2]."""
-    c0, c1, c2, c3 = (counter[..., word].astype(np.uint64) for word in range(4))
-    k0, k1 = (int(word) for word in key)
-    low = np.uint64(0xFFFFFFFF)
+def philox4x32(counter: Sequence[Word], key0: int, key1: int) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10: four random words of a counter of four words; words are ints, or int64 tensors of one shape."""
+    c0, c1, c2, c3 = counter
     for _ in range(10):
-        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1 = (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0), product1 & low
-        c2, c3 = (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1), product0 & low
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], -1).astype(np.uint32)
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # in int64 they wrap: only 64 bits of them matter
+        c0, c1, c2, c3 = (
+            (product1 >> 32) & MASK ^ c1 ^ key0,
+            product1 & MASK,
+            (product0 >> 32) & MASK ^ c3 ^ key1,
+            product0 & MASK,
+        )
+        key0, key1 = (key0 + 0x9E3779B9) & MASK, (key1 + 0xBB67AE85) & MASK
+    return c0, c1, c2, c3
 
 
-def normals(index: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.float64]:
-    """Standard normals of flat indices under a 64-bit key, with the same operations in the same order as the kernel."""
-    zero = np.zeros_like(index)
-    counter = np.stack([index & np.uint64(0xFFFFFFFF), index >> np.uint64(32), zero, zero], -1).astype(np.uint32)
-    words = philox4x32(counter, np.array([key & 0xFFFFFFFF, key >> 32], np.uint32)).astype(np.uint64)
-    first, second = (words[..., word] | words[..., word + 1] << np.uint64(32) for word in (0, 2))
-    u = (2.0 * (first >> np.uint64(12)).astype(np.float64) + 1.0) * 2.0**-53
-    fraction = (second << np.uint64(2) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+def _normals(index: Tensor, key: int) -> Tensor:
+    """Standard normals of flat indices: the operations of csrc/ops/normal.inc in the same order."""
+    zero = torch.zeros_like(index)
+    w0, w1, w2, w3 = philox4x32([index & MASK, index >> 32, zero, zero], key & MASK, key >> 32)
+    u = (2.0 * (w1 << 20 | w0 >> 12).double() + 1.0) * 2.0**-53
+    fraction = ((w3 & 0x3FFFFFFF) << 22 | w2 >> 10).double() * 2.0**-52
     angle = (fraction - 0.5) * (math.pi / 2)
     sine, cosine = angle * _sine_series(angle * angle, 2), _sine_series(angle * angle, 1)
-    quarter = (second >> np.uint64(62)).astype(np.int64)
-    turn = np.choose(quarter, [cosine, -sine, -cosine, sine])
-    values: npt.NDArray[np.float64] = np.sqrt(-2.0 * _log(u)) * turn
-    return values
+    quarter = w3 >> 30
+    turn = torch.where(quarter % 2 == 1, sine, cosine)
+    turn = torch.where((quarter == 1) | (quarter == 2), -turn, turn)
+    radius = torch.empty_like(u)
+    np.sqrt((-2.0 * _log(u)).numpy(), out=radius.numpy())  # torch's root may be a bit off: it takes MKL's where it can
+    return radius * turn
 
 
-def _log(u: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    mantissa, exponent = np.frexp(u)  # mantissa in [0.5, 1)
-    is_small = mantissa <= 1.4142135623730951 / 2
-    mantissa, exponent = np.where(is_small, 2 * mantissa, mantissa), exponent - is_small
+def _log(u: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(u)  # mantissa in [0.5, 1)
+    is_small = mantissa <= math.sqrt(2) / 2
+    mantissa, exponent = torch.where(is_small, 2.0 * mantissa, mantissa), exponent.double() - is_small.double()
     s = (mantissa - 1.0) / (mantissa + 1.0)
-    s2, series = s * s, np.zeros_like(s)
+    s2, series = s * s, torch.zeros_like(s)
     for n in range(23, 2, -2):
         series = (series + 1.0 / n) * s2
-    return exponent * 0.6931471805599453 + (2.0 * s + 2.0 * s * series)
+    return exponent * math.log(2) + (2.0 * s + 2.0 * s * series)
 
 
-def _sine_series(a2: npt.NDArray[np.float64], first: int) -> npt.NDArray[np.float64]:
-    series = np.zeros_like(a2)
+def _sine_series(a2: Tensor, first: int) -> Tensor:
+    series = torch.zeros_like(a2)
     for n in range(first + 14, first - 1, -2):
         series = (1.0 - series) * a2 * (1.0 / (n * (n + 1)))
     return 1.0 - series

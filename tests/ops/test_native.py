@@ -1,0 +1,71 @@
+"""How the library was built, and how its errors are told."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from trainer.ops import native
+
+CUDA_OPS = ("op_rmsnorm_forward_cuda", "op_rmsnorm_backward_cuda", "op_rmsnorm_partials_cuda", "op_dropout_cuda")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@needs_nvcc
+def test_cuda_is_built_where_nvcc_is() -> None:
+    assert native.has_cuda(), (
+        "nvcc is on PATH, yet the library was built without it: build again, without THREEFOLD_CUDA=OFF"
+    )
+    plain = ctypes.CDLL(native.library()._name)
+    for op in CUDA_OPS:
+        assert hasattr(plain, op), f"{op} is exported"
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="needs cuobjdump")
+def test_cuda_targets() -> None:
+    path = native.library()._name
+    assert set(re.findall(r"sm_\w+", output_of("cuobjdump", "--list-elf", path))) == {"sm_80", "sm_90"}
+    assert set(re.findall(r"sm_\w+", output_of("cuobjdump", "--list-ptx", path))) == {"sm_90"}
+
+
+def test_a_library_without_cuda_exports_none_of_it() -> None:
+    assert native.has_cuda() == hasattr(ctypes.CDLL(native.library()._name), CUDA_OPS[0])
+
+
+@pytest.mark.skipif(shutil.which("ldd") is None, reason="needs ldd")
+def test_needs_the_c_library_alone() -> None:
+    needed = re.findall(r"^\s*(\S+?)\.so", output_of("ldd", native.library()._name), re.MULTILINE)
+    assert not [name for name in needed if re.search("cudart|stdc|gomp|torch|python", name)], needed
+
+
+def test_a_refused_call_says_what_it_was_given() -> None:
+    x = torch.ones(3, 4)
+    with pytest.raises(
+        RuntimeError, match=r"op_rmsnorm_forward on cpu, torch.float32 \[3, 4\]: bad argument \(code -1\)"
+    ):
+        native.call("rmsnorm_forward", x, *[x.data_ptr()] * 4, -3, 4, 1e-5)
+
+
+def test_the_c_functions_check_their_arguments() -> None:
+    library = native.library()
+    x = torch.ones(8)
+    at = x.data_ptr()
+    assert library.op_rmsnorm_forward(9, at, at, at, at, 1, 8, 1e-5, 1) == -1
+    assert library.op_rmsnorm_backward(1, at, at, at, at, at, at, at, 1, 0, 1) == -1
+    dims = [(ctypes.c_int64 * 1)(*value) for value in ([8], [8], [1])]
+    assert library.op_normal(1, at, 0, 1, *dims, 1.0, 1) == -1
+    assert library.op_error_text(0) == b"ok"
+
+
+def test_the_instruction_set_can_be_limited(every_simd: list[int]) -> None:
+    for simd in every_simd:
+        native.library().op_limit_simd(simd)
+        assert native.simd() == ("base", "avx2", "avx512")[simd]
