@@ -13,9 +13,9 @@ _PUBLIC = {
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
     "open_tokenizer": "tokenizer",
-    "preprocess": "preprocess",
+    "preprocess": "preprocessing",
     "train_tokenizer": "tokenizer_training",
-    "verify": "verify",
+    "verify": "verification",
     "write_store": "store_writer",
 }
 __all__ = sorted(_PUBLIC)

@@ -90,7 +90,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _preprocess(arguments: argparse.Namespace) -> int:
     """Make a token store of all documents of the input. The bytes are the same with any number of workers, memory is
     flat in the size of the input, and the same command continues after a kill."""
-    from datakit.preprocess import preprocess
+    from datakit.preprocessing import preprocess
     from datakit.recipe import Recipe
 
     recipe = Recipe(
@@ -157,7 +157,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Check every byte of a store against its manifest, and name the files and documents that are damaged."""
     from datakit.store import TokenStore
-    from datakit.verify import verify
+    from datakit.verification import verify
 
     faults = verify(arguments.store)
     if arguments.json:

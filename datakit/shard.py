@@ -40,24 +40,34 @@ class FileDigest:
     xxh3_64: str
 
 
+class ShardIndex:
+    """An open `.idx` file: for each sequence its length and byte offset, for each document its first sequence."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file; only its header and size are checked."""
+        self.path = path
+        data = map_file(path)
+        self.dtype, self.num_sequences, boundaries = _parse_header(path, data)
+        self.num_documents = boundaries - 1
+        at = HEADER.size
+        self.lengths = np.frombuffer(data, "<i4", self.num_sequences, at)
+        self.pointers = np.frombuffer(data, "<i8", self.num_sequences, at + 4 * self.num_sequences)
+        self.document_index = np.frombuffer(data, "<i8", boundaries, at + 12 * self.num_sequences)
+
+
 class TokenShard:
     """One open pair of files; `tokens` is all its tokens, `document(i)` those of one document (both are views)."""
 
     def __init__(self, stem: str | os.PathLike[str]) -> None:
         """Open `<stem>.bin` and `<stem>.idx`."""
         self.bin_path, self.idx_path = Path(f"{os.fspath(stem)}.bin"), Path(f"{os.fspath(stem)}.idx")
-        index = map_file(self.idx_path)
-        self.dtype, self.num_sequences, boundaries = _parse_header(self.idx_path, index)
-        self.num_documents = boundaries - 1
-        at = HEADER.size
-        self.lengths = np.frombuffer(index, "<i4", self.num_sequences, at)
-        self.pointers = np.frombuffer(index, "<i8", self.num_sequences, at + 4 * self.num_sequences)
-        self.document_index = np.frombuffer(index, "<i8", boundaries, at + 12 * self.num_sequences)
+        self.index = index = ShardIndex(self.idx_path)
+        self.dtype, self.num_documents = index.dtype, index.num_documents
         data = map_file(self.bin_path)
         if len(data) % self.dtype.itemsize:
             raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens")
         self.tokens: Tokens = np.frombuffer(data, self.dtype)
-        end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if self.num_sequences else 0
+        end = int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize if index.num_sequences else 0
         if end != len(data):
             raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}")
 
@@ -70,17 +80,17 @@ class TokenShard:
         """The tokens of one document, 0 <= number < num_documents."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self.idx_path}")
-        first, last = int(self.document_index[number]), int(self.document_index[number + 1])
-        if not 0 <= first <= last <= self.num_sequences:
+        first, last = (int(boundary) for boundary in self.index.document_index[number : number + 2])
+        if not 0 <= first <= last <= self.index.num_sequences:
             raise CheckFailed(f"{self.idx_path}: document {number} spans sequences {first} to {last}")
         parts = [self._sequence(sequence) for sequence in range(first, last)]
         return parts[0] if len(parts) == 1 else np.concatenate([self.tokens[:0], *parts])
 
     def _sequence(self, number: int) -> Tokens:
-        start, odd = divmod(int(self.pointers[number]), self.dtype.itemsize)
-        length = int(self.lengths[number])
+        pointer, length = int(self.index.pointers[number]), int(self.index.lengths[number])
+        start, odd = divmod(pointer, self.dtype.itemsize)
         if odd or length < 0 or not 0 <= start <= start + length <= len(self.tokens):
-            raise CheckFailed(f"{self.idx_path}: sequence {number} is {length} tokens at byte {self.pointers[number]}")
+            raise CheckFailed(f"{self.idx_path}: sequence {number} is {length} tokens at byte {pointer}")
         return self.tokens[start : start + length]
 
 

@@ -119,7 +119,7 @@ class TokenStore:
         number, first = self._locate(self.token_starts, token)
         shard = self.shard(number)
         offset_bytes = (token - first) * shard.dtype.itemsize
-        inside = int(np.searchsorted(shard.pointers, offset_bytes, side="right")) - 1
+        inside = int(np.searchsorted(shard.index.pointers, offset_bytes, side="right")) - 1
         return int(self.document_starts[number]) + inside
 
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
@@ -129,7 +129,7 @@ class TokenStore:
 
     def _open_shard(self, entry: ShardEntry) -> TokenShard:
         shard = TokenShard(self.path / entry.name)
-        found = shard.dtype.name, shard.num_documents, shard.num_sequences, shard.num_tokens
+        found = shard.dtype.name, shard.num_documents, shard.index.num_sequences, shard.num_tokens
         expected = self.dtype, entry.num_documents, entry.num_documents, entry.num_tokens
         if found != expected:
             raise CheckFailed(

@@ -1,4 +1,7 @@
-"""Training a byte-level BPE tokenizer, so that text is all one needs to begin (Sennrich et al. 2016; Radford et al. 2019)."""
+"""Training a byte-level BPE tokenizer, so that text is all one needs to begin.
+
+Byte-pair encoding: Sennrich et al. 2016; over bytes: Radford et al. 2019.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

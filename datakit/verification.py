@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from datakit.manifest import Manifest, ShardEntry
-from datakit.shard import FileDigest, TokenShard
+from datakit.shard import FileDigest, ShardIndex
 from datakit.store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 
@@ -82,7 +82,7 @@ def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix
     """The documents of a shard that lie in damaged bytes of one of its files; none where that cannot be told."""
     try:
         if suffix == ".idx":
-            return _damaged_in_index(TokenShard(store.path / entry.name), entry)
+            return _damaged_in_index(ShardIndex(store.path / f"{entry.name}.idx"), entry)
         shard, origins = store.shard(number), store.origins(number)
         return [
             document
@@ -93,19 +93,18 @@ def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix
         return []
 
 
-def _damaged_in_index(shard: TokenShard, entry: ShardEntry) -> list[int]:
+def _damaged_in_index(index: ShardIndex, entry: ShardEntry) -> list[int]:
     """The documents whose entries disagree with the rest of an index."""
-    if not shard.num_sequences == shard.num_documents == entry.num_documents:
+    if not index.num_sequences == index.num_documents == entry.num_documents:
         return []
-    itemsize = shard.dtype.itemsize
-    ends = np.append(shard.pointers[1:], entry.bin.size_bytes)
-    by_lengths = np.cumsum(shard.lengths, dtype=np.int64) * itemsize
-    if len(by_lengths) and by_lengths[-1] == entry.bin.size_bytes:  # the lengths are sound: the pointers follow them
-        wrong = shard.pointers != by_lengths - shard.lengths.astype(np.int64) * itemsize
+    size_bytes = index.lengths.astype(np.int64) * (entry.bin.size_bytes // max(entry.num_tokens, 1))
+    ends = np.cumsum(size_bytes)
+    if len(ends) and ends[-1] == entry.bin.size_bytes:  # the lengths are sound: the pointers follow them
+        wrong = index.pointers != ends - size_bytes
     else:
-        wrong = ends - shard.pointers != shard.lengths.astype(np.int64) * itemsize
+        wrong = np.append(index.pointers[1:], entry.bin.size_bytes) - index.pointers != size_bytes
     numbers = np.arange(entry.num_documents)
-    wrong |= (shard.document_index[:-1] != numbers) | (shard.document_index[1:] != numbers + 1)
+    wrong |= (index.document_index[:-1] != numbers) | (index.document_index[1:] != numbers + 1)
     return [int(document) for document in np.flatnonzero(wrong)]
 
 
@@ -116,7 +115,7 @@ def _content_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterat
     except CheckFailed as error:
         yield Fault(str(store.path / entry.name), error.message)
         return
-    if wrong := _damaged_in_index(shard, entry):
+    if wrong := _damaged_in_index(shard.index, entry):
         yield Fault(str(shard.idx_path), "contradicts itself", tuple(wrong))
     if origins.num_documents != entry.num_documents:
         yield Fault(

@@ -1,0 +1,54 @@
+"""Shared by datakit's tests: a small tokenizer, a small corpus, the command line run in this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from datakit.cli import main
+from datakit.tokenizer_training import train_tokenizer
+
+Cli = Callable[..., int]
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """300 documents: short, empty, long, and in several scripts."""
+    words = ["the", "store", "größe", "token", "列車", "naïve", "\n", "emoji 🙂", "return x", "=" * 20, "Ελλάδα"]
+    return ["", *(" ".join(words[(i * j) % len(words)] for j in range(1, 1 + i % 97)) for i in range(299))]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_jsonl(folder / "a.jsonl", texts)
+    train_tokenizer([str(folder / "a.jsonl")], str(folder / "tok.json"), vocab_size=400)
+    return str(folder / "tok.json")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a datakit command line; what it printed is then in `capsys`."""
+
+    def call(*words: object) -> int:
+        capsys.readouterr()
+        try:
+            return main([str(word) for word in words])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+
+    return call
+
+
+def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder, by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,159 @@
+"""The datakit command: the whole way from text, reports as text and JSON, and one clear line for every bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.datakit.conftest import Cli, write_jsonl
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path, texts: list[str]) -> Path:
+    return write_jsonl(tmp_path / "a.jsonl", texts)
+
+
+def test_from_text_to_a_verified_store(
+    tmp_path: Path, jsonl: Path, texts: list[str], cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, store = tmp_path / "tok.json", tmp_path / "s"
+    assert cli("train-tokenizer", jsonl, "--vocab-size", 300, "--output", tokenizer) == 0
+    words = ["preprocess", jsonl, "--output", store, "--tokenizer", tokenizer, "--append-eod"]
+    assert cli(*words, "--split", "0.9,0.1", "--workers", 2, "--json") == 0
+    output = capsys.readouterr()
+    summary = json.loads(output.out)
+    assert summary["num_documents"] == len(texts)
+    assert summary["mb_per_s"] > 0
+    assert summary["tokens_per_s"] > 0
+    assert "MB/s" in output.err
+    assert "tokens/s" in output.err
+    assert cli("inspect", store / "train", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_documents"] == summary["stores"][0]["num_documents"]
+    assert found["num_tokens"] == sum(shard["num_tokens"] for shard in found["shards"])
+    assert (found["dtype"], found["tokenizer"]["eod_id"], found["tokenizer"]["vocab_size"]) == ("uint16", 0, 300)
+    assert len(found["tokenizer"]["fingerprint"]) == 32
+    assert cli("inspect", store / "valid") == 0
+    assert "documents" in capsys.readouterr().out
+    assert cli("verify", store / "train", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "faults": []}
+    assert cli("verify", store / "train") == 0
+    assert "all checksums hold" in capsys.readouterr().out
+
+
+def test_the_summary_is_for_people_too(
+    tmp_path: Path, jsonl: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("preprocess", jsonl, "--output", tmp_path / "s", "--tokenizer", tokenizer_path) == 0
+    assert "300 documents" in capsys.readouterr().out
+
+
+def test_damage_is_a_failed_check(
+    tmp_path: Path, jsonl: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli("preprocess", jsonl, "--output", tmp_path / "s", "--tokenizer", tokenizer_path)
+    [file] = (tmp_path / "s").glob("*.bin")
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 4
+    file.write_bytes(content)
+    assert cli("verify", tmp_path / "s") == 1
+    message = capsys.readouterr().err
+    assert f"error: {file}: is damaged" in message
+    assert "document " in message
+    assert "hint: " in message
+    assert cli("verify", tmp_path / "s", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"]
+    assert report["faults"][0]["documents"]
+
+
+FAULTS = {
+    "missing input": (2, "no such input"),
+    "empty file": (2, "the input is empty"),
+    "blank lines": (2, "the input is empty"),
+    "empty texts": (2, "the input is empty"),
+    "missing text key": (2, "line 301: no key 'text'; its keys: 'body'"),
+    "invalid UTF-8": (2, "line 301: invalid UTF-8"),
+    "invalid JSON": (2, "line 301: invalid JSON"),
+    "truncated zst": (2, "is truncated"),
+    "unwritable output": (3, "cannot write"),
+    "missing EOD": (2, "has no token '<none>'"),
+    "missing tokenizer": (2, "no such tokenizer"),
+    "faulty split": (2, "do not sum to 1"),
+    "no split": (2, "is no pair of fractions"),
+    "no workers": (2, "0 workers"),
+    "faulty size": (2, "is no size"),
+    "unknown flag": (2, "did you mean --append-eod?"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bad_input_is_one_error_one_hint_and_an_exit_code(
+    tmp_path: Path, jsonl: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    words = {"--output": tmp_path / "s", "--tokenizer": tokenizer_path}
+    source = jsonl
+    good = jsonl.read_bytes()
+    bad_files = {
+        "empty file": b"",
+        "blank lines": b"\n \n",
+        "empty texts": b'{"text": ""}\n',
+        "missing text key": good + b'{"body": "x"}\n',
+        "invalid UTF-8": good + b'{"text": "\xff"}\n',
+        "invalid JSON": good + b'{"text": "x\n',
+    }
+    flags: list[str] = []
+    match fault:
+        case "missing input":
+            source = tmp_path / "none.jsonl"
+        case "truncated zst":
+            source = tmp_path / "b.jsonl.zst"
+            source.write_bytes(zstandard.ZstdCompressor().compress(good)[:-20])
+        case "unwritable output":
+            words["--output"] = jsonl / "s"
+        case "missing EOD":
+            flags = ["--eod-token", "<none>"]
+        case "missing tokenizer":
+            words["--tokenizer"] = tmp_path / "none.json"
+        case "faulty split":
+            flags = ["--split", "0.5,0.4"]
+        case "no split":
+            flags = ["--split", "0.5"]
+        case "no workers":
+            flags = ["--workers", "0"]
+        case "faulty size":
+            flags = ["--item-size", "3 bananas"]
+        case "unknown flag":
+            flags = ["--apend-eod"]
+        case _:
+            source.write_bytes(bad_files[fault])
+    code, message = FAULTS[fault]
+    assert cli("preprocess", source, *(word for pair in words.items() for word in pair), *flags) == code
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("error: ") == 1
+    assert errors.count("hint: ") == 1
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_what_is_no_store(tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert cli(verb, tmp_path) == 2
+    assert "is no token store" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "datakit", "verify", tmp_path], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
+def test_without_a_verb_help_is_shown(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli() == 2
+    assert "{train-tokenizer,preprocess,inspect,verify}" in capsys.readouterr().out

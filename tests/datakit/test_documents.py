@@ -1,0 +1,128 @@
+"""Documents: every format gives its texts with their places; every fault is named with file, line and byte."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datakit.documents import Document, DocumentReader
+from datakit.inputs import FileSlice, cut, find_inputs
+from threefold.errors import UserError
+
+
+def read(path: Path, **options: str) -> list[Document]:
+    [file] = find_inputs([str(path)])
+    return list(DocumentReader(FileSlice(file, 0, file.size_bytes), **options))
+
+
+def pack(content: bytes, suffix: str, num_frames: int = 1) -> bytes:
+    step = -(-len(content) // num_frames) or 1
+    parts = [content[at : at + step] for at in range(0, len(content), step)] or [b""]
+    how = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    return b"".join(how(part) for part in parts)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@given(
+    texts=st.lists(st.text(), max_size=20), newline=st.sampled_from(["\n", "\r\n", "\n\n"]), frames=st.integers(1, 4)
+)
+def test_jsonl(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, texts: list[str], newline: str, frames: int
+) -> None:
+    encodable = [text.encode("utf-8", "replace").decode() for text in texts]
+    content = "".join(json.dumps({"text": text}, ensure_ascii=False) + newline for text in encodable).encode()
+    path = tmp_path_factory.mktemp("docs") / f"a.jsonl{suffix}"
+    path.write_bytes(pack(content, suffix, frames))
+    documents = read(path)
+    assert [document.text for document in documents] == encodable
+    for document in documents:
+        at = document.offset_bytes
+        assert json.loads(content[at : content.index(b"\n", at)])["text"] == document.text
+        assert content.count(b"\n", 0, at) == document.line
+
+
+def test_long_lines_cross_blocks(tmp_path: Path) -> None:
+    texts = ["é" * 3_000_000, "", "x" * 1_100_000]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts))
+    assert [document.text for document in read(path)] == texts
+
+
+def test_txt_is_one_document_a_file_or_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("eins\r\n\nдва\ntři".encode())
+    assert [document.text for document in read(path)] == ["eins\r\n\nдва\ntři"]
+    by_line = read(path, txt_split="line")
+    assert [document.text for document in by_line] == ["eins", "", "два", "tři"]
+    assert [document.offset_bytes for document in by_line] == [0, 6, 7, 14]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"body": "x", "id": 1}', "line 3: no key 'text'; its keys: 'body', 'id'"),
+        (b'{"text": 7}', "line 3: 'text' is no text but int"),
+        (b'["text"]', "line 3: no JSON object"),
+        (b'{"text": "x"', "line 3: invalid JSON"),
+        (b'{"text": "\\ud800"}', "line 3: invalid JSON"),
+        (b'{"text": "\xff"}', "line 3: invalid UTF-8: invalid start byte 0xff at byte 44"),
+    ],
+)
+@pytest.mark.parametrize("item_bytes", [1000, 20])
+def test_a_faulty_line_is_named_also_in_a_later_slice(tmp_path: Path, line: bytes, fault: str, item_bytes: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{"text": "good"}' + b"\n" + line + b"\n")
+    items = cut(find_inputs([str(path)]), item_bytes, split_txt=False)
+    with pytest.raises(UserError, match=re.escape(fault)) as caught:
+        [list(DocumentReader(item.slices[0])) for item in items]
+    assert str(path) in caught.value.message
+    assert caught.value.hint
+
+
+def test_the_byte_of_invalid_utf8_is_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\ntwo\nthr\xe9e\n")
+    for split in ("file", "line"):
+        with pytest.raises(UserError, match=r"a\.txt, line 3: invalid UTF-8: .* 0xe9 at byte 11"):
+            read(path, txt_split=split)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.99])
+def test_truncated_compressed_files_are_refused(tmp_path: Path, suffix: str, kept: float) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    lines = "".join(json.dumps({"text": f"{i * 7919 % 1000}"}) + "\n" for i in range(5000))
+    packed = pack(lines.encode(), suffix, 2)
+    path.write_bytes(packed[: int(len(packed) * kept)])
+    with pytest.raises(UserError, match=r"a\.jsonl.* is (truncated|damaged)"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_damaged_compressed_files_are_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(b"no compressed data at all, whatever the name says")
+    with pytest.raises(UserError, match="is damaged"):
+        read(path)
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datakit.documents.MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * (3 << 20))
+    with pytest.raises(UserError, match="line at byte 0 is longer"):
+        read(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n' * 10)
+    [file] = find_inputs([str(path)])
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match="became shorter"):
+        list(DocumentReader(FileSlice(file, 0, file.size_bytes)))

@@ -1,0 +1,104 @@
+"""Verify: one changed byte anywhere is found, and its file and document are named."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datakit import TokenStore, verify, write_store
+from datakit.manifest import Manifest
+from threefold.errors import CheckFailed
+
+DOCUMENTS = [[i, i + 1, i % 3] * (1 + i % 4) for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    folder = tmp_path_factory.mktemp("store") / "s"
+    return write_store(folder, DOCUMENTS, vocab_size=100, shard_documents=20)
+
+
+def document_of(store: TokenStore, suffix: str, at: int) -> set[int] | None:
+    """The documents that a byte of the second shard's file belongs to; None where it belongs to all."""
+    first, size = 20, 20
+    if suffix == "bin":
+        return {store.document_at(int(store.token_starts[1]) + at // 2)}
+    if suffix == "idx":
+        for start, width, count in ((34, 4, size), (34 + 4 * size, 8, size), (34 + 12 * size, 8, size + 1)):
+            if start <= at < start + width * count:
+                number = first + (at - start) // width
+                return {number - 1, number, min(number, first + size - 1)}
+        return None
+    columns = 32 + 8  # the header, and `[""]` padded
+    for start, width in ((columns, 8), *((columns + before * size, 4) for before in (8, 12, 16))):
+        if start <= at < start + width * size:
+            return {first + (at - start) // width}
+    return None
+
+
+@given(data=st.data(), suffix=st.sampled_from(["bin", "idx", "origin"]), change=st.integers(1, 255))
+def test_one_changed_byte_is_found_and_its_document_named(
+    store: TokenStore, data: st.DataObject, suffix: str, change: int
+) -> None:
+    file = store.path / f"shard-000001-000.{suffix}"
+    sound = file.read_bytes()
+    at = data.draw(st.integers(0, len(sound) - 1))
+    expected = document_of(store, suffix, at)
+    try:
+        file.write_bytes(sound[:at] + bytes([sound[at] ^ change]) + sound[at + 1 :])
+        [fault] = verify(store.path)
+    finally:
+        file.write_bytes(sound)
+    assert fault.file == str(file)
+    assert str(file) in str(fault)
+    if expected is not None:
+        assert fault.documents
+        assert set(fault.documents) <= expected
+    assert not verify(store.path)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx", "origin"])
+def test_missing_and_shortened_files_are_found(tmp_path: Path, suffix: str) -> None:
+    store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
+    file = store.path / f"shard-000000-000.{suffix}"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "bytes, its manifest says" in str(verify(store.path)[0])
+    file.unlink()
+    assert [str(fault) for fault in verify(store.path)] == [f"{file}: is missing"]
+
+
+def test_faults_of_all_files_are_told(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100, shard_documents=20)
+    for number in (0, 2):
+        for suffix in ("bin", "idx", "origin"):
+            file = store.path / f"shard-{number:06}-000.{suffix}"
+            file.write_bytes(b"X" + file.read_bytes()[1:])
+    assert len(verify(store.path)) == 6
+
+
+def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
+    path = tmp_path / "s" / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"num_documents": 50', b'"num_documents": 51'))
+    with pytest.raises(CheckFailed, match="damaged"):
+        verify(tmp_path / "s")
+
+
+def test_sound_files_that_do_not_fit_are_found(tmp_path: Path) -> None:
+    """A vocabulary smaller than the tokens: every checksum holds, the store is wrong."""
+    import dataclasses
+
+    store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
+    small = dataclasses.replace(store.manifest.tokenizer, vocab_size=10)
+    Manifest(store.dtype, small, store.manifest.shards).write(store.path)
+    assert "beyond the vocabulary of 10" in str(verify(store.path)[0])
+
+
+def test_long_lists_of_documents_are_shortened(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
+    file = store.path / "shard-000000-000.bin"
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    [fault] = verify(store.path)
+    assert len(fault.documents) == 50
+    assert str(fault).endswith("9 and 40 more")
