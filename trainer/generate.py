@@ -16,9 +16,8 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
     A temperature of 0 always takes the likeliest token; else train.seed seeds the sampling.
     """
     if num_tokens < 1 or temperature < 0:
-        raise UserError(
-            f"cannot generate --tokens {num_tokens} at --temperature {temperature:g}: at least 1, at least 0"
-        )
+        message = f"--tokens must be at least 1, got {num_tokens}, and --temperature at least 0, got {temperature:g}"
+        raise UserError(message, hint="--tokens 64 --temperature 0.8")
     config = checkpoint.config
     tokenizer = fitting_tokenizer(config.data.tokenizer, config.model.vocab_size)
     tokens = tokenizer.encode_batch([prompt])[0]

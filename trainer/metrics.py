@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from threefold.errors import StorageError
 from trainer.flops import TokenFlops
 
 
@@ -76,9 +77,12 @@ class Log:
         self._train_steps, self._interval, self._active = train_steps, interval, active
         self._file: TextIO | None = None
         if path and active:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            cut_back(Path(path), start_step)
-            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                cut_back(Path(path), start_step)
+                self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+            except OSError as error:
+                raise StorageError(f"cannot write {path}: {error.strerror}", hint="--metrics FILE") from error
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step to the file and, at the console interval and at the end, to the console."""

@@ -13,16 +13,13 @@ import torch
 
 from ckptkit.address import split_address
 from ckptkit.catalogue import committed_steps
-from ckptkit.reader import read_root
-from ckptkit.restore import restore
 from ckptkit.root import ROOT_KEY, Root, step_folder
-from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage import Storage, open_storage
+from threefold.errors import CheckFailed, UserError
+from threefold.storage import open_storage
 from trainer.config import Config
-from trainer.engine import MASTER, Engine
+from trainer.engine import Engine
 from trainer.ranks import Ranks
-
-MAX_NAMED = 30
+from trainer.restoring import restore_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +104,8 @@ def restore_any(ranks: Ranks, engine: Engine, found: list[tuple[str, int]], *, o
             root = restore_step(engine, open_storage(url), step)
         except (UserError, OSError) as caught:
             error = caught
+            if isinstance(caught, CheckFailed):
+                caught.hint = caught.hint or f"ckptkit verify {url}/{step_folder(step)}"
         faults = ranks.faults(error)
         if not faults and root is not None:
             engine.after_restore()
@@ -119,43 +118,6 @@ def restore_any(ranks: Ranks, engine: Engine, found: list[tuple[str, int]], *, o
         ranks.say(f"falling back from step {step} to step {found[number + 1][1]}")
         damaged.append((url, step))
     raise AssertionError("the last candidate is restored or refused")
-
-
-def restore_step(engine: Engine, storage: Storage, step: int) -> Root:
-    """Read one step into the engine.
-
-    CheckFailed where it is damaged, UserError with a report of each tensor where it is of another model.
-    """
-    root = read_root(storage, step)
-    refuse_more_parameters(engine, storage, root)
-    try:
-        restore(storage.url, step, engine.restore_pieces(root.tensors))
-    except StorageError as error:
-        raise_missing_file(storage, root, error)
-        raise
-    return root
-
-
-def refuse_more_parameters(engine: Engine, storage: Storage, root: Root) -> None:
-    """UserError where a checkpoint holds parameters that the model has not; the restore finds those that it lacks."""
-    stored = {name.removeprefix(MASTER): info for name, info in root.tensors.items()}
-    more = [info for name, info in stored.items() if not name.startswith("optim.") and name not in engine.table]
-    if more:
-        listed = [f"{info.name} {info.dtype} {list(info.shape)}" for info in more[:MAX_NAMED]]
-        listed += [f"and {len(more) - MAX_NAMED} more"] if len(more) > MAX_NAMED else []
-        where = f"{storage.url}/{step_folder(root.step)}"
-        message = f"{where} holds {len(more)} tensors that the configured model has not:"
-        raise UserError("\n  ".join([message, *listed]), hint=f"ckptkit inspect {where}")
-
-
-def raise_missing_file(storage: Storage, root: Root, error: StorageError) -> None:
-    """CheckFailed where a file of the step is gone or cut: the reason why reading failed, unless the storage is."""
-    for part in root.parts:
-        for key, num_bytes in ((part.data, part.data_bytes), (part.index, part.index_bytes)):
-            info = storage.info(f"{step_folder(root.step)}/{key}")
-            if info is None or info.size_bytes != num_bytes:
-                found = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
-                raise CheckFailed(f"{storage.url}/{step_folder(root.step)}/{key} {found}") from error
 
 
 def set_aside(damaged: list[tuple[str, int]], own: str) -> None:

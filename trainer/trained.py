@@ -18,7 +18,7 @@ from trainer.config_file import FlagText, config_from, read_toml
 from trainer.engine import Engine
 from trainer.mesh import ProcessMesh
 from trainer.ranks import Ranks
-from trainer.state import restore_step
+from trainer.restoring import restore_step
 
 OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of the model
 
