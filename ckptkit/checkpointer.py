@@ -39,11 +39,12 @@ MAX_TOLD_BYTES = 2000  # of what a dead writer said
 class CheckpointerOptions:
     """How to save.
 
-    deadline_s bounds the wait for the other ranks' files, and twice that a save as a whole; after max_failed_saves
-    failures in a row `save` raises; keep_last > 0 prunes older steps after each commit.
+    deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; after
+    max_failed_saves failures in a row `save` raises; keep_last > 0 prunes older steps after each commit.
     """
 
     deadline_s: float = 600.0
+    timeout_s: float = 3600.0
     max_failed_saves: int = 3
     keep_last: int = 0
     num_threads: int = 2
@@ -167,10 +168,10 @@ class Checkpointer:
 
     def _await_running(self) -> None:
         while self._running is not None:
-            left_s = self._running.started + 2 * self._options.deadline_s - time.monotonic()
+            left_s = self._running.started + self._options.timeout_s - time.monotonic()
             if left_s <= 0:
                 self._writer.kill()
-                self._finish(f"the writer was not done after {2 * self._options.deadline_s:g} s and was killed")
+                self._finish(f"the writer was not done after {self._options.timeout_s:g} s and was killed")
                 return
             self._collect(left_s)
 

@@ -7,7 +7,7 @@ writer that fails puts a `.failed` object in its place, so that nobody waits for
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,7 +19,7 @@ from ckptkit.tensor import TensorInfo
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import AlreadyExists, ObjectInfo, Storage
 
-FIRST_WAIT_S, MAX_WAIT_S = 0.02, 2.0
+FIRST_WAIT_S, MAX_WAIT_S = 0.02, 1.0
 NUM_READS_AT_ONCE = 8
 MAX_NAMED = 16
 _INDEX = re.compile(r"part-([0-9]+)(\.[0-9]+)?\.index")
@@ -32,14 +32,15 @@ def failed_key(attempt: str, writer: int) -> str:
 
 
 def wait_for_parts(
-    storage: Storage, step: int, attempt: str, num_writers: int, deadline_s: float
+    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float]
 ) -> list[tuple[Part, PartIndex]]:
     """All parts of a save with their indexes, in the order of their writers, once every writer is done.
 
-    StorageError names the writers that failed, or those that are missing after deadline_s seconds.
+    StorageError names the writers that failed, or those that are missing after patience_s() seconds; that is asked
+    anew all the time, as reasons to wait may go away.
     """
     folder = step_folder(step)
-    deadline = time.monotonic() + deadline_s
+    started = time.monotonic()
     wait_s = FIRST_WAIT_S
     while True:
         listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
@@ -47,12 +48,13 @@ def wait_for_parts(
         missing = [writer for writer in range(num_writers) if part_keys(attempt, writer)[1] not in listed]
         if not missing:
             break
-        if time.monotonic() > deadline:
+        waited_s, may_wait_s = time.monotonic() - started, patience_s()
+        if waited_s >= may_wait_s:
             raise StorageError(
-                f"step {step}: nothing came within {deadline_s:g} s from {_named(missing)} of {num_writers}",
+                f"step {step}: nothing came within {waited_s:.1f} s from {_named(missing)} of {num_writers}",
                 hint="raise checkpoint.deadline_s if they are only slow",
             )
-        time.sleep(wait_s)
+        time.sleep(min(wait_s, may_wait_s - waited_s))
         wait_s = min(wait_s * 2, MAX_WAIT_S)
     return _parts(storage, folder, listed)
 

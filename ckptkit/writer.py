@@ -34,6 +34,7 @@ from threefold.storage.local import local_failure, make_folders
 UPLOAD_BYTES = 16 << 20
 ORPHAN_CHECK_S = 1.0
 READ_BYTES = 1 << 16
+MIN_GRACE_S, GRACE_FACTOR = 10.0, 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,17 +49,18 @@ def main(argv: list[str] | None = None) -> int:
         if order.arena_bytes != len(arena):
             memory = mmap.mmap(arguments.arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
             arena = np.frombuffer(memory, np.uint8)
-        outcome = _attempt(order, arena)
+        outcome = _attempt(order, arena, arguments.trainer)
         with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
             os.write(sys.stdout.fileno(), outcome.to_line())
     return 0
 
 
-def run_save(order: SaveOrder, arena: Bytes) -> None:
+def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
     """Write the files and indexes of one writer; writer 0 then waits for all others and commits.
 
     On a failure this writer's files are removed, and a `.failed` object tells writer 0.
     """
+    started = time.monotonic()
     storage = open_storage(order.url)
     if storage.info(f"{step_folder(order.step)}/{ROOT_KEY}") is not None:
         raise AlreadyExists(f"step {order.step} of {order.url} is committed already")
@@ -66,13 +68,17 @@ def run_save(order: SaveOrder, arena: Bytes) -> None:
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(order.files))):
             _write_part(storage, order, number, arena)
-        root = _gather(storage, order, arena) if order.writer == 0 else None
+        patience = _Patience(order.deadline_s, time.monotonic() - started, trainer)
+        root = _gather(storage, order, arena, patience) if order.writer == 0 else None
     except Exception as error:
         _clean_up(storage, order, error)
         raise
     if root is not None:
-        # From here on nothing is removed on a failure: the root may be there although its answer was lost.
-        commit_root(storage, root)
+        try:
+            commit_root(storage, root)
+        except AlreadyExists as error:  # on no other failure: the root may be there although its answer was lost
+            _clean_up(storage, order, error)
+            raise
         if order.keep_last:
             read_root(storage, order.step)  # nothing older goes before the new one was seen whole
             prune(storage, expired(committed_steps(storage), order.keep_last))
@@ -96,11 +102,11 @@ def _lines(trainer: int) -> Iterator[bytes]:
             return
 
 
-def _attempt(order: SaveOrder, arena: Bytes) -> SaveOutcome:
+def _attempt(order: SaveOrder, arena: Bytes, trainer: int) -> SaveOutcome:
     started = time.monotonic()
     error = ""
     try:
-        run_save(order, arena)
+        run_save(order, arena, trainer)
     except (UserError, OSError) as failure:
         error = str(failure)
     except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
@@ -108,6 +114,25 @@ def _attempt(order: SaveOrder, arena: Bytes) -> SaveOutcome:
         error = f"{type(failure).__name__}: {failure}"
     data_bytes = sum(file.data.size for file in order.files)
     return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started)
+
+
+class _Patience:
+    """How long to wait for the other writers: the deadline, cut short once this writer's trainer is dead.
+
+    Then the job was probably killed: writers that were told to save are as far as this one, the others never begin.
+    """
+
+    def __init__(self, deadline_s: float, write_s: float, trainer: int) -> None:
+        self._deadline_s, self._trainer = deadline_s, trainer
+        self._grace_s = MIN_GRACE_S + GRACE_FACTOR * write_s
+        self._started = time.monotonic()
+
+    def in_all_s(self) -> float:
+        """Seconds to wait in all, as things stand."""
+        if os.getppid() != self._trainer:
+            waited_s = time.monotonic() - self._started
+            self._deadline_s, self._trainer = min(self._deadline_s, waited_s + self._grace_s), os.getppid()
+        return self._deadline_s
 
 
 def _write_part(storage: Storage, order: SaveOrder, number: int, arena: Bytes) -> None:
@@ -131,10 +156,10 @@ def _write_data(storage: Storage, key: str, data: Bytes, num_threads: int) -> Co
         raise local_failure(error, "write", path) from error
 
 
-def _gather(storage: Storage, order: SaveOrder, arena: Bytes) -> Root:
+def _gather(storage: Storage, order: SaveOrder, arena: Bytes, patience: "_Patience") -> Root:
     """The root, complete, once all writers are done."""
     draft = Root.from_bytes(order.root.of(arena).tobytes(), f"the order to save step {order.step}")
-    parts = wait_for_parts(storage, order.step, order.attempt, order.num_writers, order.deadline_s)
+    parts = wait_for_parts(storage, order.step, order.attempt, order.num_writers, patience.in_all_s)
     check_complete(order.step, list(draft.tensors.values()), [index for _, index in parts])
     return replace(draft, parts=tuple(part for part, _ in parts))
 
@@ -142,13 +167,15 @@ def _gather(storage: Storage, order: SaveOrder, arena: Bytes) -> Root:
 def _clean_up(storage: Storage, order: SaveOrder, error: Exception) -> None:
     """Make room, and let writer 0 know; where the storage is gone neither works, and writer 0 has its deadline."""
     folder = step_folder(order.step)
-    keys = [key for number in range(len(order.files)) for key in part_keys(order.attempt, order.writer, number)]
-    with contextlib.suppress(StorageError):
-        if order.writer == 0:  # without a root the others' files are of no use
+    if order.writer == 0:  # without a root the others' files are of no use
+        with contextlib.suppress(StorageError):
             storage.delete([item.key for item in storage.list(f"{folder}/{order.attempt}/")])
-        else:
-            storage.delete([f"{folder}/{key}" for key in keys])
-            storage.write(f"{folder}/{failed_key(order.attempt, order.writer)}", str(error).encode())
+        return
+    for number in range(len(order.files)):
+        with contextlib.suppress(StorageError):
+            storage.delete(f"{folder}/{key}" for key in part_keys(order.attempt, order.writer, number))
+    with contextlib.suppress(StorageError):
+        storage.write(f"{folder}/{failed_key(order.attempt, order.writer)}", str(error).encode())
 
 
 if __name__ == "__main__":
