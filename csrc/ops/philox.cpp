@@ -35,7 +35,8 @@ int op_normal(int dtype, void* out, uint64_t key, int num_dims, const int64_t* b
     stride *= global_shape[dim];
   }
   const Kernels& use = kernels();
-  parallel(num_elements, num_elements, num_threads, [&, dtype, out, key, box_shape, std](int64_t begin, int64_t end) {
+  constexpr int64_t kGrain = 1 << 13;  // elements
+  parallel(num_elements, num_elements, kGrain, num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t element = begin; element < end;) {
       int64_t row = element / run, index = first_index + element % run;
       for (int dim = outer_dims - 1; dim >= 0; --dim) {

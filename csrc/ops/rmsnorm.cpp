@@ -5,12 +5,14 @@
 #include "kernels.h"
 #include "parallel.h"
 
+static constexpr int64_t kGrain = 1 << 18;  // elements
+
 int op_rmsnorm_forward(int dtype, const void* x, const void* weight, void* y, void* rstd, int64_t num_rows,
                        int64_t num_cols, double eps, int num_threads) {
   if (!is_dtype(dtype) || num_rows < 0 || num_cols <= 0) return OP_BAD_ARGUMENT;
   const Kernels& use = kernels();
   const int64_t row_bytes = num_cols * item_bytes(dtype), number_bytes = dtype == OP_F64 ? 8 : 4;
-  parallel(num_rows, num_rows * num_cols, num_threads, [=, &use](int64_t begin, int64_t end) {
+  parallel(num_rows, num_rows * num_cols, kGrain, num_threads, [=, &use](int64_t begin, int64_t end) {
     use.rmsnorm_forward(dtype, at(x, begin * row_bytes), weight, at(y, begin * row_bytes), at(rstd, begin * number_bytes),
                         end - begin, num_cols, eps);
   });
@@ -41,7 +43,7 @@ int op_rmsnorm_backward(int dtype, const void* dy, const void* x, const void* we
   const Kernels& use = kernels();
   const int64_t row_bytes = num_cols * item_bytes(dtype), number_bytes = dtype == OP_F64 ? 8 : 4;
   const int64_t block_rows = rows_a_block(num_rows), num_partials = op_rmsnorm_partials(num_rows);
-  parallel(num_partials, num_rows * num_cols, num_threads, [=, &use](int64_t begin_block, int64_t end_block) {
+  parallel(num_partials, num_rows * num_cols, kGrain, num_threads, [=, &use](int64_t begin_block, int64_t end_block) {
     for (int64_t block = begin_block; block < end_block; ++block) {
       const int64_t begin = block * block_rows, end = std::min(num_rows, begin + block_rows);
       void* const sum = at(partials, block * num_cols * number_bytes);
@@ -50,7 +52,7 @@ int op_rmsnorm_backward(int dtype, const void* dy, const void* x, const void* we
                            at(rstd, begin * number_bytes), at(dx, begin * row_bytes), sum, end - begin, num_cols);
     }
   });
-  parallel(num_cols, num_partials * num_cols, num_threads, [=](int64_t begin, int64_t end) {
+  parallel(num_cols, num_partials * num_cols, kGrain, num_threads, [=](int64_t begin, int64_t end) {
     if (dtype == OP_F64)
       add_partials(static_cast<const double*>(partials), num_partials, num_cols, static_cast<double*>(dweight), begin, end);
     else

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.errors import UserError
@@ -49,6 +49,7 @@ def test_the_masks_of_this_version(device: str) -> None:
 PATTERN = ["......x.xx.x", "xx....x.x..x", ".x..x.....x.", ".xxx..xx.xxx"]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same_mask(data: st.DataObject) -> None:
     shape = [data.draw(st.integers(1, 9), label="B"), data.draw(st.integers(1, 9), label="S")]
