@@ -1,0 +1,123 @@
+"""The proxy breaks exactly the answers it is told to break."""
+
+import http.client
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tools.fault_proxy import Fault, FaultProxy
+
+ROOT = Path(__file__).parent.parent.parent
+BODY = bytes(range(256)) * 1000
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(BODY)))
+        self.end_headers()
+        self.wfile.write(BODY)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server_port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def proxy(server_port: int) -> Iterator[FaultProxy]:
+    with FaultProxy(server_port) as proxy:
+        yield proxy
+
+
+def ask(port: int, method: str = "GET", timeout_s: float = 20.0) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request(method, "/", body=b"x" * 300_000 if method == "PUT" else None)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_without_a_fault_all_passes(proxy: FaultProxy) -> None:
+    for method in ("GET", "PUT", "GET"):
+        assert ask(proxy.port, method) == (200, BODY)
+    assert proxy.num_faults == 0
+
+
+def test_503(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("503")
+    status, body = ask(proxy.port, "PUT")
+    assert status == 503
+    assert b"SlowDown" in body
+
+
+@pytest.mark.parametrize(("kind", "error"), [("reset", ConnectionResetError), ("cut", http.client.IncompleteRead)])
+def test_answers_break_off(proxy: FaultProxy, kind: str, error: type[Exception]) -> None:
+    proxy.fault = Fault(kind, after_bytes=1000)
+    with pytest.raises(error) as caught:
+        ask(proxy.port)
+    if isinstance(caught.value, http.client.IncompleteRead):
+        assert caught.value.partial == BODY[:1000]
+    proxy.fault = Fault(kind)
+    with pytest.raises((ConnectionError, http.client.BadStatusLine)):
+        ask(proxy.port, "PUT")
+
+
+def test_stall(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("stall", after_bytes=10)
+    with pytest.raises(TimeoutError):
+        ask(proxy.port, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("at", [0, 65_536, len(BODY) - 1])
+def test_one_bit_flips(proxy: FaultProxy, at: int) -> None:
+    proxy.fault = Fault("flip", after_bytes=at)
+    _, body = ask(proxy.port)
+    assert [i for i in range(len(BODY)) if body[i] != BODY[i]] == [at]
+    assert body[at] ^ BODY[at] == 1
+
+
+def test_delay(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("delay", delay_s=0.3)
+    started = time.monotonic()
+    assert ask(proxy.port) == (200, BODY)
+    assert time.monotonic() - started >= 0.3
+
+
+def test_the_requests_to_break_are_counted(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("503", method="PUT", skip=1, times=2)
+    methods = ["PUT", "GET", "PUT", "PUT", "GET", "PUT"]
+    assert [ask(proxy.port, method)[0] for method in methods] == [200, 200, 503, 503, 200, 200]
+    assert proxy.num_faults == 2
+    proxy.fault = Fault("503", times=1)  # counts anew
+    assert [ask(proxy.port)[0] for _ in range(2)] == [503, 200]
+
+
+def test_the_command_line(server_port: int) -> None:
+    command = [sys.executable, "tools/fault_proxy.py", "0", str(server_port), "503", "--times", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": "."}) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        assert [ask(port)[0] for _ in range(2)] == [503, 200]
+        process.terminate()
