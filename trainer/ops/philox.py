@@ -46,11 +46,13 @@ def normal_(
     )
     if not fits:
         raise UserError(f"normal_: a box {list(shape)} at {list(offset)} does not lie in {name} {list(whole)}")
-    box = torch.empty(shape, dtype=tensor.dtype)
+    in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+    box = tensor.detach() if in_place else torch.empty(shape, dtype=tensor.dtype)
     dims = [(ctypes.c_int64 * len(shape))(*values) for values in (shape, whole, offset)]
     native.call("normal", box, box.data_ptr(), tensor_key(seed, name), len(shape), *dims, std)
-    with torch.no_grad():
-        return tensor.copy_(box)
+    if not in_place:
+        tensor.detach().copy_(box)
+    return tensor
 
 
 def normal_reference(
