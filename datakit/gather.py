@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from datakit.batch import HostBatch
-from datakit.shard import Int64s, Tokens
+from datakit.shard import Int64s, Tokens, TokenShard
 from datakit.store import TokenStore
 from threefold.native import load_library
 
@@ -25,7 +25,7 @@ class Pieces:
     def __init__(self, num_rows: int, seq_length: int) -> None:
         self.seq_length = seq_length
         self.eod_ids = np.full(num_rows, NO_EOD, np.int64)
-        self._sources: list[Tokens] = []
+        self.shards: list[TokenShard] = []
         self._columns: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
 
     @property
@@ -39,23 +39,18 @@ class Pieces:
         remaining = np.full(len(rows), self.seq_length + 1, np.int64)
         while len(rows):
             shards = np.searchsorted(store.token_starts, starts, side="right") - 1
-            sources = np.empty(len(rows), np.int64)
-            for shard in np.unique(shards):
-                sources[shards == shard] = len(self._sources)
-                self._sources.append(store.shard(int(shard)).tokens)
+            different, sources = np.unique(shards, return_inverse=True)
+            sources += len(self.shards)
+            self.shards += [store.shard(int(shard)) for shard in different]
             counts = np.minimum(store.token_starts[shards + 1] - starts, remaining)
             self._columns.append((rows, sources, starts - store.token_starts[shards], counts))
             left = counts < remaining  # the rest of these rows lies in a next shard
             rows, starts, remaining = rows[left], (starts + counts)[left], (remaining - counts)[left]
 
     def table(self) -> Int64s:
-        """[pieces, 4]: row, number of the source, first token in it, tokens; sorted by row, then by place in it."""
+        """[pieces, 4]: row, index into `shards`, first token there, tokens; sorted by row, then by place in it."""
         table = np.stack([np.concatenate(column) for column in zip(*self._columns)], axis=1)
         return table[np.argsort(table[:, 0], kind="stable")]
-
-    def sources(self) -> list[Tokens]:
-        """The token arrays that the table numbers."""
-        return self._sources
 
 
 def gather(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
@@ -66,9 +61,8 @@ def gather(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool
     """
     batch = HostBatch.allocate(pieces.num_rows, pieces.seq_length)
     table = pieces.table()
-    sources = pieces.sources()
-    addresses = np.array([source.ctypes.data for source in sources], np.int64)
-    itemsizes = np.array([source.itemsize for source in sources], np.int64)
+    addresses = np.array([shard.address for shard in pieces.shards], np.int64)
+    itemsizes = np.array([shard.dtype.itemsize for shard in pieces.shards], np.int64)
     native = np.empty((len(table), 4), np.int64)  # row, address, tokens, bytes a token
     native[:, 0], native[:, 2], native[:, 3] = table[:, 0], table[:, 3], itemsizes[table[:, 1]]
     native[:, 1] = addresses[table[:, 1]] + table[:, 2] * native[:, 3]
@@ -85,10 +79,9 @@ def gather(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool
 def gather_reference(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
     """What `gather` does, in numpy."""
     batch = HostBatch.allocate(pieces.num_rows, pieces.seq_length)
-    sources = pieces.sources()
     rows: list[list[Tokens]] = [[] for _ in range(pieces.num_rows)]
     for row, source, start, count in pieces.table().tolist():
-        rows[row].append(sources[source][start : start + count])
+        rows[row].append(pieces.shards[source].tokens[start : start + count])
     for row, parts in enumerate(rows):
         tokens = np.concatenate(parts).astype(np.int64)
         batch.tokens[row], batch.labels[row] = tokens[:-1], tokens[1:]

@@ -48,7 +48,10 @@ class WorkItem:
 
 
 def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
-    """The files that these files, folders (searched through and through) and globs name, sorted, each once."""
+    """The files that these files, folders and globs name, sorted, each once.
+
+    Folders are searched through and through, hidden names and links to folders left out.
+    """
     paths: set[str] = set()
     for argument in arguments:
         named = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
@@ -123,11 +126,16 @@ def open_file(path: str) -> BinaryIO:
 
 
 def _text_files(folder: str) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if not name.startswith(".") and _format(name) is not None:
                 yield os.path.normpath(os.path.join(parent, name))
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed is a fault: its files would be missing in silence."""
+    raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _describe(path: str) -> InputFile:
@@ -137,6 +145,8 @@ def _describe(path: str) -> InputFile:
         raise UserError(
             f"{path} is neither {suffixes}, plain or compressed as .gz or .zst", hint=f"mv {path} {path}.jsonl"
         )
+    if path.encode(errors="replace").decode() != path:
+        raise UserError(f"the name {path!r} is not UTF-8", hint="rename the file")
     try:
         status = os.stat(path)
     except OSError as error:

@@ -56,7 +56,10 @@ class ShardIndex:
 
 
 class TokenShard:
-    """One open pair of files; `tokens` is all its tokens, `document(i)` those of one document (both are views)."""
+    """One open pair of files; `tokens` is all its tokens, `document(i)` those of one document (both are views).
+
+    `address` is where the tokens lie in memory, as long as the shard lives.
+    """
 
     def __init__(self, stem: str | os.PathLike[str]) -> None:
         """Open `<stem>.bin` and `<stem>.idx`."""
@@ -67,6 +70,7 @@ class TokenShard:
         if len(data) % self.dtype.itemsize:
             raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens")
         self.tokens: Tokens = np.frombuffer(data, self.dtype)
+        self.address = self.tokens.ctypes.data
         end = int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize if index.num_sequences else 0
         if end != len(data):
             raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}")

@@ -20,11 +20,15 @@ MAX_OPEN_SHARDS = 4096
 
 
 class TokenStore:
-    """An open store; safe to read from several threads."""
+    """An open store; safe to read from several threads.
+
+    `fingerprint` identifies the tokens: it is equal for stores of equal content, wherever they lie.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
         self.path, self.manifest = path, manifest
+        self.fingerprint = manifest.fingerprint
         self.token_starts = _starts([shard.num_tokens for shard in manifest.shards])
         self.document_starts = _starts([shard.num_documents for shard in manifest.shards])
         self._open: OrderedDict[int, TokenShard] = OrderedDict()
@@ -69,11 +73,6 @@ class TokenStore:
     def eod_id(self) -> int | None:
         """The token that ends documents, where the tokenizer has one."""
         return self.manifest.tokenizer.eod_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the tokens: equal for stores of equal content, wherever they lie."""
-        return self.manifest.fingerprint
 
     def shard(self, number: int) -> TokenShard:
         """An open shard; the most recently used ones stay mapped."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.inputs import MAX_ITEM_BYTES, MIN_ITEM_BYTES, InputFile, cut, default_item_bytes, find_inputs
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 
 
 @pytest.fixture
@@ -90,3 +90,22 @@ def test_the_size_of_an_item_depends_on_the_input_alone() -> None:
     assert size_of(1) == MIN_ITEM_BYTES
     assert size_of(10**9) == 32 << 20
     assert size_of(10**13) == MAX_ITEM_BYTES
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match=r"cannot read .*sub: Permission denied"):
+        find_inputs(["."])
+
+
+def test_a_name_that_is_no_text_is_refused(folder: Path) -> None:
+    Path(os.fsdecode(b"\xff.txt")).write_text("x")
+    with pytest.raises(UserError, match="is not UTF-8"):
+        find_inputs(["."])
