@@ -25,13 +25,14 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.plan import SavePlan, plan_save
 from ckptkit.root import Root, check_attempt
 from ckptkit.save_order import SaveOrder, SaveOutcome
-from ckptkit.staging import Arena, stage
+from ckptkit.staging import Arena, prepare, stage
 from ckptkit.tensor import TensorInfo
 from threefold.errors import StorageError
 from threefold.storage import open_storage
 
 CLOSE_WITHIN_S = 10.0
 READ_BYTES = 1 << 16
+ROOT_ROOM_BYTES, ROOT_ROOM_BYTES_A_TENSOR = 1 << 20, 1 << 10  # arena that `prepare` keeps for a root
 MAX_TOLD_BYTES = 2000  # of what a dead writer said
 
 
@@ -95,6 +96,15 @@ class Checkpointer:
         self._running: _Running | None = None
         self._reports: list[SaveReport] = []
         self._planned: tuple[object, SavePlan] | None = None
+
+    def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
+        """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
+
+        Call it once before training, or leave it out.
+        """
+        self._await_running()
+        plan = self._plan(pieces, tensors)
+        prepare(self._arena, pieces, plan, ROOT_ROOM_BYTES + ROOT_ROOM_BYTES_A_TENSOR * len(tensors))
 
     def save(
         self, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,

@@ -15,6 +15,7 @@ import numpy as np
 
 from ckptkit.blocks import copy_many, num_granules
 from ckptkit.chunk import Piece
+from ckptkit.data_file import DataFile
 from ckptkit.plan import SavePlan
 from ckptkit.tensor import ITEMSIZE, TensorInfo
 from ckptkit.torch_tensors import Bytes, Transfer, host_address, is_contiguous, num_bytes
@@ -92,7 +93,7 @@ def stage(
     for piece in pieces:
         if fault := memory_misfit(piece, itemsize[piece.name]):
             raise UserError(f"{piece.name}: {fault}")
-    indexes = [file.index(np.zeros(num_granules(file.size_bytes), np.uint64)).to_bytes() for file in plan.files]
+    indexes = [_draft(file) for file in plan.files]
     ends = _ends([file.size_bytes for file in plan.files] + [len(index) for index in indexes] + [len(extra)])
     arena.reserve(ends[-1])
     offsets = iter([0, *ends])
@@ -110,12 +111,25 @@ def stage(
     return staged, arena.put(next(offsets), extra)
 
 
+def prepare(arena: Arena, pieces: Sequence[Piece], plan: SavePlan, extra_bytes: int) -> None:
+    """Grow the arena to what `stage` will need for such pieces, touched and page-locked, before it needs it."""
+    sizes = [size for file in plan.files for size in (file.size_bytes, len(_draft(file)))]
+    arena.reserve(_ends([*sizes, extra_bytes])[-1])
+    if any(host_address(piece.data) is None for piece in pieces):
+        arena.transfer.lock(arena.memory)
+
+
 def memory_misfit(piece: Piece, itemsize: int) -> str | None:
     """What is wrong with a piece whose memory is not its elements one after the other, None for a sound one."""
     wanted, found = (piece.stop - piece.start) * itemsize, num_bytes(piece.data)
     if found != wanted:
         return f"a piece of {wanted} bytes has memory of {found} bytes"
     return None if is_contiguous(piece.data) else "a piece's memory is not contiguous"
+
+
+def _draft(file: DataFile) -> bytes:
+    """The part index of a file whose checksums are not known yet."""
+    return file.index(np.zeros(num_granules(file.size_bytes), np.uint64)).to_bytes()
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:

@@ -66,7 +66,7 @@ class Transfer:
         import torch
 
         cuda: Any = torch.cuda
-        host = self._lock(memory)
+        host = self.lock(memory)
         for device in {tensor.device for tensor, _, _ in copies}:
             stream = self._streams.setdefault(device, cuda.Stream(device))
             stream.wait_stream(cuda.current_stream(device))
@@ -82,16 +82,8 @@ class Transfer:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def unlock(self) -> None:
-        """Let go of the host memory, before it is unmapped or freed."""
-        if self._is_registered:
-            import torch
-
-            cuda: Any = torch.cuda
-            cuda.cudart().cudaHostUnregister(self._locked.data_ptr())
-        self._locked, self._is_registered = None, False
-
-    def _lock(self, memory: Bytes) -> Any:
+    def lock(self, memory: Bytes) -> Any:
+        """Page-lock host memory, where it is not already; gives it as a torch tensor."""
         import torch
 
         if self._locked is None or self._locked.data_ptr() != memory.ctypes.data or len(self._locked) != len(memory):
@@ -101,3 +93,12 @@ class Transfer:
             code = cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
             self._is_registered = int(code) == 0
         return self._locked
+
+    def unlock(self) -> None:
+        """Let go of the host memory, before it is unmapped or freed."""
+        if self._is_registered:
+            import torch
+
+            cuda: Any = torch.cuda
+            cuda.cudart().cudaHostUnregister(self._locked.data_ptr())
+        self._locked, self._is_registered = None, False

@@ -103,6 +103,16 @@ def test_the_arena_grows_with_the_state(tmp_path: Path) -> None:
         assert_holds(tmp_path, step, tensors)
 
 
+def test_after_prepare_no_save_grows_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        checkpointer.prepare(pieces_of(SMALL, ONE, 0, values(SMALL)), SMALL)
+        monkeypatch.setattr(os, "posix_fallocate", None)
+        for step in (1, 2):
+            save_one(checkpointer, step, SMALL, note="x" * 1000)
+        assert all(report.ok for report in checkpointer.wait())
+    assert_holds(tmp_path, 2, SMALL)
+
+
 @pytest.mark.parametrize(
     ("dtype", "saved_as", "restored_as"),
     [("F32", "tp2-dp2", "pp3"), ("F64", "tp4", "dp4"), ("BF16", "dp2-pp2", "tp3-pp2")],
