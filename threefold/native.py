@@ -10,8 +10,8 @@ ABI_VERSION = 1
 def load_library(kit: str) -> ctypes.CDLL:
     """Load `_native.so` of a kit ("datakit", "ckptkit", "trainer"); ImportError says how to build it."""
     spec = importlib.util.find_spec(kit)
-    assert spec is not None and spec.submodule_search_locations, f"{kit} is a package of this distribution"
-    for folder in spec.submodule_search_locations:
+    assert spec is not None, f"{kit} is a package of this distribution"
+    for folder in spec.submodule_search_locations or ():
         path = Path(folder) / "_native.so"
         if path.exists():
             return _checked(kit, str(path))
