@@ -1,6 +1,7 @@
 """datakit: text corpus to token store to blended, packed, exactly resumable batches."""
 
 from importlib import import_module
+from typing import Any
 
 _PUBLIC = {
     "Blend": "blend",
@@ -21,7 +22,7 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that no part of datakit pays for another."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

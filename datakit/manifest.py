@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from datakit.shard import FileDigest, write_durably
+from datakit.shard import FileDigest, write_durably, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 
 FILE_NAME = "manifest.json"
@@ -134,8 +134,9 @@ def replace_durably(path: Path, content: bytes) -> None:
     """Put a small file in place so that it is seen whole or not at all, also after a loss of power."""
     temporary = path.with_name(f".{path.name}.tmp")
     write_durably(temporary, content)
-    temporary.replace(path)
-    sync_folder(path.parent)
+    with writing(path):
+        temporary.replace(path)
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
