@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from threefold.errors import UserError
 from trainer.ops import native
 from trainer.ops.dropout import dropout, dropout_reference
+from trainer.ops.philox import philox4x32
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 PLACE: dict[str, Any] = {"seed": 7, "step": 3, "layer": 2, "site": 1, "first_sample": 5}
@@ -33,9 +34,10 @@ def test_equals_the_reference_bit_for_bit(
 ) -> None:
     x = torch.randn(shape, dtype=dtype)
     before = native.csrc_calls().get("dropout", 0)
+    p = 1 / 3  # scales by 1.5: half of the products lie in the middle between two bf16 numbers
     for place in (PLACE | {"first_feature": first_feature}, FAR):
-        got = dropout(x.to(device), 0.3, **place)
-        assert torch.equal(got.cpu(), dropout_reference(x, 0.3, **place))
+        got = dropout(x.to(device), p, **place)
+        assert torch.equal(got.cpu(), dropout_reference(x, p, **place))
     assert native.csrc_calls()["dropout"] == before + 2
 
 
@@ -47,6 +49,15 @@ def test_the_masks_of_this_version(device: str) -> None:
 
 
 PATTERN = ["......x.xx.x", "xx....x.x..x", ".x..x.....x.", ".xxx..xx.xxx"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_element_at_the_threshold_is_kept(dtype: torch.dtype, device: str) -> None:
+    key = philox4x32([PLACE["step"], 0, PLACE["layer"], PLACE["site"]], PLACE["seed"], 0)[:2]
+    for feature, word in enumerate(philox4x32([0, 0, PLACE["first_sample"], 0], *key)):
+        x = torch.ones(1, 1, 4, dtype=dtype, device=device)
+        assert dropout(x, word / 2**32, **PLACE)[0, 0, feature] != 0
+        assert dropout(x, (word + 1) / 2**32, **PLACE)[0, 0, feature] == 0
 
 
 @settings(deadline=None)
