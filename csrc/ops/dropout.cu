@@ -65,12 +65,14 @@ __global__ void __launch_bounds__(kThreads)
 
 int op_dropout_cuda(int dtype, const void* x, void* y, int64_t num_samples, int64_t num_positions, int64_t num_features,
                     const op_mask* mask, void* stream) {
-  if (!mask_is_valid(*mask, num_samples, num_positions, num_features) || num_positions > INT32_MAX) return OP_BAD_ARGUMENT;
+  if (!mask_is_valid(*mask, num_samples, num_positions, num_features) || num_positions > INT32_MAX)
+    return OP_BAD_ARGUMENT;
   if (num_samples == 0 || num_positions == 0 || num_features == 0) return 0;
   return with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kGroups = kPackSize<T> > 4 ? kPackSize<T> / 4 : 1;
-    const dim3 grid(static_cast<unsigned>(num_positions), static_cast<unsigned>(num_samples < 65535 ? num_samples : 65535));
+    const dim3 grid(static_cast<unsigned>(num_positions),
+                    static_cast<unsigned>(num_samples < 65535 ? num_samples : 65535));
     const auto queue = static_cast<cudaStream_t>(stream);
     const auto first_position = static_cast<uint32_t>(mask->first_position);
     const bool in_groups = mask->first_feature % 4 == 0 && num_features % (4 * kGroups) == 0 && are_aligned(x, y);

@@ -15,17 +15,19 @@ struct MaskKey {
 
 // The key is the Philox block of counter (step, layer, site) under the seed: distinct sites get unrelated streams.
 static inline MaskKey mask_key(const op_mask& mask) {
-  const Words words = philox(Words{static_cast<uint32_t>(mask.step), static_cast<uint32_t>(mask.step >> 32), mask.layer,
-                                   mask.site},
-                             static_cast<uint32_t>(mask.seed), static_cast<uint32_t>(mask.seed >> 32));
+  const Words words =
+      philox(Words{static_cast<uint32_t>(mask.step), static_cast<uint32_t>(mask.step >> 32), mask.layer, mask.site},
+             static_cast<uint32_t>(mask.seed), static_cast<uint32_t>(mask.seed >> 32));
   return MaskKey{words.v0, words.v1, static_cast<uint32_t>(mask.probability * 4294967296.0),
                  1.0 / (1.0 - mask.probability)};
 }
 
-static inline bool mask_is_valid(const op_mask& mask, int64_t num_samples, int64_t num_positions, int64_t num_features) {
+static inline bool mask_is_valid(const op_mask& mask, int64_t num_samples, int64_t num_positions,
+                                 int64_t num_features) {
   constexpr uint64_t kMaxPositions = 1ull << 32, kMaxFeatures = 1ull << 34;
   return num_samples >= 0 && num_positions >= 0 && num_features >= 0 && mask.probability >= 0 && mask.probability < 1 &&
-         mask.first_position <= kMaxPositions && static_cast<uint64_t>(num_positions) <= kMaxPositions - mask.first_position &&
+         mask.first_position <= kMaxPositions &&
+         static_cast<uint64_t>(num_positions) <= kMaxPositions - mask.first_position &&
          mask.first_feature <= kMaxFeatures && static_cast<uint64_t>(num_features) <= kMaxFeatures - mask.first_feature;
 }
 

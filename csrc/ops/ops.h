@@ -1,8 +1,9 @@
 // C ABI of the trainer's native library: RMSNorm, dropout, normals by counter; on CPU, and on CUDA where it was built.
 //
 // Tensors are dense and row-major. Every function that can fail returns 0, OP_BAD_ARGUMENT, or a positive cudaError_t.
-// CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current device,
-// on which they only enqueue work. On the CPU no result depends on the number of threads or on the instruction set.
+// CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current
+// device, on which they only enqueue work. On the CPU no result depends on the number of threads or on the instruction
+// set.
 #pragma once
 
 #include <stdint.h>

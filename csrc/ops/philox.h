@@ -1,6 +1,7 @@
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for host and device.
 //
-// Internal linkage on purpose: this is compiled once for each instruction set, and the linker must not merge the copies.
+// Internal linkage on purpose: this is compiled once for each instruction set, and the linker must not merge the
+// copies.
 #pragma once
 
 #include <stdint.h>

@@ -13,17 +13,19 @@ int op_rmsnorm_forward(int dtype, const void* x, const void* weight, void* y, vo
   const Kernels& use = kernels();
   const int64_t row_bytes = num_cols * item_bytes(dtype), number_bytes = dtype == OP_F64 ? 8 : 4;
   parallel(num_rows, num_rows * num_cols, kGrain, num_threads, [=, &use](int64_t begin, int64_t end) {
-    use.rmsnorm_forward(dtype, at(x, begin * row_bytes), weight, at(y, begin * row_bytes), at(rstd, begin * number_bytes),
-                        end - begin, num_cols, eps);
+    use.rmsnorm_forward(dtype, at(x, begin * row_bytes), weight, at(y, begin * row_bytes),
+                        at(rstd, begin * number_bytes), end - begin, num_cols, eps);
   });
   return 0;
 }
 
-// The weight gradient is a sum over rows. Rows are cut into blocks by their number alone, each block has a partial sum of
-// its own, and these are added in order: so the bits do not depend on the number of threads.
+// The weight gradient is a sum over rows. Rows are cut into blocks by their number alone, each block has a partial sum
+// of its own, and these are added in order: so the bits do not depend on the number of threads.
 constexpr int64_t kMinBlockRows = 32, kMaxBlocks = 64;
 
-static int64_t rows_a_block(int64_t num_rows) { return std::max(kMinBlockRows, (num_rows + kMaxBlocks - 1) / kMaxBlocks); }
+static int64_t rows_a_block(int64_t num_rows) {
+  return std::max(kMinBlockRows, (num_rows + kMaxBlocks - 1) / kMaxBlocks);
+}
 
 int64_t op_rmsnorm_partials(int64_t num_rows) {
   return (num_rows + rows_a_block(num_rows) - 1) / rows_a_block(num_rows);
@@ -54,9 +56,11 @@ int op_rmsnorm_backward(int dtype, const void* dy, const void* x, const void* we
   });
   parallel(num_cols, num_partials * num_cols, kGrain, num_threads, [=](int64_t begin, int64_t end) {
     if (dtype == OP_F64)
-      add_partials(static_cast<const double*>(partials), num_partials, num_cols, static_cast<double*>(dweight), begin, end);
+      add_partials(static_cast<const double*>(partials), num_partials, num_cols, static_cast<double*>(dweight), begin,
+                   end);
     else
-      add_partials(static_cast<const float*>(partials), num_partials, num_cols, static_cast<float*>(dweight), begin, end);
+      add_partials(static_cast<const float*>(partials), num_partials, num_cols, static_cast<float*>(dweight), begin,
+                   end);
   });
   return 0;
 }

@@ -1,10 +1,10 @@
 // RMSNorm on CUDA; the formulas stand in rmsnorm.inc.
 //
-// A row stays in registers between its sum and its result, so forward moves 2 and backward 3 tensors through memory and no
-// more. A short row is a warp's, eight rows a block; a longer one a block's; a row that no shape holds is read twice. The
-// backward's grid is as large as fits on the device at once; a block walks over rows, loads the next row before it waits for
-// the sum of this one, and keeps its part of the weight gradient in registers. A shape depends on the columns alone, so the
-// result of a row does not depend on the number of rows.
+// A row stays in registers between its sum and its result, so forward moves 2 and backward 3 tensors through memory and
+// no more. A short row is a warp's, eight rows a block; a longer one a block's; a row that no shape holds is read
+// twice. The backward's grid is as large as fits on the device at once; a block walks over rows, loads the next row
+// before it waits for the sum of this one, and keeps its part of the weight gradient in registers. A shape depends on
+// the columns alone, so the result of a row does not depend on the number of rows.
 #include "device.cuh"
 
 namespace {
@@ -17,7 +17,8 @@ struct Shape {
   using Row = Pack<T, kSize>;
   static constexpr int kElements = kSize, kThreads = kRowThreads, kNumPacks = kPacks;
   static constexpr int kRows = kRowThreads == 32 ? 8 : 1;  // a block
-  static constexpr int kBlocks = kRowThreads > 256 ? 1 : kPacks > 2 ? 2 : kPacks > 1 ? 3 : 4;  // a multiprocessor, backward
+  // how many blocks of the backward fit on a multiprocessor
+  static constexpr int kBlocks = kRowThreads > 256 ? 1 : kPacks > 2 ? 2 : kPacks > 1 ? 3 : 4;
   static constexpr int kMaxCols = kSize * kRowThreads * kPacks;
   static dim3 block() { return dim3(kRowThreads, kRows); }
 };
@@ -32,7 +33,8 @@ __device__ __forceinline__ typename S::Row load_pack(const typename S::Element* 
 }
 
 template <class S>
-__device__ __forceinline__ void store_pack(typename S::Element* row, int pack, int num_cols, const typename S::Row& value) {
+__device__ __forceinline__ void store_pack(typename S::Element* row, int pack, int num_cols,
+                                           const typename S::Row& value) {
   if (pack * S::kElements < num_cols) reinterpret_cast<typename S::Row*>(row)[pack] = value;
 }
 
@@ -95,7 +97,8 @@ __global__ void __launch_bounds__(S::kThreads* S::kRows, S::kBlocks)
              int num_cols) {
   using Number = typename S::Number;
   __shared__ typename S::Row weights[S::kMaxCols / S::kElements];  // in registers they would not fit
-  for (int pack = threadIdx.y * S::kThreads + threadIdx.x; pack < S::kMaxCols / S::kElements; pack += S::kThreads * S::kRows)
+  for (int pack = threadIdx.y * S::kThreads + threadIdx.x; pack < S::kMaxCols / S::kElements;
+       pack += S::kThreads * S::kRows)
     weights[pack] = load_pack<S>(weight, pack, num_cols);
   __syncthreads();
   typename S::Row next_x[S::kNumPacks], next_dy[S::kNumPacks];
@@ -168,7 +171,8 @@ __global__ void __launch_bounds__(kLongThreads)
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x, phase ^= 1) {
     const int64_t start = row * num_cols;
     Number squares = 0;
-    for (int64_t i = threadIdx.x; i < num_cols; i += kLongThreads) squares += to_number(x[start + i]) * to_number(x[start + i]);
+    for (int64_t i = threadIdx.x; i < num_cols; i += kLongThreads)
+      squares += to_number(x[start + i]) * to_number(x[start + i]);
     const Number k = rsqrt(sum_over_row<Number, kLongThreads>(squares, phase) / num_cols + eps);
     if (threadIdx.x == 0) rstd[row] = k;
     for (int64_t i = threadIdx.x; i < num_cols; i += kLongThreads)
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(kLongThreads)
   }
 }
 
-// The weight gradient from the partial sums of the blocks: 32 columns a block, 32 sums a column, added in a fixed order.
+// The weight gradient from the partial sums of the blocks: 32 columns a block, 32 sums a column, in a fixed order.
 template <class Number>
 __global__ void __launch_bounds__(1024)
     add_partials(const Number* __restrict__ partials, Number* __restrict__ total, int num_partials, int64_t num_cols) {
@@ -291,7 +295,8 @@ int op_rmsnorm_backward_cuda(int dtype, const void* dy, const void* x, const voi
       const auto to = static_cast<T*>(dx);
       if constexpr (kIsLong<S>) {
         num_partials = static_cast<int>(op_rmsnorm_partials_cuda(num_rows));
-        backward_long<T><<<num_partials, kLongThreads, 0, queue>>>(gradient, from, scale, roots, to, sums, num_rows, num_cols);
+        backward_long<T>
+            <<<num_partials, kLongThreads, 0, queue>>>(gradient, from, scale, roots, to, sums, num_rows, num_cols);
       } else {
         const int64_t blocks = (num_rows + S::kRows - 1) / S::kRows;
         const int64_t most = static_cast<int64_t>(S::kBlocks) * num_multiprocessors();
@@ -302,7 +307,8 @@ int op_rmsnorm_backward_cuda(int dtype, const void* dy, const void* x, const voi
       return launch_status();
     };
     if (num_rows > 0)
-      if (const int status = with_shape<T>(num_cols, are_aligned(dy, x, weight, dx), launch); status != 0) return status;
+      if (const int status = with_shape<T>(num_cols, are_aligned(dy, x, weight, dx), launch); status != 0)
+        return status;
     const auto grid = static_cast<unsigned>((num_cols + 31) / 32);
     add_partials<Number><<<grid, dim3(32, 32), 0, queue>>>(sums, static_cast<Number*>(dweight), num_partials, num_cols);
     return launch_status();
