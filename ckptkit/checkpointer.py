@@ -125,7 +125,12 @@ class Checkpointer:
         plan = self._plan(pieces, tensors)
         table = {info.name: info for info in tensors}
         draft = b"" if self._rank else Root(step, attempt, layout, num_layers, table, (), metadata).to_bytes()
-        files, root = stage(self._arena, pieces, tensors, plan, draft)
+        try:
+            files, root = stage(self._arena, pieces, tensors, plan, draft)
+        except OSError as error:
+            self._running = _Running(step, 0, time.monotonic() - started)
+            self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
+            return self._reports[-1].stall_s
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
             files=tuple(files), root=root, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,

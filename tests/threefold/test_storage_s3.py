@@ -56,7 +56,10 @@ def test_a_body_that_breaks_off_is_read_to_its_end(s3_proxy: FaultProxy, s3_url:
 
 
 @pytest.mark.parametrize("kind", ["503", "reset", "stall"])
-def test_lasting_faults_are_errors_and_no_hangs(s3_proxy: FaultProxy, s3_url: str, kind: str) -> None:
+def test_lasting_faults_are_errors_and_no_hangs(
+    s3_proxy: FaultProxy, s3_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
     storage = open_storage(s3_url)
     s3_proxy.fault = Fault(kind)
     for name in ("write", "write if absent", "read", "list"):
@@ -91,7 +94,7 @@ def test_a_lost_acknowledgement_of_an_if_absent_write_is_read_back(
 
 def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_url: str) -> None:
     storage = open_storage(s3_url)
-    s3_proxy.fault = Fault("delay", delay_s=1.0)
+    s3_proxy.fault = Fault("delay", delay_s=0.5)
     storage.write("key", b"x")
     assert storage.read("key") == b"x"
 

@@ -23,7 +23,7 @@ PART_BYTES = 16 << 20
 MIN_PART_BYTES = 5 << 20  # S3 takes no smaller part but the last
 MAX_PARTS_IN_FLIGHT = 4
 MAX_COPY_BYTES = 5 << 30  # S3 copies no larger object in one request
-DEFAULT_ATTEMPTS = 6
+DEFAULT_ATTEMPTS = 8
 DEFAULT_TIMEOUT_S = 120.0
 RETRY_AFTER_S = 0.1
 CREDENTIALS_HINT = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL=... if it is not AWS)"
