@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from threefold.errors import UserError
 from trainer.config_file import add_flags, flag_overrides, load_config
 
 T = TypeVar("T")
+OTHERS_SPEAK_AFTER_S = 5.0
 
 
 def build_parser() -> Parser:
@@ -105,13 +107,17 @@ def world_size() -> int:
 
 
 def before_ranks(action: Callable[[], T]) -> T:
-    """Run what every rank does before ranks can talk: its error is reported by the first rank of each node."""
+    """Run what every rank does before ranks can talk; an error that all meet is reported once a node.
+
+    The first rank of a node speaks at once. torchrun then ends the others; one that still lives after a while is alone
+    with its error.
+    """
     try:
         return action()
-    except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            raise
-        raise SystemExit(error.exit_code) from error
+    except UserError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(OTHERS_SPEAK_AFTER_S)
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:

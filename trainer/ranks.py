@@ -6,6 +6,7 @@ reports it with the ranks' numbers and all end with its exit code. Agreement goe
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TypeVar
@@ -13,6 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from threefold.cli import report
 from threefold.errors import StorageError, UserError
 
 T = TypeVar("T")
@@ -44,9 +46,8 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
-        if (
-            kind is None and self.world_size > 1
-        ):  # after an error the others may hang in a collective: leave without waiting for them
+        # NCCL would wait for ranks that hang after an error of this one; gloo aborts where it is not left in order
+        if self.world_size > 1 and (kind in (None, SystemExit) or self.device.type == "cpu"):
             dist.destroy_process_group()
 
     def together(self, action: Callable[[], T]) -> T:
@@ -60,26 +61,39 @@ class Ranks:
         return value
 
     def here(self, action: Callable[[], T]) -> T:
-        """Run an action in mid-step, where there is no agreement: its error names this rank and ends it."""
+        """Run an action in which ranks cannot agree on errors: one names this rank and ends it, and so the job."""
+        if self.world_size == 1:
+            return action()
+        where = self.where([self.rank])
         try:
             return action()
         except UserError as error:
-            raise type(error)(f"{self.where([self.rank])}: {error.message}", hint=error.hint) from error
+            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         except OSError as error:
-            raise StorageError(f"{self.where([self.rank])}: {error}") from error
+            raise StorageError(f"{where}: {error}") from error
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise StorageError(
+                f"{where}: another rank is gone: {str(error).splitlines()[0]}",
+                hint="what ended it stands above or in its log; the same command resumes",
+            ) from error
 
     def agree(self, error: Exception | None) -> None:
-        """Raise where any rank has an error: a report on the first rank, SystemExit with its code on the others."""
+        """Return where no rank has an error; else the first rank reports it and all exit with its code."""
         faults = self.faults(error)
         if not faults:
             return
-        if error is not None and not isinstance(error, UserError | OSError):
-            raise error  # a fault of ours: its traceback belongs on the rank that has it
         fault = faults[min(faults)]
-        if self.rank:
-            raise SystemExit(fault.exit_code)
-        everywhere = len(faults) == self.world_size and len({f.message for f in faults.values()}) == 1
-        raise fault if everywhere else type(fault)(f"{self.where(faults)}: {fault.message}", hint=fault.hint)
+        if self.world_size == 1 and error is not None:
+            raise error
+        if self.rank == 0:
+            everywhere = len(faults) == self.world_size and len({f.message for f in faults.values()}) == 1
+            report(fault if everywhere else UserError(f"{self.where(faults)}: {fault.message}", hint=fault.hint))
+        if error is not None and not isinstance(error, UserError | OSError):
+            traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
+        dist.barrier()  # torchrun ends all ranks when one exits: not before all is said
+        raise SystemExit(fault.exit_code) from error
 
     def faults(self, error: Exception | None) -> dict[int, UserError]:
         """The errors of all ranks by rank, the same dict on each of them."""

@@ -54,7 +54,7 @@ class Saver:
             tensors=self._engine.tensors(),
             layout=layout_of(self._config),
             num_layers=self._config.model.num_layers,
-            metadata=progress.metadata(self._config, loss),
+            metadata=progress.metadata(self._config, loss, self._ranks.device),
         )
 
     def poll(self) -> int:
@@ -78,7 +78,7 @@ class Saver:
         if self._checkpointer is None:
             return
         if self._saved_step != progress.step:
-            self._ranks.here(lambda: self.save(progress, loss))
+            self.save(progress, loss)
         while True:
             self._report(self._checkpointer.wait())
             num_failed = int(self._ranks.maximum([self._num_failed])[0])
@@ -86,7 +86,7 @@ class Saver:
                 break
             self.check(num_failed)
             self._ranks.say(f"saving step {progress.step} again")
-            self._ranks.here(lambda: self.save(progress, loss))
+            self.save(progress, loss)
         self._checkpointer.close()
 
     def _report(self, reports: list[SaveReport]) -> None:

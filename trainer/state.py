@@ -30,14 +30,14 @@ class Progress:
     tokens: int = 0
     cursor: Mapping[str, Any] | None = None
 
-    def metadata(self, config: Config, loss: float) -> dict[str, Any]:
+    def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
         """What a checkpoint's root records beside the tensors."""
         return {
             "cursor": self.cursor,
             "tokens": self.tokens,
             "loss": loss,
             "config": dataclasses.asdict(config),
-            "environment": environment(),
+            "environment": environment(device),
         }
 
 
@@ -50,10 +50,11 @@ class Resumed:
     url: str = ""
 
 
-def environment() -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """What, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
-    return {"device": device, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return {"device": name, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
@@ -63,7 +64,7 @@ def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
         return Resumed(Progress())
     url, root = restore_any(ranks, engine, found, own=config.checkpoint.save)
     resumed = ranks.together(lambda: read_metadata(root, url))
-    changes = differences(root, config)
+    changes = differences(root, config, ranks.device)
     ranks.say(f"resumed from step {root.step} of {url}")
     if changes:
         ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
@@ -139,7 +140,7 @@ def read_metadata(root: Root, url: str) -> Resumed:
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
 
 
-def differences(root: Root, config: Config) -> list[str]:
+def differences(root: Root, config: Config, device: torch.device) -> list[str]:
     """What changed since a step was saved that changes the order of sums: layout, precision, machine, threads."""
     saved = root.metadata.get("config", {})
     now = dataclasses.asdict(config)
@@ -147,5 +148,5 @@ def differences(root: Root, config: Config) -> list[str]:
     watched += [("train", "precision"), ("train", "micro_batch_size"), ("train", "global_batch_size")]
     pairs = [(name, saved.get(table, {}).get(name), now[table][name]) for table, name in watched]
     before = root.metadata.get("environment", {})
-    pairs += [(name, before.get(name), value) for name, value in environment().items()]
+    pairs += [(name, before.get(name), value) for name, value in environment(device).items()]
     return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

@@ -27,8 +27,8 @@ def train(config: Config) -> int:
     with StopRequest() as stop, Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
         run = Run(ranks.together(lambda: with_vocabulary(config)), ranks, stop)
         while run.goes_on:
-            run.step()
-        run.finish()
+            ranks.here(run.step)
+        ranks.here(run.finish)
     return 0
 
 
@@ -88,7 +88,7 @@ class Run:
     def step(self) -> None:
         """Read, train, save where due, log."""
         ranks, train, started = self.ranks, self.config.train, time.perf_counter()
-        host = ranks.here(self._loader.next_step)
+        host = self._loader.next_step()
         batch = to_device(host, ranks.device)
         data_wait_s = time.perf_counter() - started
         stats = self._train_step(batch)
@@ -98,7 +98,7 @@ class Run:
         )
         self._loss = stats.loss
         due = self._saver.due(self.progress.step)
-        stall_s = ranks.here(lambda: self._saver.save(self.progress, stats.loss)) if due else 0.0
+        stall_s = self._saver.save(self.progress, stats.loss) if due else 0.0
         failed_saves = self._saver.poll()
         memory_gib = peak_memory_gib(ranks.device)
         data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping = ranks.maximum(

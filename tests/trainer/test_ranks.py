@@ -1,11 +1,16 @@
 """Errors of ranks are raised once, with the ranks' numbers, and all ranks end with one exit code."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+import psutil
+
+from tests.trainer.training import ROOT, Job, last_step
+
 PROGRAM = """
 import sys
 from threefold.cli import Parser, run
@@ -48,16 +53,33 @@ def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
     done = launch(tmp_path, 3, "1,2")
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("no space left") == 1
-    assert "error: on ranks 1, 2 of 3: no space left on /data\nhint: df -h /data\nexit 3\n" in done.stderr
+    assert "error: on ranks 1, 2 of 3: no space left on /data\nhint: df -h /data\n" in done.stderr
+    assert re.search(r"exitcode +: 3 ", done.stderr)
     assert "done" not in done.stdout
 
 
 def test_an_error_of_all_ranks_names_none(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "0,1")
     assert done.stderr.count("error: no space left on /data") == 1
+    assert "on rank" not in done.stderr
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert launch(tmp_path, 1, "").stdout == "done 0\n"
     failed = launch(tmp_path, 1, "0")
     assert (failed.returncode, failed.stderr) == (3, "error: no space left on /data\nhint: df -h /data\nexit 3\n")
+
+
+def test_a_lost_rank_is_told_in_one_line_each(job_config: Path, tmp_path: Path) -> None:
+    job = Job(3, job_config, "--pp", 3, "--train-steps", 100000, metrics=tmp_path / "m.jsonl")
+    process = job.start()
+    while last_step(job.metrics) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    ranks[1].kill()
+    code, output = job.outcome(process)
+    assert code == 1
+    for rank in (0, 2):
+        assert output.count(f"error: on rank {rank} of 3: another rank is gone: ") <= 1
+    assert "another rank is gone" in output
+    assert "in step" not in output, "no traceback of ours"
