@@ -38,6 +38,7 @@ class Saver:
                 attempt=attempt,
                 options=CheckpointerOptions(deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER),
             )
+            self._checkpointer.prepare(engine.pieces(), engine.tensors())
 
     def due(self, step: int) -> bool:
         """Whether the run saves after `step` steps, its end apart."""
