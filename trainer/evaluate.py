@@ -39,7 +39,7 @@ class Evaluation:
         for first in range(0, num_samples, step_samples):
             found = self._engine.eval_batch(self._batch(first))
             loss_sum, num_tokens = loss_sum + found[0], num_tokens + found[1]
-        loss = loss_sum / num_tokens
+        loss = loss_sum / max(num_tokens, 1)
         return {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,

@@ -8,6 +8,7 @@ between them.
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,6 +77,7 @@ class Log:
         """Open (and cut back to `start_step`) the metrics file; an empty path means console only."""
         self._train_steps, self._interval, self._active = train_steps, interval, active
         self._file: TextIO | None = None
+        self._failed = False
         if path and active:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -100,17 +102,27 @@ class Log:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
+        """Close the file."""
+        self._keep_going(lambda file: file.close())
 
     def _line(self, values: dict[str, Any]) -> None:
-        if self._file:
-            self._file.write(json.dumps(values) + "\n")
+        self._keep_going(lambda file: file.write(json.dumps(values) + "\n"))
+
+    def _keep_going(self, action: Callable[[TextIO], object]) -> None:
+        """Act on the file; a full disk is told once, and what found no room is written with a later line."""
+        if self._file is None:
+            return
+        try:
+            action(self._file)
+        except OSError as error:
+            if not self._failed:
+                self.say(f"warning: cannot write {self._file.name}: {error.strerror}; training goes on")
+            self._failed = True
 
 
 def cut_back(path: Path, step: int) -> None:
     """Rewrite a metrics file without the lines of steps after `step` and without lines that are not whole."""
-    if not path.exists():
+    if not path.is_file():
         return
     temporary = path.with_name(path.name + ".tmp")
     with path.open(encoding="utf-8", errors="replace") as source, temporary.open("w", encoding="utf-8") as target:

@@ -68,7 +68,8 @@ class Ranks:
         try:
             return action()
         except UserError as error:
-            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+            error.message = f"{where}: {error.message}"
+            raise
         except OSError as error:
             raise StorageError(f"{where}: {error}") from error
         except RuntimeError as error:
@@ -92,7 +93,7 @@ class Ranks:
             report(fault if everywhere else UserError(f"{self.where(faults)}: {fault.message}", hint=fault.hint))
         if error is not None and not isinstance(error, UserError | OSError):
             traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
-        dist.barrier()  # torchrun ends all ranks when one exits: not before all is said
+        self.maximum([0.0])  # torchrun ends all ranks when one exits: not before all is said
         raise SystemExit(fault.exit_code) from error
 
     def faults(self, error: Exception | None) -> dict[int, UserError]:

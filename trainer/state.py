@@ -100,13 +100,14 @@ def restore_any(ranks: Ranks, engine: Engine, found: list[tuple[str, int]], *, o
     """
     damaged: list[tuple[str, int]] = []
     for number, (url, step) in enumerate(found):
-        root, error = None, None
+        root: Root | None = None
+        error: Exception | None = None
         try:
             root = restore_step(engine, open_storage(url), step)
+        except CheckFailed as damage:
+            error = CheckFailed(damage.message, hint=f"ckptkit verify {url}/{step_folder(step)}")
         except (UserError, OSError) as caught:
             error = caught
-            if isinstance(caught, CheckFailed):
-                caught.hint = caught.hint or f"ckptkit verify {url}/{step_folder(step)}"
         faults = ranks.faults(error)
         if not faults and root is not None:
             engine.after_restore()

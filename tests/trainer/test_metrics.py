@@ -1,6 +1,7 @@
 """A metrics file holds one line a step whatever happened to the run."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,16 @@ def test_a_silent_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     log.close()
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
+
+
+def test_lines_that_found_no_room_come_later(tmp_path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # as small a disk as it gets
+    try:
+        log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=100, start_step=0)
+        for step in range(1, 9):
+            log.step(metrics(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    log.step(metrics(9))
+    log.close()
+    assert [line["step"] for line in read(tmp_path / "m.jsonl")] == list(range(1, 10))
