@@ -156,10 +156,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Check every byte of a store against its manifest, and name the files and documents that are damaged."""
+    from datakit.manifest import FILE_NAME
     from datakit.store import TokenStore
-    from datakit.verification import verify
+    from datakit.verification import Fault, verify
+    from threefold.errors import CheckFailed
 
-    faults = verify(arguments.store)
+    try:
+        faults = verify(arguments.store)
+    except CheckFailed as error:  # without a sound manifest nothing else can be checked
+        if arguments.json:
+            manifest = os.path.join(arguments.store, FILE_NAME)
+            print_json({"ok": False, "faults": [asdict(Fault(manifest, error.message))]})
+        raise
     if arguments.json:
         print_json({"ok": not faults, "faults": [asdict(fault) for fault in faults]})
     elif not faults:

@@ -18,9 +18,8 @@ from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
-_ZSTD_READ_BYTES = (
-    8 << 10
-)  # zstd may expand a block of a few bytes to 128 KiB: small reads bound what comes out at once
+_ZSTD_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
+_ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; memory is what a file's own window takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ def _blocks(part: FileSlice) -> Iterator[bytes]:
         except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise UserError(f"{path} is damaged: {error}", hint="copy or download it again") from None
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
 def _plain_blocks(stream: BinaryIO, part: FileSlice) -> Iterator[bytes]:
@@ -175,7 +174,7 @@ def _gzip_blocks(stream: BinaryIO) -> Iterator[bytes]:
 
 def _zstd_blocks(stream: BinaryIO) -> Iterator[bytes]:
     """All frames of a file; EOFError where the last is cut off, which zstandard's own readers pass in silence."""
-    decompressor = zstandard.ZstdDecompressor()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
     frame = decompressor.decompressobj()
     begun = False
     while packed := stream.read(_ZSTD_READ_BYTES):

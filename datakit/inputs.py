@@ -122,7 +122,7 @@ def open_file(path: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
 def _text_files(folder: str) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _text_files(folder: str) -> Iterator[str]:
 
 def _refuse(error: OSError) -> None:
     """A folder that cannot be listed is a fault: its files would be missing in silence."""
-    raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
+    raise StorageError(f"cannot read {error.filename}: {error.strerror}", hint=f"ls -ld {error.filename}") from error
 
 
 def _describe(path: str) -> InputFile:
@@ -150,7 +150,7 @@ def _describe(path: str) -> InputFile:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
     return InputFile(path, *found, status.st_size, status.st_mtime_ns)
 
 

@@ -42,12 +42,14 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"{file} is neither a tokenizer.json nor a sentencepiece .model file", hint=TRAIN_HINT)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{file} has {file.stat().st_size} bytes, more than a tokenizer's {MAX_FILE_BYTES}")
+            raise UserError(
+                f"{file} has {file.stat().st_size} bytes, more than a tokenizer's {MAX_FILE_BYTES}", hint=TRAIN_HINT
+            )
         content = file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
     except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+        raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
     kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
     try:
         return kind(content)

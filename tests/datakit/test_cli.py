@@ -70,6 +70,19 @@ def test_damage_is_a_failed_check(
     assert report["faults"][0]["documents"]
 
 
+def test_a_damaged_manifest_is_a_failed_check_in_json_too(
+    tmp_path: Path, jsonl: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli("preprocess", jsonl, "--output", tmp_path / "s", "--tokenizer", tokenizer_path)
+    manifest = tmp_path / "s" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    assert cli("verify", tmp_path / "s", "--json") == 1
+    output = capsys.readouterr()
+    [fault] = json.loads(output.out)["faults"]
+    assert fault["file"] == str(manifest)
+    assert output.err.count("error: ") == 1
+
+
 FAULTS = {
     "missing input": (2, "no such input"),
     "empty file": (2, "the input is empty"),

@@ -103,6 +103,16 @@ def test_truncated_compressed_files_are_refused(tmp_path: Path, suffix: str, kep
         read(path)
 
 
+def test_zst_files_of_long_windows_and_with_skippable_frames_are_read(tmp_path: Path) -> None:
+    content = b"".join(b'{"text": "%d"}\n' % i for i in range(1000))
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)  # as `zstd --long=31` does
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    skippable = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"index"
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(skippable + compressor.compress(content) + compressor.flush() + skippable)
+    assert [document.text for document in read(path)] == [str(i) for i in range(1000)]
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_damaged_compressed_files_are_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.jsonl{suffix}"

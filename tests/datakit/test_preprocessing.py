@@ -96,7 +96,7 @@ def test_a_large_vocabulary_is_stored_as_int32(tmp_path: Path, tokenizer_path: s
 def test_the_bytes_are_the_same_with_any_number_of_workers(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
     recipe = Recipe(tokenizer_path, append_eod=True, split=(0.8, 0.2))
     for workers in (1, 2, 5):
-        preprocess([str(corpus)], tmp_path / str(workers), recipe, num_workers=workers, item_bytes=500)
+        preprocess([str(corpus)], tmp_path / str(workers), recipe, num_workers=workers, item_bytes=2000)
     one = files_of(tmp_path / "1")
     assert len(one) > 20
     assert files_of(tmp_path / "2") == one
