@@ -1,9 +1,11 @@
 """Runs a schedule's actions on one stage: receive, compute, send.
 
-Receives wait, sends do not; the tensors in flight are kept until the step's end. `peak_live` counts the micro-batches
-whose activations were held at once.
+Receives wait; a send waits only once `num_stages` earlier ones to the same neighbour are under way, so what is kept for
+sending stays bounded whatever the number of micro-batches. `peak_live` counts the micro-batches whose activations were
+held at once, `peak_sends` the sends under way to one neighbour.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +24,7 @@ class Pipeline:
         self.stage, self.mesh = stage, mesh
         self.activation_shape = tuple(activation_shape)  # [B, S, D]
         self.peak_live = 0
+        self.peak_sends = 0
 
     def run(
         self,
@@ -36,7 +39,7 @@ class Pipeline:
         mesh = self.mesh
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         live: dict[int, tuple[Tensor | None, Tensor]] = {}
-        in_flight: list[tuple[dist.Work, Tensor]] = []
+        activations, gradients = _Sends(mesh.activations.following), _Sends(mesh.gradients.previous)
         is_training = any(action.kind == "B" for action in actions)
         for kind, number in actions:
             if kind == "F":
@@ -47,7 +50,7 @@ class Pipeline:
                 if mesh.is_last_stage:
                     out = reduce_loss(out, batches[number])
                     total += out.detach()
-                self._send(mesh.activations.following, out.detach(), in_flight)
+                self._send(activations, out.detach())
                 if is_training:
                     live[number] = (received, out)
                     self.peak_live = max(self.peak_live, len(live))
@@ -57,9 +60,9 @@ class Pipeline:
                 torch.autograd.backward(out, gradient)
                 if received is not None:
                     assert received.grad is not None, "the stage's input takes part in its output"
-                    self._send(mesh.gradients.previous, received.grad, in_flight)
-        for work, _ in in_flight:
-            work.wait()
+                    self._send(gradients, received.grad)
+        for sends in (activations, gradients):
+            self._finish(sends, keep=0)
         return total
 
     def _receive(self, link: Link | None) -> Tensor | None:
@@ -72,10 +75,26 @@ class Pipeline:
             work.wait()
         return tensor
 
-    @staticmethod
-    def _send(link: Link | None, tensor: Tensor, in_flight: list[tuple[dist.Work, Tensor]]) -> None:
-        if link is not None:
-            tensor = tensor.contiguous()
-            work = dist.isend(tensor, dst=link.peer, group=link.handle)
-            assert work is not None, "a send to another rank"
-            in_flight.append((work, tensor))
+    def _send(self, sends: "_Sends", tensor: Tensor) -> None:
+        if sends.link is None:
+            return
+        self._finish(sends, keep=self.mesh.layout.pp - 1)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=sends.link.peer, group=sends.link.handle)
+        assert work is not None, "a send to another rank"
+        sends.under_way.append((work, tensor))
+        self.peak_sends = max(self.peak_sends, len(sends.under_way))
+
+    def _finish(self, sends: "_Sends", *, keep: int) -> None:
+        """Wait for all but the newest `keep` sends and let go of their tensors."""
+        while len(sends.under_way) > keep:
+            with self.mesh.clock.span("bubble"):
+                sends.under_way.popleft()[0].wait()
+
+
+class _Sends:
+    """The sends under way to one neighbour, oldest first, each with the tensor that it reads."""
+
+    def __init__(self, link: Link | None) -> None:
+        self.link = link
+        self.under_way: deque[tuple[dist.Work, Tensor]] = deque()

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: for each stage the order of its forward and backward passes.
 
 What must travel follows from it: F(m) needs the activations of micro-batch m from the stage before, B(m) the
-gradients from the stage after. Sends never wait: a schedule cannot deadlock while some stage can take its next action.
+gradients from the stage after. At most `num_stages` sends to a neighbour are under way; no schedule here needs more.
 Sources: GPipe (Huang et al., 2019), 1F1B (PipeDream-flush, Narayanan et al., 2021).
 """
 

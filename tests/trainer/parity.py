@@ -75,6 +75,7 @@ def run_steps(rank: int, config: Config, num_steps: int) -> dict[str, Any]:
         "norms": [each.grad_norm for each in stats],
         "names": [name for name, _ in engine.stage.named_parameters()],
         "peak_live": engine.pipeline.peak_live,
+        "peak_sends": engine.pipeline.peak_sends,
         "optimizer_bytes": engine.optimizer_bytes,
         "calls": csrc_calls(),
     }

@@ -13,19 +13,27 @@ Schedule = Callable[[int, int, int], list[Action]]
 
 
 def simulate(schedules: list[list[Action]]) -> list[int]:
-    """Run all stages against each other, sends never waiting; return each stage's peak of live micro-batches."""
+    """Run all stages against each other; return each stage's peak of live micro-batches.
+
+    At most as many sends as there are stages are under way between two neighbours in one direction.
+    """
     num_stages = len(schedules)
     done: set[tuple[int, Action]] = set()
     places, live, peaks = ([0] * num_stages for _ in range(3))
+    counts = {"F": [0] * num_stages, "B": [0] * num_stages}
     while any(places[s] < len(schedules[s]) for s in range(num_stages)):
         moved = False
         for s in range(num_stages):
             if places[s] == len(schedules[s]):
                 continue
             action = schedules[s][places[s]]
-            needs_from = s - 1 if action.kind == "F" else s + 1
+            needs_from, sends_to = (s - 1, s + 1) if action.kind == "F" else (s + 1, s - 1)
             if 0 <= needs_from < num_stages and (needs_from, action) not in done:
                 continue
+            count = counts[action.kind]
+            if 0 <= sends_to < num_stages and count[s] - count[sends_to] == num_stages:
+                continue
+            count[s] += 1
             assert action.kind == "F" or (s, Action("F", action.microbatch)) in done, "backward before forward"
             done.add((s, action))
             places[s] += 1

@@ -1,0 +1,110 @@
+"""The model and its training once more, in plain torch on whole tensors and written apart: what the trainer must equal.
+
+Shapes: B samples, S positions, D hidden, N heads, H head size.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.config import Config, ModelConfig
+from trainer.engine import Batch
+from trainer.ops.dropout import dropout_reference
+
+State = dict[str, Tensor]
+Drop = Callable[..., Tensor]
+
+
+def logits(model: ModelConfig, state: State, tokens_BS: Tensor, positions_BS: Tensor, drop: Drop) -> Tensor:
+    """[B, S, vocabulary]."""
+    x_BSD = state["embed.weight"][tokens_BS]
+    if model.position == "learned":
+        x_BSD = x_BSD + state["pos.weight"][positions_BS]
+    x_BSD = drop(x_BSD, layer=model.num_layers, site=0)
+    for layer in range(model.num_layers):
+        prefix = f"layers.{layer}."
+        part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        x_BSD = x_BSD + drop(
+            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS), layer=layer, site=0
+        )
+        x_BSD = x_BSD + drop(_feed_forward(model, part, _norm(model, part, "norm2", x_BSD)), layer=layer, site=1)
+    head = state["embed.weight" if model.tie_embeddings else "head.weight"]
+    return _norm(model, state, "norm", x_BSD) @ head.T
+
+
+def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[float, float]]:
+    """Loss and gradient norm of each step; `state` holds the parameters afterwards."""
+    model, optim = config.model, config.optim
+    for value in state.values():
+        value.requires_grad_()
+    groups = [
+        {"params": [v for v in state.values() if v.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [v for v in state.values() if v.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, optim.decay_steps, eta_min=optim.min_lr)
+    for step, batch in enumerate(batches):
+        tokens, labels, positions, mask = (
+            part.flatten(0, 1) for part in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)
+        )
+
+        def drop(x: Tensor, *, layer: int, site: int, step: int = step, first: int = batch.first_sample) -> Tensor:
+            place = {"step": step, "layer": layer, "site": site, "first_sample": first}
+            return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
+
+        logs = torch.log_softmax(logits(model, state, tokens, positions, drop), -1)
+        loss = -(logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * mask).sum() / mask.sum()
+        adam.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float(value.grad.square().sum()) for value in state.values()))
+        for value in state.values():
+            value.grad *= min(1.0, optim.clip / norm)
+        adam.step()
+        cosine.step()
+        yield loss.item(), norm
+
+
+def _norm(model: ModelConfig, part: State, name: str, x: Tensor) -> Tensor:
+    if model.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_eps) * part[f"{name}.weight"]
+    return y + part[f"{name}.bias"] if f"{name}.bias" in part else y
+
+
+def _linear(part: State, name: str, x: Tensor) -> Tensor:
+    y = x @ part[f"{name}.weight"].T
+    return y + part[f"{name}.bias"] if f"{name}.bias" in part else y
+
+
+def _attend(model: ModelConfig, part: State, x_BSD: Tensor, positions_BS: Tensor) -> Tensor:
+    size = model.hidden_size // model.num_heads
+    q, k, v = (_linear(part, f"attn.{name}", x_BSD).unflatten(-1, (-1, size)) for name in "qkv")  # [B, S, N, H]
+    if model.qk_norm:
+        q, k = _norm(model, part, "attn.q_norm", q), _norm(model, part, "attn.k_norm", k)
+    if model.position == "rope":
+        q, k = _rotate(q, positions_BS, model.rope_theta), _rotate(k, positions_BS, model.rope_theta)
+    repeats = model.num_heads // k.shape[2]
+    k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    scores_BNST = torch.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(size)
+    future = torch.ones(scores_BNST.shape[-2:], dtype=torch.bool).triu(1)
+    weights_BNST = torch.softmax(scores_BNST.masked_fill(future, -math.inf), -1)
+    return _linear(part, "attn.out", torch.einsum("bnst,btnh->bsnh", weights_BNST, v).flatten(2))
+
+
+def _rotate(x: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
+    """Feature j and j + H/2 are one complex number, turned by position * theta^(-2j/H)."""
+    half = x.shape[-1] // 2
+    angles = positions_BS[..., None, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def _feed_forward(model: ModelConfig, part: State, x: Tensor) -> Tensor:
+    up = _linear(part, "mlp.up", x)
+    if model.activation == "swiglu":
+        gate = _linear(part, "mlp.gate", x)
+        return _linear(part, "mlp.down", gate / (1 + torch.exp(-gate)) * up)
+    inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
+    return _linear(part, "mlp.down", 0.5 * up * (1 + torch.tanh(inner)))
