@@ -1,4 +1,4 @@
-"""One work item: its documents are read, tokenized and sealed as shards; memory is a batch of about 1 MiB of text.
+"""One work item: its documents are read, tokenized and sealed as shards; memory is a batch of about 256 KiB of text.
 
 An item is sealed in three moves: its shards are written under `.work/`, renamed into their store, and then recorded,
 all durably. Only the record makes an item done, so a kill at any moment costs at most the item's work.
@@ -19,7 +19,7 @@ from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Tokenizer
 
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
 
 

@@ -2,10 +2,12 @@
 
 The corpus is the Python standard library's sources, repeated with another first line each time. Prints the peak of the
 resident memory of the whole process tree at 0.1 and 1 GB of input, and interleaved repeats at 0.1 GB: the `tokenizers`
-library alone in one process (the raw limit), one worker, two workers. Ratios hold within a run.
+library alone in one process (the raw limit), one worker, two workers, whose stores must be the same byte for byte.
+Ratios hold within a run. Ends with exit code 1 where memory grows by 15% or two workers are less than 1.6 times one.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -53,18 +55,23 @@ def main() -> int:
             summary, peaks[path] = preprocess(path, folder / f"{path.stem}.store", tokenizer, workers=2)
             size = f"{path.stat().st_size / 1e6:.0f} MB"
             print(f"{size}: peak {peaks[path] / 2**20:.0f} MiB with two workers, {summary['mb_per_s']:.2f} MB/s")
-        print(f"memory at the large over the small input: {peaks[large] / peaks[small]:.3f}")
-        rates = {"tokenizers alone": [], "one worker": [], "two workers": []}
+        growth = peaks[large] / peaks[small]
+        print(f"memory at the large over the small input: {growth:.3f}")
+        rates: dict[str, list[float]] = {"tokenizers alone": [], "one worker": [], "two workers": []}
+        digests = set()
         for repeat in range(arguments.repeats):
             rates["tokenizers alone"].append(tokenize_alone(small, tokenizer))
-            for name, workers in (("one worker", 1), ("two workers", 2)):
-                summary, _ = preprocess(small, folder / f"{workers}-{repeat}", tokenizer, workers=workers)
-                rates[name].append(summary["mb_per_s"])
-    for name, values in rates.items():
-        print(f"{name}: median {statistics.median(values):.2f} MB/s of {[round(value, 2) for value in values]}")
+            for what, workers in (("one worker", 1), ("two workers", 2)):
+                store = folder / f"{workers}-{repeat}"
+                summary, _ = preprocess(small, store, tokenizer, workers=workers)
+                rates[what].append(summary["mb_per_s"])
+                digests.add(digest(store))
+    for what, values in rates.items():
+        print(f"{what}: median {statistics.median(values):.2f} MB/s of {[round(value, 2) for value in values]}")
     alone, one, two = (statistics.median(values) for values in rates.values())
     print(f"two workers over one: {two / one:.2f}; one worker over tokenizers alone: {one / alone:.2f}")
-    return 0
+    print(f"the bytes of all {2 * arguments.repeats} stores: {'the same' if len(digests) == 1 else 'DIFFERENT'}")
+    return 0 if abs(growth - 1) < 0.15 and two / one >= 1.6 and len(digests) == 1 else 1
 
 
 def make_corpus(path: Path, size_bytes: int) -> Path:
@@ -111,6 +118,17 @@ def resident_bytes(pid: int) -> int:
     except psutil.NoSuchProcess:
         return 0
     return total
+
+
+def digest(store: Path) -> str:
+    """MD5 over the names and bytes of all files of a store."""
+    hasher = hashlib.md5()
+    for file in sorted(store.rglob("*")):
+        hasher.update(f"{file.relative_to(store)}\n".encode())
+        if file.is_file():
+            with file.open("rb") as stream:
+                hasher.update(hashlib.file_digest(stream, "md5").digest())
+    return hasher.hexdigest()
 
 
 def tokenize_alone(path: Path, tokenizer: Path) -> float:

@@ -25,7 +25,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def config_for(model: str, layout: ParallelLayout, *, precision: str = "fp64", zero_stage: int = 1) -> Config:
+def config_for(
+    model: str, layout: ParallelLayout, *, precision: str = "fp64", zero_stage: int = 1, device: str = "cpu"
+) -> Config:
     """A resolved configuration: high peak rate, no warm-up, clipping, at least 4 micro-batches."""
     config = Config(
         model=MODELS[model],
@@ -33,7 +35,7 @@ def config_for(model: str, layout: ParallelLayout, *, precision: str = "fp64", z
         optim=OptimConfig(lr=2e-3, min_lr=1e-4, clip=0.5),
         train=TrainConfig(
             train_steps=20, seq_length=SEQ, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH,
-            precision=precision, device="cpu", seed=7,  # type: ignore[arg-type]
+            precision=precision, device=device, seed=7,  # type: ignore[arg-type]
         ),
     )  # fmt: skip
     return resolve(config, layout.world_size)
@@ -50,24 +52,26 @@ def global_batch(step: int) -> dict[str, torch.Tensor]:
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:], "positions": positions, "loss_mask": mask}
 
 
-def local_batch(step: int, dp_rank: int, dp_size: int) -> Batch:
+def local_batch(step: int, dp_rank: int, dp_size: int, device: torch.device) -> Batch:
     """A data-parallel rank's share: sample (m * dp_size + dp_rank) * micro_batch + i."""
     num_microbatches = GLOBAL_BATCH // (MICRO_BATCH * dp_size)
     order = torch.arange(GLOBAL_BATCH).view(num_microbatches, dp_size, MICRO_BATCH)[:, dp_rank]
-    parts = {name: rows[order] for name, rows in global_batch(step).items()}
+    parts = {name: rows[order].to(device) for name, rows in global_batch(step).items()}
     return Batch(**parts, first_sample=step * GLOBAL_BATCH)
 
 
 def make_engine(rank: int, config: Config) -> Engine:
-    """The engine of one rank."""
-    return Engine(config, ProcessMesh(layout_of(config), rank, torch.device("cpu")))
+    """The engine of one rank, on its own GPU where the configuration asks for one."""
+    index = rank if config.train.device == "cuda" else None
+    return Engine(config, ProcessMesh(layout_of(config), rank, torch.device(config.train.device, index)))
 
 
 def run_steps(rank: int, config: Config, num_steps: int) -> dict[str, Any]:
     """Train from the start; losses and norms, and what the rank holds and did."""
     engine = make_engine(rank, config)
+    mesh = engine.mesh
     stats = [
-        engine.train_step(step, local_batch(step, engine.mesh.dp.index, engine.mesh.dp.size))
+        engine.train_step(step, local_batch(step, mesh.dp.index, mesh.dp.size, mesh.device))
         for step in range(num_steps)
     ]
     return {

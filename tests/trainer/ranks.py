@@ -1,4 +1,4 @@
-"""run_ranks: a function on several processes joined by gloo, with a timeout and every rank's traceback."""
+"""run_ranks: a function on several processes that talk to each other, with a timeout and every rank's traceback."""
 
 import multiprocessing
 import queue
@@ -14,12 +14,19 @@ _CONTEXT = multiprocessing.get_context("forkserver")  # forked from a server tha
 _CONTEXT.set_forkserver_preload(["torch", "trainer.engine"])
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
-    """Call function(rank, *arguments) on every rank, one thread each; return the results in order of rank."""
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120, backend: str = "gloo"
+) -> list[Any]:
+    """Call function(rank, *arguments) on every rank, one thread each; return the results in order of rank.
+
+    With `backend` "nccl" each rank has a GPU of its own.
+    """
     with tempfile.TemporaryDirectory() as folder:
         results = _CONTEXT.Queue()
         processes = [
-            _CONTEXT.Process(target=_run, args=(results, Path(folder), rank, num_ranks, timeout_s, function, arguments))
+            _CONTEXT.Process(
+                target=_run, args=(results, Path(folder), rank, num_ranks, timeout_s, backend, function, arguments)
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -58,6 +65,7 @@ def _run(
     rank: int,
     num_ranks: int,
     timeout_s: float,
+    backend: str,
     function: Callable[..., Any],
     arguments: Any,
 ) -> None:
@@ -66,10 +74,12 @@ def _run(
 
     torch.set_num_threads(1)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         if num_ranks > 1:
             store = dist.FileStore(str(folder / "store"), num_ranks)
             timeout = timedelta(seconds=timeout_s)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         results.put((rank, function(rank, *arguments), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

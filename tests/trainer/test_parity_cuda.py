@@ -1,0 +1,38 @@
+"""On GPUs the same training as on a CPU: initial weights and dropout masks are the same there, through CUDA kernels."""
+
+import pytest
+import torch
+
+from ckptkit.layout import ParallelLayout
+from tests.trainer.parity import MODELS, config_for, largest_gap, run_steps
+from tests.trainer.ranks import run_ranks
+from tests.trainer.test_parity import BOUNDS, assert_trained
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
+LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(tp=2),
+    ParallelLayout(pp=2),
+    ParallelLayout(tp=2, pp=2),
+    ParallelLayout(tp=2, dp=2),
+    ParallelLayout(dp=4),
+]
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_gpus_repeat_one_cpu(model: str) -> None:
+    reference = run_ranks(1, run_steps, config_for(model, ParallelLayout()), 20)[0]
+    for layout in LAYOUTS:
+        if layout.world_size <= NUM_GPUS:
+            config = config_for(model, layout, device="cuda")
+            for run in run_ranks(layout.world_size, run_steps, config, 20, backend="nccl"):
+                assert_trained(run, config, fall=0.1)
+                assert largest_gap(run, reference) <= BOUNDS["fp64"], str(layout)
+
+
+def test_bf16_on_a_gpu_stays_near_fp32() -> None:
+    wide = run_ranks(1, run_steps, config_for("llama", ParallelLayout(), precision="fp32"), 5)[0]
+    config = config_for("llama", ParallelLayout(), precision="bf16", device="cuda")
+    narrow = run_ranks(1, run_steps, config, 5, backend="nccl")[0]
+    assert largest_gap(narrow, wide) < 2e-2
