@@ -1,4 +1,4 @@
-"""One work item: its documents are read, tokenized and sealed as shards; memory is a batch of about 256 KiB of text.
+"""One work item: its documents are read, tokenized and sealed as shards; memory is 64 KiB of text or one document.
 
 An item is sealed in three moves: its shards are written under `.work/`, renamed into their store, and then recorded,
 all durably. Only the record makes an item done, so a kill at any moment costs at most the item's work.
@@ -19,7 +19,7 @@ from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Tokenizer
 
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
 
 
@@ -160,10 +160,10 @@ def _batches(documents: DocumentReader) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
     for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS:
+        if batch and (characters + len(document.text) > _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS):
             yield batch
             batch, characters = [], 0
+        batch.append(document)
+        characters += len(document.text)
     if batch:
         yield batch

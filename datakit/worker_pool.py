@@ -19,6 +19,7 @@ from datakit.recipe import Recipe
 from threefold.errors import StorageError, UserError
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_RETURN_LARGE_FREES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # glibc would keep a long document's memory for ever
 
 
 class WorkerPool:
@@ -70,7 +71,12 @@ class _Worker:
     """One worker process and the item it has."""
 
     def __init__(self, task: bytes, keep_open: int) -> None:
-        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+        environment = {
+            **_RETURN_LARGE_FREES,
+            **os.environ,
+            **_ONE_THREAD,
+            "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "datakit.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(keep_open,), bufsize=0,
