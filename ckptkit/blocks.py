@@ -32,7 +32,7 @@ class DamagedGranule(CheckFailed):
 
     def __init__(self, file: str, granule: int, tensors: tuple[str, ...] = ()) -> None:
         place = f"between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES}"
-        held = f", where {', '.join(tensors[:8])}{' ...' if len(tensors) > 8 else ''} is stored" if tensors else ""
+        held = f", where {shown_names(tensors)} is stored" if tensors else ""
         super().__init__(f"{file} is damaged {place}{held}")
         self.file = file
         self.granule = granule
@@ -40,6 +40,12 @@ class DamagedGranule(CheckFailed):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (DamagedGranule, (self.file, self.granule, self.tensors))
+
+
+def shown_names(tensors: Sequence[str], most: int = 8) -> str:
+    """Tensor names for a message, the first few and the number of the others."""
+    more = f" and {len(tensors) - most} more" if len(tensors) > most else ""
+    return ", ".join(tensors[:most]) + more
 
 
 def num_granules(size_bytes: int) -> int:

@@ -18,10 +18,10 @@ def build_parser() -> Parser:
         epilog="S3 settings come from the standard AWS_* variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). "
         "Exit codes: 0 ok, 1 check failed, 2 usage, 3 I/O.",
     )
-    verbs = parser.add_subparsers(metavar="{ls,inspect,verify,hash,reshard}", required=True)
+    verbs = parser.add_subparsers(metavar="{ls,inspect,verify,hash,reshard}")
 
     ls = verbs.add_parser("ls", help="list a run's committed steps", description="List a run's committed steps.")
-    ls.add_argument("run", metavar="RUN", help="run URL: a path, s3://..., or any fsspec URL")
+    ls.add_argument("run", metavar="RUN", help="run URL, or step URL: a path, s3://..., or any fsspec URL")
     ls.set_defaults(handler=ls_verb)
 
     inspect = verbs.add_parser(
@@ -85,16 +85,18 @@ def size(text: str) -> int:
 
 
 def ls_verb(arguments: argparse.Namespace) -> int:
+    from ckptkit.address import open_address
     from ckptkit.catalogue import committed_steps
     from ckptkit.inspect import describe
     from ckptkit.reader import read_root
     from ckptkit.root import step_folder
     from threefold.errors import CheckFailed
-    from threefold.storage import open_storage
 
-    storage = open_storage(arguments.run)
+    storage, named = open_address(arguments.run)
     rows: list[dict[str, object]] = []
     for step in committed_steps(storage):
+        if named not in (None, step):
+            continue
         url = f"{storage.url}/{step_folder(step)}"
         try:
             about = describe(read_root(storage, step), url)
@@ -105,7 +107,7 @@ def ls_verb(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     elif not rows:
-        print(f"no committed step in {storage.url}", file=sys.stderr)
+        print(f"no committed step in {arguments.run}", file=sys.stderr)
     for row in [] if arguments.json else rows:
         if "error" in row:
             print(f"{row['step']:>10}  DAMAGED: {row['error']}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.blocks import GRANULE_BYTES, BlockReader, checksums
+from ckptkit.blocks import GRANULE_BYTES, BlockReader, checksums, shown_names
 from ckptkit.chunk import Box
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.data_file import DataFile
@@ -30,7 +30,7 @@ class Fault:
 
     def __str__(self) -> str:
         place = self.file if self.offset is None else f"{self.file} at byte {self.offset}"
-        return f"{place}: {self.what}" + (f", in {', '.join(self.tensors)}" if self.tensors else "")
+        return f"{place}: {self.what}" + (f", in {shown_names(self.tensors)}" if self.tensors else "")
 
 
 @dataclass(frozen=True)

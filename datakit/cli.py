@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> Parser:
     """The command line of all verbs."""
     parser = Parser(prog="datakit", description="Text corpus to token store.")
-    verbs = parser.add_subparsers(title="verbs", metavar="{train-tokenizer,preprocess,inspect,verify}")
+    verbs = parser.add_subparsers(metavar="{train-tokenizer,preprocess,inspect,verify}")
 
     train = verbs.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer", description=_train.__doc__)
     _add_input_flags(train)

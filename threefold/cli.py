@@ -30,6 +30,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {flag}" + (f", did you mean {close[0]}?" if close else ""))
         return parsed, unknown
 
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        """Refuse a verb or a choice that does not exist, and say which may have been meant."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        close = difflib.get_close_matches(str(value), choices, 1)
+        meant = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+        name = "/".join(action.option_strings) or "verb"
+        self.error(f"{name}: there is no {value}, {meant}")
+
     def error(self, message: str) -> "None":  # type: ignore[override]
         report(UserError(message, hint=f"{self.prog} --help"))
         raise SystemExit(EXIT_USAGE)

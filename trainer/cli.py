@@ -17,7 +17,7 @@ OTHERS_SPEAK_AFTER_S = 5.0
 def build_parser() -> Parser:
     """The parser of all verbs."""
     parser = Parser(prog="trainer", description="A compact tensor x pipeline x data parallel GPT trainer.")
-    verbs = parser.add_subparsers(metavar="{train,eval,generate}", required=True)
+    verbs = parser.add_subparsers(metavar="{train,eval,generate}")
 
     train = verbs.add_parser(
         "train",

@@ -48,6 +48,12 @@ def test_ls_lists_committed_steps_only(capsys: Capture, run_url: str) -> None:
     assert [line.split()[0] for line in out.splitlines()] == ["3", "12"]
 
 
+def test_ls_of_a_step_lists_that_step(capsys: Capture, run_url: str) -> None:
+    steps = json.loads(call(capsys, "ls", run_url, "--json")[1])
+    assert json.loads(call(capsys, "ls", steps[-1]["url"], "--json")[1]) == steps[-1:]
+    assert "no committed step" in call(capsys, "ls", f"{run_url}/step-000000099")[2]
+
+
 def test_ls_of_a_run_without_steps_says_so(capsys: Capture, tmp_path: Path) -> None:
     assert call(capsys, "ls", str(tmp_path), "--json")[:2] == (0, "[]\n")
     assert "no committed step" in call(capsys, "ls", str(tmp_path))[2]

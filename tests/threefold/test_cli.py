@@ -19,6 +19,7 @@ def parser_for(handler: Callable[[argparse.Namespace], int | None]) -> Parser:
     verbs = parser.add_subparsers()
     verb = verbs.add_parser("do")
     verb.add_argument("--count", type=int, default=1)
+    verb.add_argument("--kind", choices=["small", "large"])
     verb.set_defaults(handler=handler)
     return parser
 
@@ -64,6 +65,22 @@ def test_a_usage_fault_exits_2_with_a_hint(argv: list[str], capsys: pytest.Captu
     assert stopped.value.code == 2
     assert "error: " in (err := capsys.readouterr().err)
     assert "hint: tool" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["doo"], "verb: there is no doo, did you mean do?"),
+        (["x"], "verb: there is no x, choose from do"),
+        (["do", "--kind", "smal"], "--kind: there is no smal, did you mean small?"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_answered_with_the_nearest(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(parser_for(lambda _: None), argv)
+    assert capsys.readouterr().err.startswith(f"error: {message}\n")
 
 
 def test_no_verb_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,8 @@ def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
         errno.EPERM: f"check the permissions: ls -ld {Path(path).parent}",
         errno.EROFS: "the file system is mounted read-only; choose another place",
     }.get(error.errno or 0)
+    if hint is None and doing == "write":
+        hint = "choose another place"
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}", hint=hint)
 
 
