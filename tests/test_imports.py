@@ -1,6 +1,7 @@
 """The import direction is the architecture: threefold <- {datakit, ckptkit} <- trainer, torch only where named."""
 
 import ast
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,12 @@ def test_programs_use_public_names_only(folder: str) -> None:
             parts = name.split(".")
             private = parts[0] in KITS and any(part.startswith("_") for part in parts)
             assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("kit", sorted(KITS - {"threefold"}))
+def test_every_public_name_is_there(kit: str) -> None:
+    package = import_module(kit)
+    for name in package.__all__:
+        assert getattr(package, name).__module__.startswith(f"{kit}.")
+    with pytest.raises(AttributeError, match="has no attribute"):
+        _ = package.nothing_of_this_name
