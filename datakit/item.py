@@ -13,11 +13,12 @@ import orjson
 
 from datakit.documents import Document, DocumentReader
 from datakit.inputs import WorkItem
-from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably, sync_folder
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably
 from datakit.recipe import Recipe
 from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Tokenizer
+from threefold.storage.local import sync_folder
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
 SUFFIXES = (".bin", ".idx", ".origin")

@@ -15,6 +15,7 @@ import xxhash
 
 from datakit.shard import FileDigest, write_durably, writing
 from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage.local import sync_folder
 
 FILE_NAME = "manifest.json"
 WORK_FOLDER = ".work"  # holds sealed items until a store is complete
@@ -137,15 +138,6 @@ def replace_durably(path: Path, content: bytes) -> None:
     with writing(path):
         temporary.replace(path)
         sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Fields:
