@@ -77,8 +77,8 @@ def data_files(run: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("gib", "place"), [(1.0, "local"), (4.0, "local"), (1.0, "s3")])
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(("gib", "place"), [(1.0, "local"), (4.0, "local"), (1.0, "s3"), (4.0, "s3")])
 def test_reshard_at_size_has_flat_memory(
     gib: float, place: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
