@@ -33,6 +33,12 @@ def build_parser() -> Parser:
     _add_input_flags(make)
     make.add_argument("--output", required=True, metavar="STORE", help="folder of the store; a rerun continues in it")
     make.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json or sentencepiece .model")
+    make.add_argument(
+        "--tokenizer-backend",
+        choices=["auto", "gigatoken", "tokenizers", "sentencepiece"],
+        default="auto",
+        help="engine that tokenizes; auto takes the fastest that gives the same ids on a probe of the input",
+    )
     make.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     make.add_argument(
         "--split",
@@ -106,6 +112,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         arguments.output,
         recipe,
         num_workers=arguments.workers,
+        backend=arguments.tokenizer_backend,
         item_bytes=arguments.item_size,
         report=_log,
     )

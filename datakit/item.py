@@ -12,12 +12,13 @@ import numpy as np
 import orjson
 
 from datakit.documents import Document, DocumentReader
+from datakit.encoder import Encoder
 from datakit.inputs import WorkItem
 from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably
 from datakit.recipe import Recipe
 from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
-from datakit.tokenizer import Tokenizer
+from datakit.tokenizer import Ids
 from threefold.storage.local import sync_folder
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
@@ -45,8 +46,8 @@ class Progress:
 class ItemEncoder:
     """Turns work items into shards of the stores under `output`."""
 
-    def __init__(self, output: Path, recipe: Recipe, tokenizer: Tokenizer, identity: TokenizerIdentity) -> None:
-        self._output, self._recipe, self._tokenizer = output, recipe, tokenizer
+    def __init__(self, output: Path, recipe: Recipe, encoder: Encoder, identity: TokenizerIdentity) -> None:
+        self._output, self._recipe, self._encoder = output, recipe, encoder
         self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
         self._eod_id = identity.eod_id if recipe.append_eod else None
 
@@ -58,7 +59,7 @@ class ItemEncoder:
             for part in item.slices:
                 reader = DocumentReader(part, text_key=self._recipe.text_key, txt_split=self._recipe.txt_split)
                 for batch in _batches(reader):
-                    encoded = self._tokenizer.encode_batch([document.text for document in batch])
+                    encoded = self._encoder.encode_batch([document.text for document in batch])
                     for document, ids in zip(batch, encoded, strict=True):
                         target = writers[self._recipe.part_of(document.text.encode())].current()
                         target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
@@ -76,7 +77,7 @@ class ItemEncoder:
         record = ItemRecord(item, num_lines, input_bytes, shards)
         replace_durably(record_path(self._output, item.number), orjson.dumps(record))
 
-    def _token_bytes(self, ids: list[int]) -> bytes:
+    def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
         tokens[: len(ids)] = ids
         if self._eod_id is not None:

@@ -9,13 +9,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from datakit.documents import DocumentReader
+from datakit.encoder import AUTO, choose_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.item import ItemRecord, read_record
 from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry, TokenizerIdentity, replace_durably
@@ -28,6 +31,7 @@ from threefold.errors import StorageError, UserError
 
 LOCK_PATIENCE_S = 5.0
 PROGRESS_INTERVAL_S = 2.0
+_PROBE_DOCUMENTS, _PROBE_CHARACTERS = 8, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,15 @@ def preprocess(
     recipe: Recipe,
     *,
     num_workers: int = 1,
+    backend: str = AUTO,
     item_bytes: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Summary:
     """Make the store (with a split: the stores `train` and `valid`) of all documents of the inputs.
 
-    `item_bytes` overrides the size of a work item, `report` takes lines of progress. Raises UserError and StorageError;
-    what was sealed before then is kept, and the same call continues.
+    `backend` names the engine that tokenizes (see encoder.py), which changes no byte. `item_bytes` overrides the size
+    of a work item, `report` takes lines of progress. Raises UserError and StorageError; what was sealed before then is
+    kept, and the same call continues.
     """
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
@@ -80,19 +86,33 @@ def preprocess(
         job.begin()
         missing = [item for item in job.items if read_record(job.output, item) is None]
         if missing:
-            _seal(job, missing, min(num_workers, len(missing)), lock, report)
+            choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
+            report(f"tokenizing with {choice.backend}: {choice.reason}")
+            _seal(job, missing, choice.backend, min(num_workers, len(missing)), lock, report)
         records = job.records()
         job.finish(records, report)
         sealed = [records[item.number] for item in missing]
         return job.summary(sealed, time.monotonic() - started_s)
 
 
-def _seal(job: "_Job", items: list[WorkItem], num_workers: int, lock: int, report: Callable[[str], None]) -> None:
+def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
+    """Some documents from the begin, the middle and the end of the input, each cut to 16 Ki characters."""
+    texts: list[str] = []
+    for item in {items[0], items[len(items) // 2], items[-1]}:
+        reader = DocumentReader(item.slices[0], text_key=recipe.text_key, txt_split=recipe.txt_split)
+        with suppress(UserError):  # the worker that meets it tells it
+            texts += [document.text[:_PROBE_CHARACTERS] for document in islice(reader, _PROBE_DOCUMENTS)]
+    return texts
+
+
+def _seal(
+    job: "_Job", items: list[WorkItem], backend: str, num_workers: int, lock: int, report: Callable[[str], None]
+) -> None:
     """Let workers seal the items, and report about every two seconds."""
     meter = _Meter(len(items))
     if len(items) < len(job.items):
         report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
-    with WorkerPool(num_workers, job.output, job.recipe, job.identity, keep_open=lock) as pool:
+    with WorkerPool(num_workers, job.output, job.recipe, job.identity, backend=backend, keep_open=lock) as pool:
         for item, message in pool.run(iter(items)):
             meter.update(item, message)
             if meter.is_due():
@@ -138,9 +158,9 @@ class _Job:
         if not any(file.size_bytes for file in files):
             names = ", ".join(file.path for file in files[:3])
             raise UserError(f"the input is empty: {len(files)} files of 0 bytes: {names}", hint=f"ls -l {names}")
-        tokenizer = open_tokenizer(recipe.tokenizer)
+        self.tokenizer = open_tokenizer(recipe.tokenizer)
         needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
-        self.identity = identify(tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
+        self.identity = identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
         item_bytes = item_bytes or default_item_bytes(files)
         self.items = list(cut(files, item_bytes, split_txt=recipe.txt_split == "line"))
         self._input = {

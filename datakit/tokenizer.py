@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from datakit.manifest import TokenizerIdentity
@@ -16,6 +18,7 @@ from threefold.errors import StorageError, UserError
 
 DEFAULT_EOD = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 30
+Ids = npt.NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
@@ -25,11 +28,14 @@ class Tokenizer(Protocol):
     fingerprint: str
     vocab_size: int
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, on one thread when TOKENIZERS_PARALLELISM is false."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: npt.ArrayLike) -> str:
         """The text of ids."""
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in text before it is cut into words."""
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, None where the vocabulary has none of this name."""
@@ -88,11 +94,14 @@ class JsonTokenizer:
         self._library.no_padding()
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(list(ids), skip_special_tokens=False))
+    def added_tokens(self) -> list[str]:
+        return [token.content for token in self._library.get_added_tokens_decoder().values()]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return str(self._library.decode(np.asarray(ids, np.uint32).tolist(), skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._library.token_to_id(token)
@@ -111,11 +120,14 @@ class SentencePieceTokenizer:
         self._library: Any = SentencePieceProcessor(model_proto=content)
         self.vocab_size = int(self._library.vocab_size())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._library.encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(self._library.encode(text), np.uint32) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(list(ids)))
+    def added_tokens(self) -> list[str]:
+        return []  # its user-defined symbols are pieces like any other
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
 
     def token_id(self, token: str) -> int | None:
         found = int(self._library.piece_to_id(token))

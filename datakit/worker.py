@@ -1,7 +1,8 @@
 """A preprocessing worker: `python -m datakit.worker` reads work items from stdin, seals them, and reports on stdout.
 
-Messages are JSON, one a line. In: the task (output, recipe, tokenizer identity), then items. Out: `progress` while an
-item is at work, then `sealed` or `error`. The worker ends with its parent, whatever ended that: its stdin closes.
+Messages are JSON, one a line. In: the task (output, recipe, tokenizer identity, backend), then items. Out: `progress`
+while an item is at work, then `sealed` or `error`. The worker ends with its parent, whatever ended that: its stdin
+closes.
 """
 
 import os
@@ -15,11 +16,11 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from datakit.encoder import open_encoder
 from datakit.inputs import FileSlice, InputFile, WorkItem
 from datakit.item import ItemEncoder, Progress
 from datakit.manifest import TokenizerIdentity
 from datakit.recipe import Recipe
-from datakit.tokenizer import open_tokenizer
 from threefold.errors import StorageError, UserError
 
 PROGRESS_INTERVAL_S = 0.5
@@ -35,9 +36,10 @@ def main() -> None:
     task = orjson.loads(messages.get())
     recipe = Recipe(**task["recipe"] | {"split": task["recipe"]["split"] and tuple(task["recipe"]["split"])})
     identity = TokenizerIdentity(**task["identity"])
-    encoder = ItemEncoder(Path(task["output"]), recipe, open_tokenizer(recipe.tokenizer), identity)
+    encoder = open_encoder(recipe.tokenizer, task["backend"])
+    items = ItemEncoder(Path(task["output"]), recipe, encoder, identity)
     while True:
-        _serve(encoder, _parse_item(orjson.loads(messages.get())), answers)
+        _serve(items, _parse_item(orjson.loads(messages.get())), answers)
 
 
 def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
@@ -46,7 +48,7 @@ def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
     os._exit(1)  # the parent is gone
 
 
-def _serve(encoder: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
+def _serve(items: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
     reported_s = time.monotonic()
     latest = Progress(0, 0)
 
@@ -58,7 +60,7 @@ def _serve(encoder: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
             _send(answers, {"progress": progress})
 
     try:
-        encoder.seal(item, report)
+        items.seal(item, report)
     except OSError as error:
         _send(answers, {"error": {"io": True, "message": str(error), "hint": None}})
     except UserError as error:

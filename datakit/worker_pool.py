@@ -26,10 +26,13 @@ class WorkerPool:
     """Some workers at one task; use it in a `with`, which ends them."""
 
     def __init__(
-        self, num_workers: int, output: Path, recipe: Recipe, identity: TokenizerIdentity, *, keep_open: int
-    ) -> None:
+        self, num_workers: int, output: Path, recipe: Recipe, identity: TokenizerIdentity, *,
+        backend: str, keep_open: int,
+    ) -> None:  # fmt: skip
         """Start the workers; `keep_open` is a file descriptor that stays open as long as one of them lives."""
-        task = orjson.dumps({"output": str(output), "recipe": recipe, "identity": identity}) + b"\n"
+        task = orjson.dumps(
+            {"output": str(output), "recipe": recipe, "identity": identity, "backend": backend}
+        ) + b"\n"  # fmt: skip
         self._workers: list[_Worker] = []
         try:
             for _ in range(num_workers):

@@ -20,7 +20,7 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
         raise UserError(message, hint="--tokens 64 --temperature 0.8")
     config = checkpoint.config
     tokenizer = fitting_tokenizer(config.data.tokenizer, config.model.vocab_size)
-    tokens = tokenizer.encode_batch([prompt])[0]
+    tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
     if not tokens:
         raise UserError("the prompt holds no token", hint="--prompt 'Once upon a time'")
     with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:

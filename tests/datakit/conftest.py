@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import settings
 
 from datakit.cli import main
@@ -28,6 +29,16 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -
     write_jsonl(folder / "a.jsonl", texts)
     train_tokenizer([str(folder / "a.jsonl")], str(folder / "tok.json"), vocab_size=400)
     return str(folder / "tok.json")
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("sp") / "m"
+    lines = [f"the quick brown fox {i} jumps over the lazy dog {i * i}" for i in range(500)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=120, minloglevel=2
+    )
+    return prefix.with_suffix(".model")
 
 
 @pytest.fixture
