@@ -61,7 +61,7 @@ class ItemEncoder:
                 for batch in _batches(reader):
                     encoded = self._encoder.encode_batch([document.text for document in batch])
                     for document, ids in zip(batch, encoded, strict=True):
-                        target = writers[self._recipe.part_of(document.text.encode())].current()
+                        target = writers[self._recipe.part_of(document.text)].current()
                         target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
                         input_bytes += document.input_bytes
                         num_tokens += len(ids)

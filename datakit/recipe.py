@@ -39,11 +39,11 @@ class Recipe:
         """The folders, under the output, of the stores that come out."""
         return (WHOLE,) if self.split is None else (TRAIN, VALID)
 
-    def part_of(self, text: bytes) -> str:
+    def part_of(self, text: str) -> str:
         """The store that a document goes to: its hash against the fraction, so equal texts go together."""
         if self.split is None:
             return WHOLE
-        return TRAIN if xxhash.xxh3_64_intdigest(text) < self.split[0] * 2**64 else VALID
+        return TRAIN if xxhash.xxh3_64_intdigest(text.encode()) < self.split[0] * 2**64 else VALID
 
     def settings(self, part: str) -> dict[str, Any]:
         """What a store's manifest says of its making, paths and machine left out."""
