@@ -47,6 +47,13 @@ def build_parser() -> Parser:
         help="put fractions of the documents, by a hash of their text, into STORE/train and STORE/valid",
     )
     make.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
+    make.add_argument("--engine", choices=["local", "ray"], default="local", help="processes here, or actors on Ray")
+    make.add_argument(
+        "--ray-address",
+        default=os.environ.get("RAY_ADDRESS"),
+        metavar="HOST:PORT",
+        help="the Ray cluster; default: $RAY_ADDRESS, or one that is started here",
+    )
     make.add_argument(
         "--item-size",
         type=_size,
@@ -113,6 +120,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         recipe,
         num_workers=arguments.workers,
         backend=arguments.tokenizer_backend,
+        engine=arguments.engine,
+        ray_address=arguments.ray_address,
         item_bytes=arguments.item_size,
         report=_log,
     )

@@ -1,9 +1,11 @@
 """One work item: its documents are read, tokenized and sealed as shards; memory is 64 KiB of text or one document.
 
-An item is sealed in three moves: its shards are written under `.work/`, renamed into their store, and then recorded,
-all durably. Only the record makes an item done, so a kill at any moment costs at most the item's work.
+An item is sealed in three moves: its shards are written in a folder of the encoder's own under `.work/`, renamed into
+their store, and then recorded, all durably. Only the record makes an item done, so a kill at any moment costs at most
+the item's work, and two encoders at the same item, as after a node that was only thought dead, put the same bytes.
 """
 
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +16,16 @@ import orjson
 from datakit.documents import Document, DocumentReader
 from datakit.encoder import Encoder
 from datakit.inputs import WorkItem
-from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity
 from datakit.recipe import Recipe
-from datakit.shard import FileDigest, writing
+from datakit.shard import FileDigest, write_durably, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Ids
 from threefold.storage.local import sync_folder
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
+SCRATCH = "shards"  # under the work folder: what is not sealed yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class ItemEncoder:
         self._output, self._recipe, self._encoder = output, recipe, encoder
         self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
         self._eod_id = identity.eod_id if recipe.append_eod else None
+        self._scratch = output / WORK_FOLDER / SCRATCH / secrets.token_hex(8)
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
         """Make the item's shards and its record, or nothing."""
@@ -74,8 +78,7 @@ class ItemEncoder:
             raise
         for store, entries in shards.items():
             self._move_into_store(store, entries)
-        record = ItemRecord(item, num_lines, input_bytes, shards)
-        replace_durably(record_path(self._output, item.number), orjson.dumps(record))
+        self._record(ItemRecord(item, num_lines, input_bytes, shards))
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
@@ -85,10 +88,18 @@ class ItemEncoder:
         return tokens.tobytes()
 
     def _work(self, part: str) -> Path:
-        folder = self._output / WORK_FOLDER / "shards" / part
+        folder = self._scratch / part
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def _record(self, record: ItemRecord) -> None:
+        path = record_path(self._output, record.item.number)
+        written = self._scratch / path.name
+        write_durably(written, orjson.dumps(record))
+        with writing(path):
+            written.replace(path)
+            sync_folder(path.parent)
 
     def _move_into_store(self, part: str, entries: list[ShardEntry]) -> None:
         store = self._output / part

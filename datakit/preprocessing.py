@@ -13,21 +13,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from datakit.documents import DocumentReader
 from datakit.encoder import AUTO, choose_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
-from datakit.item import ItemRecord, read_record
+from datakit.item import SCRATCH, ItemRecord, read_record
 from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry, TokenizerIdentity, replace_durably
 from datakit.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.shard import writing
 from datakit.store_writer import store_dtype
+from datakit.task import Task
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from datakit.worker_pool import WorkerPool
 from threefold.errors import StorageError, UserError
+
+if TYPE_CHECKING:
+    from datakit.ray_pool import RayPool
 
 LOCK_PATIENCE_S = 5.0
 PROGRESS_INTERVAL_S = 2.0
@@ -66,14 +70,17 @@ def preprocess(
     *,
     num_workers: int = 1,
     backend: str = AUTO,
+    engine: str = "local",
+    ray_address: str | None = None,
     item_bytes: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Summary:
     """Make the store (with a split: the stores `train` and `valid`) of all documents of the inputs.
 
-    `backend` names the engine that tokenizes (see encoder.py), which changes no byte. `item_bytes` overrides the size
-    of a work item, `report` takes lines of progress. Raises UserError and StorageError; what was sealed before then is
-    kept, and the same call continues.
+    `backend` names what tokenizes (see encoder.py); `engine` is "local" for worker processes here or "ray" for actors
+    on the cluster at `ray_address` (see ray_pool.py). Neither changes a byte. `item_bytes` overrides the size of a
+    work item, `report` takes lines of progress. Raises UserError and StorageError; what was sealed before then is kept,
+    and the same call continues.
     """
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
@@ -88,7 +95,15 @@ def preprocess(
         if missing:
             choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
             report(f"tokenizing with {choice.backend}: {choice.reason}")
-            _seal(job, missing, choice.backend, min(num_workers, len(missing)), lock, report)
+            task = Task(str(job.output), recipe, job.identity, choice.backend)
+            num_workers = min(num_workers, len(missing))
+            local = engine == "local"
+            with (
+                WorkerPool(num_workers, task, keep_open=lock)
+                if local
+                else _ray_pool(num_workers, task, ray_address) as pool
+            ):
+                _seal(job, missing, pool, report)
         records = job.records()
         job.finish(records, report)
         sealed = [records[item.number] for item in missing]
@@ -98,25 +113,28 @@ def preprocess(
 def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
     """Some documents from the begin, the middle and the end of the input, each cut to 16 Ki characters."""
     texts: list[str] = []
-    for item in {items[0], items[len(items) // 2], items[-1]}:
+    for item in dict.fromkeys((items[0], items[len(items) // 2], items[-1])):
         reader = DocumentReader(item.slices[0], text_key=recipe.text_key, txt_split=recipe.txt_split)
         with suppress(UserError):  # the worker that meets it tells it
             texts += [document.text[:_PROBE_CHARACTERS] for document in islice(reader, _PROBE_DOCUMENTS)]
     return texts
 
 
-def _seal(
-    job: "_Job", items: list[WorkItem], backend: str, num_workers: int, lock: int, report: Callable[[str], None]
-) -> None:
+def _ray_pool(num_workers: int, task: Task, address: str | None) -> "RayPool":
+    from datakit.ray_pool import RayPool
+
+    return RayPool(num_workers, task, address=address)
+
+
+def _seal(job: "_Job", items: list[WorkItem], pool: "WorkerPool | RayPool", report: Callable[[str], None]) -> None:
     """Let workers seal the items, and report about every two seconds."""
     meter = _Meter(len(items))
     if len(items) < len(job.items):
         report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
-    with WorkerPool(num_workers, job.output, job.recipe, job.identity, backend=backend, keep_open=lock) as pool:
-        for item, message in pool.run(iter(items)):
-            meter.update(item, message)
-            if meter.is_due():
-                report(meter.line())
+    for item, message in pool.run(iter(items)):
+        meter.update(item, message)
+        if meter.is_due():
+            report(meter.line())
     report(meter.line())
 
 
@@ -206,6 +224,7 @@ class _Job:
             found = orjson.loads(note.read_bytes())
             self._compare(TokenizerIdentity(**found["tokenizer"]), found["settings"], wanted["settings"])
         with writing(note):
+            shutil.rmtree(self.output / WORK_FOLDER / SCRATCH, ignore_errors=True)  # of a run that was killed
             for part in self.recipe.parts:
                 (self.output / part).mkdir(exist_ok=True)
             replace_durably(note, orjson.dumps(wanted))

@@ -1,6 +1,6 @@
 """A preprocessing worker: `python -m datakit.worker` reads work items from stdin, seals them, and reports on stdout.
 
-Messages are JSON, one a line. In: the task (output, recipe, tokenizer identity, backend), then items. Out: `progress`
+Messages are JSON, one a line. In: the Task, then items. Out: `progress`
 while an item is at work, then `sealed` or `error`. The worker ends with its parent, whatever ended that: its stdin
 closes.
 """
@@ -11,16 +11,15 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import orjson
 
-from datakit.encoder import open_encoder
 from datakit.inputs import FileSlice, InputFile, WorkItem
 from datakit.item import ItemEncoder, Progress
-from datakit.manifest import TokenizerIdentity
-from datakit.recipe import Recipe
+from datakit.task import Task
 from threefold.errors import StorageError, UserError
 
 PROGRESS_INTERVAL_S = 0.5
@@ -33,13 +32,9 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may mix with the messages
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(messages,), daemon=True).start()
-    task = orjson.loads(messages.get())
-    recipe = Recipe(**task["recipe"] | {"split": task["recipe"]["split"] and tuple(task["recipe"]["split"])})
-    identity = TokenizerIdentity(**task["identity"])
-    encoder = open_encoder(recipe.tokenizer, task["backend"])
-    items = ItemEncoder(Path(task["output"]), recipe, encoder, identity)
+    encoder = Task.from_line(messages.get()).encoder()
     while True:
-        _serve(items, _parse_item(orjson.loads(messages.get())), answers)
+        _serve(encoder, _parse_item(orjson.loads(messages.get())), answers)
 
 
 def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
@@ -48,26 +43,34 @@ def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
     os._exit(1)  # the parent is gone
 
 
-def _serve(items: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
-    reported_s = time.monotonic()
+def seal_item(encoder: ItemEncoder, item: WorkItem, progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """Seal one item; the message that says so, or says what is wrong with it."""
     latest = Progress(0, 0)
 
+    def report(found: Progress) -> None:
+        nonlocal latest
+        latest = found
+        progress(found)
+
+    try:
+        encoder.seal(item, report)
+    except OSError as error:
+        return {"error": {"io": True, "message": str(error), "hint": None}}
+    except UserError as error:
+        return {"error": {"io": isinstance(error, StorageError), "message": error.message, "hint": error.hint}}
+    return {"sealed": item.number, "progress": asdict(latest)}
+
+
+def _serve(encoder: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
+    reported_s = time.monotonic()
+
     def report(progress: Progress) -> None:
-        nonlocal latest, reported_s
-        latest = progress
+        nonlocal reported_s
         if time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
             reported_s = time.monotonic()
             _send(answers, {"progress": progress})
 
-    try:
-        items.seal(item, report)
-    except OSError as error:
-        _send(answers, {"error": {"io": True, "message": str(error), "hint": None}})
-    except UserError as error:
-        fault = {"io": isinstance(error, StorageError), "message": error.message, "hint": error.hint}
-        _send(answers, {"error": fault})
-    else:
-        _send(answers, {"sealed": item.number, "progress": latest})
+    _send(answers, seal_item(encoder, item, report))
 
 
 def _send(answers: BinaryIO, message: dict[str, Any]) -> None:

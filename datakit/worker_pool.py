@@ -8,31 +8,28 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from datakit.inputs import WorkItem
-from datakit.manifest import TokenizerIdentity
-from datakit.recipe import Recipe
+from datakit.task import Task
 from threefold.errors import StorageError, UserError
 
-_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-_RETURN_LARGE_FREES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # glibc would keep a long document's memory for ever
+# One thread each; and large frees go back to the system: glibc would keep a long document's memory for ever.
+WORKER_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+}
 
 
 class WorkerPool:
     """Some workers at one task; use it in a `with`, which ends them."""
 
-    def __init__(
-        self, num_workers: int, output: Path, recipe: Recipe, identity: TokenizerIdentity, *,
-        backend: str, keep_open: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, num_workers: int, task: Task, *, keep_open: int) -> None:
         """Start the workers; `keep_open` is a file descriptor that stays open as long as one of them lives."""
-        task = orjson.dumps(
-            {"output": str(output), "recipe": recipe, "identity": identity, "backend": backend}
-        ) + b"\n"  # fmt: skip
         self._workers: list[_Worker] = []
         try:
             for _ in range(num_workers):
@@ -73,13 +70,9 @@ class WorkerPool:
 class _Worker:
     """One worker process and the item it has."""
 
-    def __init__(self, task: bytes, keep_open: int) -> None:
-        environment = {
-            **_RETURN_LARGE_FREES,
-            **os.environ,
-            **_ONE_THREAD,
-            "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
-        }
+    def __init__(self, task: Task, keep_open: int) -> None:
+        paths = os.pathsep.join(path or "." for path in sys.path)
+        environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": paths}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "datakit.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(keep_open,), bufsize=0,
@@ -90,7 +83,7 @@ class _Worker:
         self._items, self.answers = items, answers
         self.item: WorkItem | None = None
         self._unread = b""
-        self._send(task)
+        self._send(task.to_line())
 
     def take(self, item: WorkItem | None) -> bool:
         """Begin an item; False when there is none."""
@@ -107,8 +100,7 @@ class _Worker:
         *lines, self._unread = (self._unread + data).split(b"\n")
         messages = [orjson.loads(line) for line in lines]
         for message in messages:
-            if fault := message.get("error"):
-                raise (StorageError if fault["io"] else UserError)(fault["message"], hint=fault["hint"])
+            raise_error(message)
         return messages
 
     def _send(self, line: bytes) -> None:
@@ -129,3 +121,9 @@ class _Worker:
             f"a worker {how}{place}; sealed items are kept",
             hint=f"rerun the same command to continue{more}",
         )
+
+
+def raise_error(message: dict[str, Any]) -> None:
+    """Raise the error that a worker's message tells, if it does."""
+    if fault := message.get("error"):
+        raise (StorageError if fault["io"] else UserError)(fault["message"], hint=fault["hint"])

@@ -1,0 +1,39 @@
+"""Task: what all work items of a preprocessing run have in common, as it travels to the workers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from datakit.encoder import open_encoder
+from datakit.item import ItemEncoder
+from datakit.manifest import TokenizerIdentity
+from datakit.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Where the stores go, how text becomes tokens, whose tokens they are, and the backend that makes them."""
+
+    output: str
+    recipe: Recipe
+    identity: TokenizerIdentity
+    backend: str
+
+    def encoder(self) -> ItemEncoder:
+        """What seals the run's items, in the process that calls this."""
+        return ItemEncoder(
+            Path(self.output), self.recipe, open_encoder(self.recipe.tokenizer, self.backend), self.identity
+        )
+
+    def to_line(self) -> bytes:
+        """The task as one line of JSON."""
+        return orjson.dumps(self) + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "Task":
+        """The task of such a line."""
+        raw = orjson.loads(line)
+        split = raw["recipe"]["split"]
+        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split)})
+        return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"])
