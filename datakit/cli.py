@@ -9,7 +9,7 @@ from dataclasses import asdict
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 
-INPUT_HELP = "files, folders or globs of .jsonl or .txt, plain, .gz or .zst"
+INPUT_HELP = "files, folders or globs of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
 DEFAULT_EOD = "<|endoftext|>"
 
 
@@ -70,7 +70,7 @@ def build_parser() -> Parser:
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in a line of jsonl")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="key (parquet, arrow: column) of the text")
     parser.add_argument("--txt-split", choices=["file", "line"], default="file", help="what is a document in .txt")
     parser.add_argument("--eod-token", default=DEFAULT_EOD, metavar="TOKEN", help="the end-of-document token")
 

@@ -1,7 +1,8 @@
 """Documents: the texts of a slice of a file, one after the other, with their places; memory is one document's.
 
-jsonl gives one document a line (blank lines are skipped), txt one a file or one a line. Whatever is wrong with the text
-is a UserError that names file, line and byte: nothing is skipped or repaired in silence.
+jsonl gives one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row (a
+null is a document without text). Whatever is wrong with the text is a UserError that names file, line and byte: nothing
+is skipped or repaired in silence.
 """
 
 import gzip
@@ -13,7 +14,8 @@ from typing import BinaryIO
 import orjson
 import zstandard
 
-from datakit.inputs import FileSlice, open_file
+from datakit.columns import read_column, rows_before
+from datakit.inputs import FileSlice, is_lines, open_file
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
@@ -24,7 +26,10 @@ _ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; mem
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text and where it stands: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input."""
+    """A text and where it stands: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input.
+
+    In files of columns the line is the row, the offset 0, and the bytes are those of the text.
+    """
 
     text: str
     offset_bytes: int
@@ -46,6 +51,9 @@ class DocumentReader:
             content = b"".join(_blocks(part))
             yield Document(_decode(content, part, 0, 0), 0, 0, len(content))
             return
+        if not is_lines(part.file):
+            yield from self._rows()
+            return
         for line, (offset, content) in enumerate(_lines(part)):
             self.num_lines = line + 1
             if part.file.kind == "jsonl":
@@ -55,6 +63,20 @@ class DocumentReader:
             else:
                 text = _decode(content.rstrip(b"\r\n"), part, offset, line)
             yield Document(text, offset, line, len(content))
+
+    def _rows(self) -> Iterator[Document]:
+        part = self._part
+        for row, content in enumerate(read_column(part, self._text_key)):
+            self.num_lines = row + 1
+            try:
+                text = (content or b"").decode()
+            except UnicodeDecodeError as error:
+                place = f"{part.file.path}, row {rows_before(part, self._text_key) + row + 1}"
+                raise UserError(
+                    f"{place}: invalid UTF-8: {error.reason} 0x{error.object[error.start]:02x} at byte {error.start}",
+                    hint=f"write the column {self._text_key!r} as UTF-8",
+                ) from None
+            yield Document(text, 0, row, len(content or b""))
 
 
 def _json_text(content: bytes, part: FileSlice, offset: int, line: int, key: str) -> str:
