@@ -70,7 +70,12 @@ def build_parser() -> Parser:
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key (parquet, arrow: column) of the text")
+    parser.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY,...",
+        help="key (parquet, arrow: column) of the text; the texts of several are joined by blank lines",
+    )
     parser.add_argument("--txt-split", choices=["file", "line"], default="file", help="what is a document in .txt")
     parser.add_argument("--eod-token", default=DEFAULT_EOD, metavar="TOKEN", help="the end-of-document token")
 

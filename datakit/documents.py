@@ -1,8 +1,8 @@
 """Documents: the texts of a slice of a file, one after the other, with their places; memory is one document's.
 
 jsonl gives one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row (a
-null is a document without text). Whatever is wrong with the text is a UserError that names file, line and byte: nothing
-is skipped or repaired in silence.
+null is a document without text). The texts of several keys or columns are joined by blank lines. Whatever is wrong with
+the text is a UserError that names file, line and byte: nothing is skipped or repaired in silence.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from typing import BinaryIO
 import orjson
 import zstandard
 
-from datakit.columns import read_column, rows_before
+from datakit.columns import read_columns, rows_before
 from datakit.inputs import FileSlice, is_lines, open_file
 from threefold.errors import StorageError, UserError
 
@@ -41,8 +41,9 @@ class DocumentReader:
     """Iterates over the documents of one slice, in order; `num_lines` counts the lines passed so far."""
 
     def __init__(self, part: FileSlice, *, text_key: str = "text", txt_split: str = "file") -> None:
-        """`txt_split` is "file" (one document a txt file) or "line"."""
-        self._part, self._text_key, self._txt_split = part, text_key, txt_split
+        """`text_key` names one key or column, or several with commas between; `txt_split` is "file" (one document a txt
+        file) or "line"."""
+        self._part, self._keys, self._txt_split = part, list(dict.fromkeys(text_key.split(","))), txt_split
         self.num_lines = 0
 
     def __iter__(self) -> Iterator[Document]:
@@ -59,27 +60,28 @@ class DocumentReader:
             if part.file.kind == "jsonl":
                 if content.isspace():
                     continue
-                text = _json_text(content, part, offset, line, self._text_key)
+                text = _json_text(content, part, offset, line, self._keys)
             else:
                 text = _decode(content.rstrip(b"\r\n"), part, offset, line)
             yield Document(text, offset, line, len(content))
 
     def _rows(self) -> Iterator[Document]:
         part = self._part
-        for row, content in enumerate(read_column(part, self._text_key)):
+        for row, values in enumerate(read_columns(part, self._keys)):
             self.num_lines = row + 1
+            content = b"\n\n".join(filter(None, values))
             try:
-                text = (content or b"").decode()
+                text = content.decode()
             except UnicodeDecodeError as error:
-                place = f"{part.file.path}, row {rows_before(part, self._text_key) + row + 1}"
+                place = f"{part.file.path}, row {rows_before(part, self._keys) + row + 1}"
                 raise UserError(
-                    f"{place}: invalid UTF-8: {error.reason} 0x{error.object[error.start]:02x} at byte {error.start}",
-                    hint=f"write the column {self._text_key!r} as UTF-8",
+                    f"{place}: invalid UTF-8: {error.reason} 0x{content[error.start]:02x} at byte {error.start}",
+                    hint=f"write the column {self._keys[0]!r} as UTF-8",
                 ) from None
-            yield Document(text, 0, row, len(content or b""))
+            yield Document(text, 0, row, len(content))
 
 
-def _json_text(content: bytes, part: FileSlice, offset: int, line: int, key: str) -> str:
+def _json_text(content: bytes, part: FileSlice, offset: int, line: int, keys: list[str]) -> str:
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -87,16 +89,20 @@ def _json_text(content: bytes, part: FileSlice, offset: int, line: int, key: str
         raise UserError(f"{_place(part, line)}: invalid JSON: {error}", hint=_show(part, line)) from None
     if not isinstance(value, dict):
         raise UserError(f"{_place(part, line)}: no JSON object", hint=_show(part, line))
-    if key not in value:
-        keys = ", ".join(map(repr, value)) or "none"
-        others = [name for name, other in value.items() if isinstance(other, str)]
-        hint = f"--text-key {max(others, key=lambda name: len(value[name]))}" if others else _show(part, line)
-        raise UserError(f"{_place(part, line)}: no key {key!r}; its keys: {keys}", hint=hint)
-    text = value[key]
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise UserError(f"{_place(part, line)}: {key!r} is no text but {kind}", hint=_show(part, line))
-    return text
+    if len(keys) == 1 and isinstance(text := value.get(keys[0]), str):
+        return text
+    found = {key: value[key] for key in keys if key in value and (value[key] is not None or len(keys) == 1)}
+    if not found:
+        asked = " or ".join(map(repr, keys)) + " with a text" * (len(keys) > 1)
+        others = ", ".join(map(repr, value)) or "none"
+        texts = [name for name, other in value.items() if isinstance(other, str)]
+        hint = f"--text-key {max(texts, key=lambda name: len(value[name]))}" if texts else _show(part, line)
+        raise UserError(f"{_place(part, line)}: no key {asked}; its keys: {others}", hint=hint)
+    for key, other in found.items():
+        if not isinstance(other, str):
+            kind = type(other).__name__
+            raise UserError(f"{_place(part, line)}: {key!r} is no text but {kind}", hint=_show(part, line))
+    return "\n\n".join(filter(None, found.values()))
 
 
 def _decode(content: bytes, part: FileSlice, offset: int, line: int) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from datakit import Recipe, TokenStore, preprocess
-from datakit.columns import read_column
+from datakit.columns import read_columns
 from datakit.documents import DocumentReader
 from datakit.inputs import FileSlice, cut, find_inputs
 from tests.datakit.conftest import Cli, files_of, write_jsonl
@@ -54,8 +54,8 @@ def test_any_cut_gives_every_row_once_in_order(
     write_table(path, {"id": range(len(texts)), "text": pa.array(texts, pa.string())}, group_rows)
     items = list(cut(find_inputs([str(path)]), item_bytes, split_txt=False))
     assert len(items) == -(-path.stat().st_size // item_bytes)
-    found = [value for item in items for value in read_column(item.slices[0], "text")]
-    assert found == [None if text is None else text.encode() for text in texts]
+    found = [values for item in items for values in read_columns(item.slices[0], ["text"])]
+    assert found == [[] if text is None else [text.encode()] for text in texts]
     documents = list(DocumentReader(whole(path)))
     assert [document.text for document in documents] == [text or "" for text in texts]
     assert [document.line for document in documents] == list(range(len(texts)))
@@ -69,9 +69,8 @@ def test_any_cut_gives_every_row_once_in_order(
 )
 def test_every_type_of_text_is_read(tmp_path: Path, form: str, kind: pa.DataType) -> None:
     values = pa.array(["eins", None, "列車"]).cast(kind)
-    assert list(read_column(whole(write_table(tmp_path / form, {"text": values})), "text")) == [
-        b"eins", None, "列車".encode(),
-    ]  # fmt: skip
+    path = write_table(tmp_path / form, {"text": values})
+    assert list(read_columns(whole(path), ["text"])) == [[b"eins"], [], ["列車".encode()]]
 
 
 @pytest.fixture(params=FORMS)
@@ -128,7 +127,7 @@ def test_a_truncated_file_is_refused(table: Path, kept: float) -> None:
     size_bytes = int(table.stat().st_size * kept)
     os.truncate(table, size_bytes)
     with pytest.raises(UserError, match=f"{re.escape(str(table))} is truncated or damaged") as caught:
-        list(read_column(whole(table), "body"))
+        list(read_columns(whole(table), ["body"]))
     assert caught.value.hint
 
 
@@ -136,7 +135,7 @@ def test_a_stream_that_was_cut_between_two_batches_is_refused(tmp_path: Path) ->
     path = write_table(tmp_path / "stream.arrow", {"text": ["one", "two"]}, 1)
     os.truncate(path, path.stat().st_size - 8)  # without its end mark
     with pytest.raises(UserError, match="ends without an end mark"):
-        list(read_column(whole(path), "text"))
+        list(read_columns(whole(path), ["text"]))
 
 
 def test_a_flipped_bit_of_a_checked_page_is_refused(tmp_path: Path) -> None:
@@ -145,26 +144,36 @@ def test_a_flipped_bit_of_a_checked_page_is_refused(tmp_path: Path) -> None:
     content[content.index(b"PAR1") + 60] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged"):
-        list(read_column(whole(path), "text"))
+        list(read_columns(whole(path), ["text"]))
 
 
 def test_what_is_no_table_or_gone_is_told(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         part = whole(write_jsonl(tmp_path / name, ["x"] * 9))
         with pytest.raises(UserError, match=f"{name} is truncated or damaged, or no {name[2:]}"):
-            list(read_column(part, "text"))
+            list(read_columns(part, ["text"]))
         os.unlink(tmp_path / name)
         with pytest.raises(StorageError, match=f"cannot read .*{name}: No such file"):
-            list(read_column(part, "text"))
+            list(read_columns(part, ["text"]))
 
 
 def test_another_column_or_type_is_told_with_the_columns(table: Path) -> None:
     with pytest.raises(UserError, match="no column 'text'; its columns: 'id', 'body'") as caught:
-        list(read_column(whole(table), "text"))
+        list(read_columns(whole(table), ["text"]))
     assert caught.value.hint == "--text-key body"
     with pytest.raises(UserError, match="the column 'id' is no text but int64") as caught:
-        list(read_column(whole(table), "id"))
+        list(read_columns(whole(table), ["id"]))
     assert caught.value.hint == "--text-key body"
+
+
+@pytest.mark.parametrize("form", ["a.parquet", "file.arrow"])
+def test_the_texts_of_several_columns_are_joined_by_blank_lines(tmp_path: Path, form: str) -> None:
+    titles = pa.array(["T", "U", None, "V"]).cast("binary")
+    part = whole(write_table(tmp_path / form, {"text": ["x", None, None, ""], "id": [1, 2, 3, 4], "title": titles}))
+    found = [document.text for document in DocumentReader(part, text_key="title,none,text")]
+    assert found == ["T\n\nx", "U", "", "V"]
+    with pytest.raises(UserError, match="no column 'none' or 'no'; its columns: 'text', 'id', 'title'"):
+        list(DocumentReader(part, text_key="none,no"))
 
 
 @pytest.mark.parametrize("form", ["a.parquet", "file.arrow", "stream.arrow"])

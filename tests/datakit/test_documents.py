@@ -84,6 +84,21 @@ def test_a_faulty_line_is_named_also_in_a_later_slice(tmp_path: Path, line: byte
     assert caught.value.hint
 
 
+def test_the_texts_of_several_keys_are_joined_by_blank_lines(tmp_path: Path) -> None:
+    rows = [{"title": "T", "text": "x"}, {"text": "y", "title": None}, {"title": ""}, {"text": "", "title": "U"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [document.text for document in read(path, text_key="title,text")] == ["T\n\nx", "y", "", "U"]
+    assert [document.text for document in read(path, text_key="text,title")] == ["x\n\nT", "y", "", "U"]
+    for row, fault in [
+        ({"title": None, "id": 2}, "no key 'title' or 'text' with a text; its keys: 'title', 'id'"),
+        ({"title": "x", "text": 7}, "'text' is no text but int"),
+    ]:
+        path.write_text(json.dumps(row))
+        with pytest.raises(UserError, match=fault):
+            read(path, text_key="title,text")
+
+
 def test_the_byte_of_invalid_utf8_is_the_files(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\ntwo\nthr\xe9e\n")
