@@ -13,7 +13,7 @@ from pyarrow import ipc, parquet
 
 from datakit import Recipe, TokenStore, preprocess
 from datakit.columns import read_columns
-from datakit.documents import DocumentReader
+from datakit.documents import DocumentReader, DocumentRules
 from datakit.inputs import FileSlice, cut, find_inputs
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import StorageError, UserError
@@ -56,7 +56,7 @@ def test_any_cut_gives_every_row_once_in_order(
     assert len(items) == -(-path.stat().st_size // item_bytes)
     found = [values for item in items for values in read_columns(item.slices[0], ["text"])]
     assert found == [[] if text is None else [text.encode()] for text in texts]
-    documents = list(DocumentReader(whole(path)))
+    documents = list(DocumentReader(whole(path), DocumentRules()))
     assert [document.text for document in documents] == [text or "" for text in texts]
     assert [document.line for document in documents] == list(range(len(texts)))
 
@@ -170,10 +170,10 @@ def test_another_column_or_type_is_told_with_the_columns(table: Path) -> None:
 def test_the_texts_of_several_columns_are_joined_by_blank_lines(tmp_path: Path, form: str) -> None:
     titles = pa.array(["T", "U", None, "V"]).cast("binary")
     part = whole(write_table(tmp_path / form, {"text": ["x", None, None, ""], "id": [1, 2, 3, 4], "title": titles}))
-    found = [document.text for document in DocumentReader(part, text_key="title,none,text")]
+    found = [document.text for document in DocumentReader(part, DocumentRules("title,none,text"))]
     assert found == ["T\n\nx", "U", "", "V"]
     with pytest.raises(UserError, match="no column 'none' or 'no'; its columns: 'text', 'id', 'title'"):
-        list(DocumentReader(part, text_key="none,no"))
+        list(DocumentReader(part, DocumentRules("none,no")))
 
 
 @pytest.mark.parametrize("form", ["a.parquet", "file.arrow", "stream.arrow"])
@@ -182,7 +182,10 @@ def test_a_row_that_is_no_utf8_is_named_also_in_a_later_slice(tmp_path: Path, fo
     path = write_table(tmp_path / form, {"text": [*rows, b"caf\xe9", *rows]}, 10)
     items = list(cut(find_inputs([str(path)]), path.stat().st_size // 5, split_txt=False))
     with pytest.raises(UserError, match=rf"{form}, row 61: invalid UTF-8: .* 0xe9 at byte 3"):
-        [list(DocumentReader(item.slices[0])) for item in items]
+        [list(DocumentReader(item.slices[0], DocumentRules())) for item in items]
+    reader = DocumentReader(whole(path), DocumentRules(skip_invalid=True))
+    assert [document.line for document in reader] == [*range(60), *range(61, 121)]
+    assert reader.skipped == {"invalid": 1}
 
 
 def test_without_pyarrow_the_command_says_what_to_install(
