@@ -9,7 +9,7 @@ from dataclasses import asdict
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 
-INPUT_HELP = "files, folders or globs of .jsonl or .txt, plain, .gz or .zst"
+INPUT_HELP = "files, folders or globs of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
 DEFAULT_EOD = "<|endoftext|>"
 
 
@@ -40,6 +40,8 @@ def build_parser() -> Parser:
         help="engine that tokenizes; auto takes the fastest that gives the same ids on a probe of the input",
     )
     make.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    make.add_argument("--skip-empty", action="store_true", help="leave out documents of nothing but white space")
+    make.add_argument("--max-chars", type=int, metavar="N", help="leave out documents of more characters than this")
     make.add_argument(
         "--split",
         type=_fractions,
@@ -77,8 +79,14 @@ def build_parser() -> Parser:
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in a line of jsonl")
+    parser.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY,...",
+        help="key (parquet, arrow: column) of the text; the texts of several are joined by blank lines",
+    )
     parser.add_argument("--txt-split", choices=["file", "line"], default="file", help="what is a document in .txt")
+    parser.add_argument("--skip-invalid", action="store_true", help="go on past documents that cannot be read")
     parser.add_argument("--eod-token", default=DEFAULT_EOD, metavar="TOKEN", help="the end-of-document token")
 
 
@@ -93,6 +101,8 @@ def _train(arguments: argparse.Namespace) -> int:
         eod_token=arguments.eod_token,
         text_key=arguments.text_key,
         txt_split=arguments.txt_split,
+        skip_invalid=arguments.skip_invalid,
+        report=_log,
     )
     if tokenizer.vocab_size < arguments.vocab_size:
         _log(f"the text gave {tokenizer.vocab_size} tokens, not {arguments.vocab_size}: more text would give more")
@@ -113,6 +123,9 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         text_key=arguments.text_key,
         txt_split=arguments.txt_split,
         split=arguments.split,
+        skip_invalid=arguments.skip_invalid,
+        skip_empty=arguments.skip_empty,
+        max_chars=arguments.max_chars,
     )
     summary = preprocess(
         arguments.inputs,
@@ -128,6 +141,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(asdict(summary))
         return EXIT_OK
+    if summary.skipped:
+        print(f"skipped {_counts(summary.skipped)}")
     for store in summary.stores:
         print(
             f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_shards} shards"
@@ -153,6 +168,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         "fingerprint": store.fingerprint,
         "tokenizer": asdict(manifest.tokenizer),
         "settings": manifest.settings,
+        "skipped": manifest.skipped,
         "shards": [asdict(shard) for shard in manifest.shards],
     }
     if arguments.json:
@@ -164,6 +180,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
     print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
     print("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
+    if manifest.skipped:
+        print(f"skipped      {_counts(manifest.skipped)}")
     print(f"shards       {len(manifest.shards)}")
     for shard in manifest.shards:
         print(f"  {shard.name}  {shard.num_documents:>12,} documents  {shard.num_tokens:>16,} tokens")
@@ -194,6 +212,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     if faults:
         print("hint: restore these files from a copy, or preprocess into a new store", file=sys.stderr)
     return EXIT_CHECK_FAILED if faults else EXIT_OK
+
+
+def _counts(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
 
 
 def _fractions(text: str) -> tuple[float, float]:

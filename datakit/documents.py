@@ -1,11 +1,13 @@
 """Documents: the texts of a slice of a file, one after the other, with their places; memory is one document's.
 
-jsonl gives one document a line (blank lines are skipped), txt one a file or one a line. Whatever is wrong with the text
-is a UserError that names file, line and byte: nothing is skipped or repaired in silence.
+jsonl gives one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row (a
+null is a document without text). The texts of several keys or columns are joined by blank lines. Whatever is wrong with
+the text is a UserError that names file, line and byte; only what the rules say is skipped, and counted.
 """
 
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -13,7 +15,8 @@ from typing import BinaryIO
 import orjson
 import zstandard
 
-from datakit.inputs import FileSlice, open_file
+from datakit.columns import read_columns, rows_before
+from datakit.inputs import FileSlice, is_lines, open_file
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
@@ -24,7 +27,10 @@ _ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; mem
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text and where it stands: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input."""
+    """A text and where it stands: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input.
+
+    In files of columns the line is the row, the offset 0, and the bytes are those of the text.
+    """
 
     text: str
     offset_bytes: int
@@ -32,72 +38,125 @@ class Document:
     input_bytes: int
 
 
-class DocumentReader:
-    """Iterates over the documents of one slice, in order; `num_lines` counts the lines passed so far."""
+@dataclass(frozen=True, slots=True)
+class DocumentRules:
+    """What a document is, and which documents are skipped.
 
-    def __init__(self, part: FileSlice, *, text_key: str = "text", txt_split: str = "file") -> None:
-        """`txt_split` is "file" (one document a txt file) or "line"."""
-        self._part, self._text_key, self._txt_split = part, text_key, txt_split
+    `text_key` names one key or column, or several with commas between; `txt_split` is "file" (one document a txt file)
+    or "line". Skipped are, where asked for: documents that cannot be read (no valid JSON or UTF-8, no text under the
+    key), documents empty but for white space, and documents of more than `max_chars` characters.
+    """
+
+    text_key: str = "text"
+    txt_split: str = "file"
+    skip_invalid: bool = False
+    skip_empty: bool = False
+    max_chars: int | None = None
+
+
+class DocumentReader:
+    """Iterates over the documents of one slice, in order.
+
+    `num_lines` counts the lines passed so far, `skipped` the documents among them that were skipped, by reason.
+    """
+
+    def __init__(self, part: FileSlice, rules: DocumentRules) -> None:
+        self._part, self._rules = part, rules
+        self._keys = list(dict.fromkeys(rules.text_key.split(",")))
         self.num_lines = 0
+        self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Document]:
-        part = self._part
-        if part.file.kind == "txt" and self._txt_split == "file":
-            content = b"".join(_blocks(part))
-            yield Document(_decode(content, part, 0, 0), 0, 0, len(content))
-            return
-        for line, (offset, content) in enumerate(_lines(part)):
+        rules, keys, is_json = self._rules, self._keys, self._part.file.kind == "jsonl"
+        ends = b"\r\n" if self._part.file.kind == "txt" and rules.txt_split == "line" else b""
+        filters = rules.skip_empty or rules.max_chars is not None
+        for line, (offset, content) in enumerate(self._contents()):
             self.num_lines = line + 1
-            if part.file.kind == "jsonl":
-                if content.isspace():
-                    continue
-                text = _json_text(content, part, offset, line, self._text_key)
-            else:
-                text = _decode(content.rstrip(b"\r\n"), part, offset, line)
+            try:
+                if is_json:
+                    if content.isspace():
+                        continue
+                    text = _json_text(content, keys)
+                else:
+                    text = _decode(content.rstrip(ends))
+            except _Fault as fault:
+                if not rules.skip_invalid:
+                    raise self._told(fault, offset, line, content) from None
+                self.skipped["invalid"] += 1
+                continue
+            if filters and (reason := self._reason_to_skip(text)):
+                self.skipped[reason] += 1
+                continue
             yield Document(text, offset, line, len(content))
 
+    def _contents(self) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of each line, or of what else holds one document."""
+        part = self._part
+        if not is_lines(part.file):
+            return ((0, b"\n\n".join(filter(None, values))) for values in read_columns(part, self._keys))
+        if part.file.kind == "txt" and self._rules.txt_split == "file":
+            return iter([(0, b"".join(_blocks(part)))])
+        return _lines(part)
 
-def _json_text(content: bytes, part: FileSlice, offset: int, line: int, key: str) -> str:
+    def _reason_to_skip(self, text: str) -> str | None:
+        if self._rules.skip_empty and (not text or text.isspace()):
+            return "empty"
+        if self._rules.max_chars is not None and len(text) > self._rules.max_chars:
+            return "too_long"
+        return None
+
+    def _told(self, fault: "_Fault", offset: int, line: int, content: bytes) -> UserError:
+        """A fault with its place; what comes before the slice is counted only now, where one is named."""
+        part, message, hint = self._part, fault.message, fault.hint
+        if not is_lines(part.file):
+            row = rows_before(part, self._keys) + line + 1
+            return UserError(f"{part.file.path}, row {row}: {message} at byte {fault.byte}", hint="--skip-invalid")
+        line += _lines_before(part) + content.count(b"\n", 0, fault.byte or 0) + 1
+        if fault.byte is not None:
+            message += f" at byte {offset + fault.byte}"
+            hint = f"iconv -f LATIN1 -t UTF-8 {part.file.path} -o FIXED, if it is Latin-1"
+        show = {"": "cat", "gz": "zcat", "zst": "zstdcat"}[part.file.compression]
+        return UserError(
+            f"{part.file.path}, line {line}: {message}", hint=hint or f"{show} {part.file.path} | sed -n {line}p"
+        )
+
+
+class _Fault(Exception):
+    """What is wrong with one document, the byte of it where that is known, and a hint better than to look at it."""
+
+    def __init__(self, message: str, *, byte: int | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.byte, self.hint = message, byte, hint
+
+
+def _json_text(content: bytes, keys: list[str]) -> str:
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        _decode(content, part, offset, line)  # invalid UTF-8 is told as what it is
-        raise UserError(f"{_place(part, line)}: invalid JSON: {error}", hint=_show(part, line)) from None
+        _decode(content)  # invalid UTF-8 is told as what it is
+        raise _Fault(f"invalid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{_place(part, line)}: no JSON object", hint=_show(part, line))
-    if key not in value:
-        keys = ", ".join(map(repr, value)) or "none"
-        others = [name for name, other in value.items() if isinstance(other, str)]
-        hint = f"--text-key {max(others, key=lambda name: len(value[name]))}" if others else _show(part, line)
-        raise UserError(f"{_place(part, line)}: no key {key!r}; its keys: {keys}", hint=hint)
-    text = value[key]
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise UserError(f"{_place(part, line)}: {key!r} is no text but {kind}", hint=_show(part, line))
-    return text
+        raise _Fault("no JSON object")
+    if len(keys) == 1 and isinstance(text := value.get(keys[0]), str):
+        return text
+    found = {key: value[key] for key in keys if key in value and (value[key] is not None or len(keys) == 1)}
+    if not found:
+        asked = " or ".join(map(repr, keys)) + " with a text" * (len(keys) > 1)
+        others = ", ".join(map(repr, value)) or "none"
+        texts = [name for name, other in value.items() if isinstance(other, str)]
+        hint = f"--text-key {max(texts, key=lambda name: len(value[name]))}" if texts else None
+        raise _Fault(f"no key {asked}; its keys: {others}", hint=hint)
+    for key, other in found.items():
+        if not isinstance(other, str):
+            raise _Fault(f"{key!r} is no text but {type(other).__name__}")
+    return "\n\n".join(filter(None, found.values()))
 
 
-def _decode(content: bytes, part: FileSlice, offset: int, line: int) -> str:
+def _decode(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        line += content.count(b"\n", 0, error.start)
-        raise UserError(
-            f"{_place(part, line)}: invalid UTF-8: {error.reason} "
-            f"0x{content[error.start]:02x} at byte {offset + error.start}",
-            hint=f"iconv -f LATIN1 -t UTF-8 {part.file.path} -o FIXED, if it is Latin-1",
-        ) from None
-
-
-def _place(part: FileSlice, line: int) -> str:
-    """`file, line N`; the lines before the slice are counted only now, where one is named."""
-    return f"{part.file.path}, line {_lines_before(part) + line + 1}"
-
-
-def _show(part: FileSlice, line: int) -> str:
-    """A command that shows one line."""
-    reader = {"": "cat", "gz": "zcat", "zst": "zstdcat"}[part.file.compression]
-    return f"{reader} {part.file.path} | sed -n {_lines_before(part) + line + 1}p"
+        raise _Fault(f"invalid UTF-8: {error.reason} 0x{content[error.start]:02x}", byte=error.start) from None
 
 
 def _lines_before(part: FileSlice) -> int:

@@ -1,18 +1,20 @@
 """Inputs: the text files that a command names (files, folders, globs), in one sorted order, and how they are cut.
 
-Work items group small files and split large ones at line ends. The cut depends on the files alone, never on workers, so
-that the same command gives the same bytes with any number of them.
+Work items group small files and split large ones at line ends, parquet and Arrow files between row groups. The cut
+depends on the files alone, never on workers, so that the same command gives the same bytes with any number of them.
 """
 
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import BinaryIO
 
 from threefold.errors import StorageError, UserError
 
-KINDS = {".jsonl": "jsonl", ".txt": "txt"}
+LINE_KINDS = {".jsonl": "jsonl", ".txt": "txt"}
+COLUMN_KINDS = {".parquet": "parquet", ".arrow": "arrow"}  # compressed inside, never as a whole
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
 _ITEMS_OF_A_SMALL_INPUT = 32
@@ -32,7 +34,10 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """The bytes [start, stop) of a file; they begin and end at line ends where they are not the whole file."""
+    """The bytes [start, stop) of a file; they begin and end at line ends where they are not the whole file.
+
+    In parquet and Arrow files they stand for the row groups that begin in them (see columns.py).
+    """
 
     file: InputFile
     start: int
@@ -63,8 +68,9 @@ def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
             else:
                 paths.add(os.path.normpath(path))
     if not paths:
-        suffixes = " ".join(f"*{kind}[.gz|.zst]" for kind in KINDS)
-        raise UserError(f"the input is empty: no file in {' '.join(arguments)}", hint=f"name files like {suffixes}")
+        patterns = [f"*{suffix}[.gz|.zst]" for suffix in LINE_KINDS] + [f"*{suffix}" for suffix in COLUMN_KINDS]
+        hint = f"name files like {' '.join(patterns)}"
+        raise UserError(f"the input is empty: no file in {' '.join(arguments)}", hint=hint)
     return [_describe(path) for path in sorted(paths)]
 
 
@@ -75,10 +81,13 @@ def default_item_bytes(files: Sequence[InputFile]) -> int:
 
 
 def cut(files: Iterable[InputFile], item_bytes: int, *, split_txt: bool) -> Iterator[WorkItem]:
-    """Work items of about `item_bytes` on disk; plain jsonl (and txt of one document a line) is split at line ends."""
+    """Work items of about `item_bytes` on disk; plain jsonl (and txt of one document a line) is split at line ends.
+
+    A parquet or Arrow file is split too; an item is empty where none of its row groups begins in its part.
+    """
     number, group, group_bytes = 0, list[FileSlice](), 0
     for file in files:
-        splits = not file.compression and (file.kind == "jsonl" or split_txt) and file.size_bytes > item_bytes
+        splits = not file.compression and (file.kind != "txt" or split_txt) and file.size_bytes > item_bytes
         if group and (splits or group_bytes + file.size_bytes > item_bytes):
             yield WorkItem(number, tuple(group))
             number, group, group_bytes = number + 1, [], 0
@@ -94,14 +103,21 @@ def cut(files: Iterable[InputFile], item_bytes: int, *, split_txt: bool) -> Iter
 
 
 def _split(file: InputFile, item_bytes: int) -> Iterator[FileSlice]:
-    """Parts of about equal size that begin where a line begins."""
+    """Parts of about equal size that begin where a line begins, in files of columns anywhere."""
     num_parts = -(-file.size_bytes // item_bytes)
     start = 0
     for part in range(1, num_parts + 1):
-        stop = _line_begin(file, file.size_bytes * part // num_parts) if part < num_parts else file.size_bytes
+        stop = file.size_bytes * part // num_parts
+        if part < num_parts and is_lines(file):
+            stop = _line_begin(file, stop)
         if stop > start:
             yield FileSlice(file, start, stop)
             start = stop
+
+
+def is_lines(file: InputFile) -> bool:
+    """Whether a file is text of lines, not a table of columns."""
+    return file.kind in LINE_KINDS.values()
 
 
 def _line_begin(file: InputFile, offset: int) -> int:
@@ -141,10 +157,13 @@ def _refuse(error: OSError) -> None:
 def _describe(path: str) -> InputFile:
     found = _format(path)
     if found is None:
-        suffixes = " or ".join(KINDS)
         raise UserError(
-            f"{path} is neither {suffixes}, plain or compressed as .gz or .zst", hint=f"mv {path} {path}.jsonl"
+            f"{path} is neither {' or '.join(LINE_KINDS)}, plain or compressed as .gz or .zst, nor an uncompressed "
+            f"{' or '.join(COLUMN_KINDS)}",
+            hint=f"mv {path} {path}.jsonl, if that is what it holds",
         )
+    if found[0] in COLUMN_KINDS.values() and find_spec("pyarrow") is None:
+        raise UserError(f"{path}: reading {found[0]} takes pyarrow, which is not installed", hint="pip install pyarrow")
     if path.encode(errors="replace").decode() != path:
         raise UserError(f"the name {path!r} is not UTF-8", hint="rename the file")
     try:
@@ -158,5 +177,5 @@ def _format(name: str) -> tuple[str, str] | None:
     """Kind and compression that a file's name tells."""
     stem, suffix = os.path.splitext(name)
     compression = COMPRESSIONS.get(suffix, "")
-    kind = KINDS.get(os.path.splitext(stem)[1] if compression else suffix)
+    kind = LINE_KINDS.get(os.path.splitext(stem)[1] if compression else suffix) or COLUMN_KINDS.get(suffix)
     return (kind, compression) if kind else None

@@ -6,8 +6,9 @@ the item's work, and two encoders at the same item, as after a node that was onl
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,13 @@ SCRATCH = "shards"  # under the work folder: what is not sealed yet
 
 @dataclass(frozen=True, slots=True)
 class ItemRecord:
-    """What a sealed item gave: the lines it read, its input bytes, and its shards by store."""
+    """What a sealed item gave: the lines it read, its input bytes, its shards by store, what it skipped by reason."""
 
     item: WorkItem
     num_lines: int
     input_bytes: int
     shards: dict[str, list[ShardEntry]]
+    skipped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,10 @@ class ItemEncoder:
         """Make the item's shards and its record, or nothing."""
         writers = {part: _ShardSequence(self._work(part), item.number, self._dtype.name) for part in self._recipe.parts}
         num_lines = input_bytes = num_tokens = 0
+        skipped: Counter[str] = Counter()
         try:
             for part in item.slices:
-                reader = DocumentReader(part, text_key=self._recipe.text_key, txt_split=self._recipe.txt_split)
+                reader = DocumentReader(part, self._recipe.rules)
                 for batch in _batches(reader):
                     encoded = self._encoder.encode_batch([document.text for document in batch])
                     for document, ids in zip(batch, encoded, strict=True):
@@ -71,6 +74,7 @@ class ItemEncoder:
                         num_tokens += len(ids)
                     report(Progress(input_bytes, num_tokens))
                 num_lines += reader.num_lines
+                skipped += reader.skipped
             shards = {part: writer.finish() for part, writer in writers.items()}
         except BaseException:
             for writer in writers.values():
@@ -78,7 +82,7 @@ class ItemEncoder:
             raise
         for store, entries in shards.items():
             self._move_into_store(store, entries)
-        self._record(ItemRecord(item, num_lines, input_bytes, shards))
+        self._record(ItemRecord(item, num_lines, input_bytes, shards, skipped))
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
@@ -161,7 +165,7 @@ def read_record(output: Path, item: WorkItem) -> ItemRecord | None:
                 file = output / part / f"{entry.name}{suffix}"
                 if not file.is_file() or file.stat().st_size != digest.size_bytes:
                     return None
-    return ItemRecord(item, raw["num_lines"], raw["input_bytes"], shards)
+    return ItemRecord(item, raw["num_lines"], raw["input_bytes"], shards, raw.get("skipped", {}))
 
 
 def _shard_entry(raw: dict[str, object]) -> ShardEntry:

@@ -57,6 +57,7 @@ class Manifest:
     tokenizer: TokenizerIdentity
     shards: tuple[ShardEntry, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)  # documents of the input that no store has, by reason
 
     @property
     def num_documents(self) -> int:
@@ -84,6 +85,8 @@ class Manifest:
             "fingerprint": self.fingerprint,
             **asdict(self),
         }
+        if not self.skipped:
+            del content["skipped"]
         content["checksum"] = _checksum(content)
         replace_durably(folder / FILE_NAME, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
@@ -124,6 +127,7 @@ class Manifest:
             _tokenizer(fields.table("tokenizer")),
             tuple(_shard(shard, dtype) for shard in fields.tables("shards")),
             fields.table("settings").raw,
+            fields.counts("skipped"),
         )
         for name in ("num_documents", "num_tokens", "fingerprint"):
             if raw.get(name) != getattr(manifest, name):
@@ -168,6 +172,11 @@ class _Fields:
         if not isinstance(value, list):
             raise self._fault(name, "a list")
         return [_Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
+
+    def counts(self, name: str) -> dict[str, int]:
+        """A table of numbers, empty where it is left out."""
+        table = self.table(name) if name in self.raw else None
+        return {key: table.number(key) for key in table.raw} if table else {}
 
     def _fault(self, name: str, expected: str) -> CheckFailed:
         return CheckFailed(f"{self.path}: {self.place}{name} is {self.raw.get(name)!r}, {expected} expected")

@@ -25,7 +25,10 @@ _ROW = struct.Struct("<QII")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a document came from: file, byte offset in its (uncompressed) content, line from 1."""
+    """Where a document came from: file, byte offset in its (uncompressed) content, line from 1.
+
+    In parquet and Arrow files the line is the row, and the offset is 0.
+    """
 
     path: str
     offset_bytes: int

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -50,7 +51,7 @@ class StoreSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run of preprocess did; counts are the stores', rates are of this run's work."""
+    """What a run of preprocess did; counts are the stores' (what was skipped, by reason), rates are of this run's."""
 
     num_documents: int
     num_tokens: int
@@ -61,6 +62,7 @@ class Summary:
     mb_per_s: float
     tokens_per_s: float
     stores: tuple[StoreSummary, ...]
+    skipped: dict[str, int]
 
 
 def preprocess(
@@ -114,7 +116,7 @@ def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
     """Some documents from the begin, the middle and the end of the input, each cut to 16 Ki characters."""
     texts: list[str] = []
     for item in dict.fromkeys((items[0], items[len(items) // 2], items[-1])):
-        reader = DocumentReader(item.slices[0], text_key=recipe.text_key, txt_split=recipe.txt_split)
+        reader = DocumentReader(item.slices[0], recipe.rules)
         with suppress(UserError):  # the worker that meets it tells it
             texts += [document.text[:_PROBE_CHARACTERS] for document in islice(reader, _PROBE_DOCUMENTS)]
     return texts
@@ -238,10 +240,12 @@ class _Job:
     def finish(self, records: list[ItemRecord], report: Callable[[str], None]) -> None:
         """Write the manifests, drop what is in none of them, and then the work folder."""
         shards = self._shards(records)
+        counts = sum((Counter(record.skipped) for record in records), Counter[str]())
+        skipped = dict(sorted(counts.items()))
         num_documents = sum(shard.num_documents for entries in shards.values() for shard in entries)
         if not any(shard.num_tokens for entries in shards.values() for shard in entries):
             raise UserError(
-                f"the input is empty: {num_documents} documents without any text",
+                f"the input is empty: {num_documents} documents without any text, {counts.total()} skipped",
                 hint=f"head -c 300 {self.items[0].slices[0].file.path}",
             )
         for part, entries in shards.items():
@@ -253,7 +257,7 @@ class _Job:
                     file.unlink()
             with writing(store):
                 dtype = store_dtype(self.identity.vocab_size)
-                Manifest(dtype, self.identity, tuple(entries), self._settings(part)).write(store)
+                Manifest(dtype, self.identity, tuple(entries), self._settings(part), skipped).write(store)
         shutil.rmtree(self.output / WORK_FOLDER)
 
     def summary(self, sealed: list[ItemRecord], elapsed_s: float) -> Summary:
@@ -275,6 +279,7 @@ class _Job:
             mb_per_s=input_bytes / 1e6 / elapsed_s if sealed else 0.0,
             tokens_per_s=num_tokens / elapsed_s if sealed else 0.0,
             stores=stores,
+            skipped=next(iter(manifests.values())).skipped,
         )
 
     def _shards(self, records: list[ItemRecord]) -> dict[str, list[ShardEntry]]:

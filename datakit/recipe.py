@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from datakit.documents import DocumentRules
 from datakit.inputs import InputFile
 from datakit.manifest import TokenizerIdentity
 from datakit.tokenizer import DEFAULT_EOD
@@ -20,7 +21,7 @@ class Recipe:
     """How text becomes tokens: the tokenizer's file, its end-of-document token, and how documents are found and shared.
 
     `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
-    one store of all.
+    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py).
     """
 
     tokenizer: str
@@ -29,10 +30,20 @@ class Recipe:
     text_key: str = "text"
     txt_split: str = "file"
     split: tuple[float, float] | None = None
+    skip_invalid: bool = False
+    skip_empty: bool = False
+    max_chars: int | None = None
 
     def __post_init__(self) -> None:
         if self.split is not None and (min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6):
             raise UserError(f"split fractions {self.split} do not sum to 1", hint="--split 0.99,0.01")
+        if self.max_chars is not None and self.max_chars < 1:
+            raise UserError(f"documents of at most {self.max_chars} characters", hint="--max-chars 1000000")
+
+    @property
+    def rules(self) -> DocumentRules:
+        """What the documents of the input are."""
+        return DocumentRules(self.text_key, self.txt_split, self.skip_invalid, self.skip_empty, self.max_chars)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -46,13 +57,15 @@ class Recipe:
         return TRAIN if xxhash.xxh3_64_intdigest(text.encode()) < self.split[0] * 2**64 else VALID
 
     def settings(self, part: str) -> dict[str, Any]:
-        """What a store's manifest says of its making, paths and machine left out."""
+        """What a store's manifest says of its making, paths and machine left out; of skipping, only what is on."""
+        skipping = {"skip_invalid": self.skip_invalid, "skip_empty": self.skip_empty, "max_chars": self.max_chars}
         return {
             "append_eod": self.append_eod,
             "text_key": self.text_key,
             "txt_split": self.txt_split,
             "split": None if self.split is None else list(self.split),
             "part": part,
+            **{name: value for name, value in skipping.items() if value},
         }
 
 
@@ -72,7 +85,7 @@ def differences(
                          f"this one {new.fingerprint[:16]} ({new.vocab_size})")  # fmt: skip
     elif old != new:
         sentences.append(f"its end-of-document token is {old.eod_token!r}, this one {new.eod_token!r}")
-    changed = [name for name in new_settings if old_settings.get(name) != new_settings[name]]
+    changed = [name for name in new_settings | old_settings if old_settings.get(name) != new_settings.get(name)]
     return sentences + [
-        f"its {name} is {old_settings.get(name)!r}, this one {new_settings[name]!r}" for name in changed
+        f"its {name} is {old_settings.get(name)!r}, this one {new_settings.get(name)!r}" for name in changed
     ]

@@ -3,10 +3,10 @@
 Byte-pair encoding: Sennrich et al. 2016; over bytes: Radford et al. 2019.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from datakit.documents import DocumentReader
+from datakit.documents import DocumentReader, DocumentRules
 from datakit.inputs import FileSlice, find_inputs
 from datakit.manifest import replace_durably
 from datakit.shard import writing
@@ -24,11 +24,13 @@ def train_tokenizer(
     eod_token: str = DEFAULT_EOD,
     text_key: str = "text",
     txt_split: str = "file",
+    skip_invalid: bool = False,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Tokenizer:
     """Train on all documents of the inputs and write a `tokenizer.json`; token 0 is `eod_token`.
 
     Every text can be encoded, whatever its bytes. The vocabulary is smaller than `vocab_size` where the text does not
-    give so many merges.
+    give so many merges. `skip_invalid` goes on past documents that cannot be read, and reports how many.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -50,8 +52,10 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = _Texts(inputs, text_key, txt_split)
+    texts = _Texts(inputs, DocumentRules(text_key, txt_split, skip_invalid))
     library.train_from_iterator(texts, trainer)
+    if texts.num_skipped:
+        report(f"skipped {texts.num_skipped:,} invalid documents")
     if not texts.num_documents:
         raise UserError(f"the input is empty: no document in {' '.join(inputs)}", hint=f"head -c 300 {inputs[0]}")
     with writing(path):
@@ -61,16 +65,17 @@ def train_tokenizer(
 
 
 class _Texts:
-    """The texts of all inputs; counts the documents it gives."""
+    """The texts of all inputs; counts the documents it gives and those it skips."""
 
-    def __init__(self, inputs: Sequence[str], text_key: str, txt_split: str) -> None:
-        self._files = find_inputs(inputs)
-        self._text_key, self._txt_split = text_key, txt_split
-        self.num_documents = 0
+    def __init__(self, inputs: Sequence[str], rules: DocumentRules) -> None:
+        self._files, self._rules = find_inputs(inputs), rules
+        self.num_documents = self.num_skipped = 0
 
     def __iter__(self) -> Iterator[str]:
         for file in self._files:
             whole = FileSlice(file, 0, file.size_bytes)
-            for document in DocumentReader(whole, text_key=self._text_key, txt_split=self._txt_split):
+            reader = DocumentReader(whole, self._rules)
+            for document in reader:
                 self.num_documents += 1
                 yield document.text
+            self.num_skipped += reader.skipped.total()

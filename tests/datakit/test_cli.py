@@ -1,6 +1,7 @@
 """The datakit command: the whole way from text, reports as text and JSON, and one clear line for every bad input."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_the_summary_is_for_people_too(
     assert "300 documents" in capsys.readouterr().out
 
 
+def test_what_was_skipped_is_told(tmp_path: Path, jsonl: Path, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    jsonl.write_bytes(jsonl.read_bytes() + b"no JSON\n" * 3)
+    tokenizer, store = tmp_path / "tok.json", tmp_path / "s"
+    assert cli("train-tokenizer", jsonl, "--vocab-size", 300, "--output", tokenizer, "--skip-invalid") == 0
+    assert "skipped 3 invalid documents" in capsys.readouterr().err
+    words = ["preprocess", jsonl, "--output", store, "--tokenizer", tokenizer, "--skip-invalid", "--skip-empty"]
+    assert cli(*words, "--max-chars", 100000) == 0
+    found = re.search(r"^skipped (\d+ empty, 3 invalid)$", capsys.readouterr().out, re.MULTILINE)
+    assert found
+    assert cli("inspect", store) == 0
+    assert f"skipped      {found[1]}" in capsys.readouterr().out
+    assert cli("inspect", store, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["skipped"]["invalid"] == 3
+
+
 def test_damage_is_a_failed_check(
     tmp_path: Path, jsonl: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +115,7 @@ FAULTS = {
     "no split": (2, "is no pair of fractions"),
     "no workers": (2, "0 workers"),
     "faulty size": (2, "is no size"),
+    "no characters": (2, "documents of at most 0 characters"),
     "unknown flag": (2, "did you mean --append-eod?"),
 }
 
@@ -139,6 +156,8 @@ def test_bad_input_is_one_error_one_hint_and_an_exit_code(
             flags = ["--workers", "0"]
         case "faulty size":
             flags = ["--item-size", "3 bananas"]
+        case "no characters":
+            flags = ["--max-chars", "0"]
         case "unknown flag":
             flags = ["--apend-eod"]
         case _:

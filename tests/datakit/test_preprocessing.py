@@ -162,6 +162,57 @@ def test_a_complete_store_is_left_alone_and_changed_settings_are_refused(
     assert files_of(output) == before
 
 
+def test_what_is_skipped_is_counted_and_the_same_with_any_number_of_workers(
+    tmp_path: Path, texts: list[str], tokenizer_path: str
+) -> None:
+    good = write_jsonl(tmp_path / "a.jsonl", texts).read_bytes().splitlines()
+    lines = [line for each in good for line in (each, b'{"body": 1}', b"\xff", each)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    recipe = Recipe(tokenizer_path, split=(0.8, 0.2), skip_invalid=True, skip_empty=True, max_chars=400)
+    for workers in (1, 2, 5):
+        summary = preprocess(
+            [str(tmp_path / "a.jsonl")], tmp_path / str(workers), recipe, num_workers=workers, item_bytes=9000
+        )
+    one = files_of(tmp_path / "1")
+    assert files_of(tmp_path / "2") == one
+    assert files_of(tmp_path / "5") == one
+    kept = [text for text in texts if text.strip() and len(text) <= 400]
+    num_empty = sum(not text.strip() for text in texts)
+    expected = {
+        "empty": 2 * num_empty, "invalid": 2 * len(texts), "too_long": 2 * (len(texts) - len(kept) - num_empty),
+    }  # fmt: skip
+    assert summary.skipped == expected
+    assert summary.num_documents == 2 * len(kept)
+    for part in ("train", "valid"):
+        store = TokenStore.open(tmp_path / "1" / part)
+        assert store.manifest.skipped == expected
+        assert not verify(store.path)
+        for document in range(store.num_documents):
+            assert json.loads(lines[store.origin(document).line - 1])["text"] in kept
+    again = preprocess([str(tmp_path / "a.jsonl")], tmp_path / "1", recipe, item_bytes=9000)
+    assert again.skipped == expected
+    for other, fault in [
+        (Recipe(tokenizer_path, split=(0.8, 0.2)), "its skip_invalid is True, this one None"),
+        (Recipe(tokenizer_path, split=(0.8, 0.2), skip_invalid=True, skip_empty=True), "its max_chars is 400"),
+    ]:
+        with pytest.raises(UserError, match=fault):
+            preprocess([str(tmp_path / "a.jsonl")], tmp_path / "1", other, item_bytes=9000)
+
+
+def test_without_rules_that_skip_nothing_of_them_is_in_the_manifest(
+    tmp_path: Path, corpus: Path, tokenizer_path: str
+) -> None:
+    preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
+    assert b"skip" not in (tmp_path / "s" / "manifest.json").read_bytes()
+    assert b"max_chars" not in (tmp_path / "s" / "manifest.json").read_bytes()
+
+
+def test_an_input_of_which_nothing_is_left_is_refused(tmp_path: Path, tokenizer_path: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["too long", "", "also too long"])
+    with pytest.raises(UserError, match="0 documents without any text, 3 skipped"):
+        preprocess([str(source)], tmp_path / "s", Recipe(tokenizer_path, skip_empty=True, max_chars=3))
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is not empty"):

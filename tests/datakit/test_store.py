@@ -128,6 +128,8 @@ def test_any_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
         (["shards", 0, "bin", "size_bytes"], 5, "3 uint16 tokens in 5 bytes"),
         (["shards", 0, "idx"], 5, "idx. is no JSON object"),
         (["settings"], [], "settings. is no JSON object"),
+        (["skipped"], [], "skipped. is no JSON object"),
+        (["skipped"], {"empty": -1}, "skipped.empty is -1"),
     ],
 )
 def test_every_field_is_checked(tmp_path: Path, keys: list[str | int], value: object, fault: str) -> None:
