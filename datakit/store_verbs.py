@@ -1,0 +1,83 @@
+"""The verbs of the `datakit` command that look into stores and make stores of stores; each imports what it needs."""
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from threefold.cli import print_json
+from threefold.errors import EXIT_OK, UserError
+
+if TYPE_CHECKING:
+    from datakit.excerpt import Excerpt
+    from datakit.tokenizer import Tokenizer
+
+_COLOURS, _PLAIN = ("\x1b[30;46m", "\x1b[30;43m"), "\x1b[0m"
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def add_excerpt_flags(parser: argparse.ArgumentParser) -> None:
+    """Let `inspect` show one document or sample."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--document", type=int, metavar="K", help="show this document, counted from 0")
+    which.add_argument("--sample", type=int, metavar="K", help="show tokens [K L, K L + L], L from --seq-length")
+    parser.add_argument("--seq-length", type=int, metavar="L", help="tokens of a sample")
+    parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer that made the store: shows text, not ids")
+
+
+def asks_for_excerpt(arguments: argparse.Namespace) -> bool:
+    """Whether `inspect` is to show a document or sample; UserError where its flags do not fit each other."""
+    if (arguments.sample is None) != (arguments.seq_length is None):
+        raise UserError("--sample and --seq-length go together", hint="--sample 0 --seq-length 4096")
+    found = arguments.document is not None or arguments.sample is not None
+    if arguments.tokenizer and not found:
+        raise UserError("--tokenizer shows the text of one document or sample", hint="--document 0")
+    return found
+
+
+def inspect_excerpt(arguments: argparse.Namespace) -> int:
+    """Show the tokens of one document or sample, as text where a tokenizer is given, and where they came from."""
+    from datakit.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
+    from datakit.store import TokenStore
+
+    store = TokenStore.open(arguments.store)
+    if arguments.document is not None:
+        name, excerpt = "document", document_excerpt(store, arguments.document)
+    else:
+        name, excerpt = "sample", sample_excerpt(store, arguments.sample, arguments.seq_length)
+    tokenizer = open_matching_tokenizer(store, arguments.tokenizer) if arguments.tokenizer else None
+    if not arguments.json:
+        _print_excerpt(excerpt, tokenizer)
+        return EXIT_OK
+    print_json(
+        {
+            "store": str(store.path),
+            name: getattr(arguments, name),
+            "first_token": excerpt.first_token,
+            "ids": excerpt.tokens.tolist(),
+            "text": tokenizer.decode(excerpt.tokens) if tokenizer else None,
+            "sources": [
+                {"document": part.document, "start": part.start, "num_tokens": part.num_tokens, **asdict(part.origin)}
+                for part in excerpt.parts
+            ],
+        }
+    )
+    return EXIT_OK
+
+
+def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
+    from datakit.excerpt import pieces
+
+    for part, ids in excerpt.part_tokens():
+        origin = part.origin
+        print(
+            f"document {part.document:,}, tokens {part.start:,} to {part.start + part.num_tokens:,}: "
+            f"{origin.path or 'no source'}, line {origin.line:,}, byte {origin.offset_bytes:,}"
+        )
+        if tokenizer is None:
+            print(*ids.tolist())
+        elif not sys.stdout.isatty():
+            print(tokenizer.decode(ids))
+        else:
+            shown = (piece.translate(_CONTROLS) for piece in pieces(tokenizer, ids) if piece)
+            print("".join(f"{_COLOURS[i % 2]}{piece}{_PLAIN}" for i, piece in enumerate(shown)))
