@@ -15,6 +15,7 @@ _PUBLIC = {
     "Tokenizer": "tokenizer",
     "open_tokenizer": "tokenizer",
     "preprocess": "preprocessing",
+    "statistics": "store_statistics",
     "train_tokenizer": "tokenizer_training",
     "verify": "verification",
     "write_store": "store_writer",

@@ -10,7 +10,11 @@ from threefold.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
     from datakit.excerpt import Excerpt
+    from datakit.store_statistics import Statistics
     from datakit.tokenizer import Tokenizer
+    from threefold.cli import Parser
+
+    Verbs = argparse._SubParsersAction[Parser]
 
 _COLOURS, _PLAIN = ("\x1b[30;46m", "\x1b[30;43m"), "\x1b[0m"
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -81,3 +85,53 @@ def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
         else:
             shown = (piece.translate(_CONTROLS) for piece in pieces(tokenizer, ids) if piece)
             print("".join(f"{_COLOURS[i % 2]}{piece}{_PLAIN}" for i, piece in enumerate(shown)))
+
+
+def add_stats(verbs: "Verbs") -> None:
+    """Add the verb `stats`."""
+    parser = verbs.add_parser("stats", help="count documents, lengths and sources", description=_stats.__doc__)
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="stores, counted together")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--report", metavar="FILE.html", help="write a page with plots too; needs threefold[plot]")
+    parser.set_defaults(handler=_stats)
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    """Count documents and tokens by length and by source file, exactly, from the indices alone."""
+    from datakit.report import require_plots, write_report
+    from datakit.store_statistics import statistics
+
+    if arguments.report:
+        require_plots()
+    found = statistics(arguments.stores)
+    if arguments.report:
+        write_report(found, arguments.report)
+        print(f"wrote {arguments.report}", file=sys.stderr)
+    if arguments.json:
+        print_json(asdict(found))
+    else:
+        _print_statistics(found)
+    return EXIT_OK
+
+
+def _print_statistics(found: "Statistics") -> None:
+    for store in found.stores:
+        print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens")
+    if len(found.stores) > 1:
+        print(f"together: {found.num_documents:,} documents, {found.num_tokens:,} tokens")
+    print(f"empty documents  {found.num_empty_documents:,}")
+    if lengths := found.lengths:
+        print(
+            f"tokens a document  min {lengths.min:,}  median {lengths.median:,}  p90 {lengths.p90:,}  "
+            f"p99 {lengths.p99:,}  max {lengths.max:,}  mean {lengths.mean:,.1f}"
+        )
+    print(f"\n{'length':>21}  {'documents':>14}  {'tokens':>18}")
+    for bucket in found.histogram:
+        length = f"{bucket.min_length:,} to {bucket.max_length:,}" if bucket.max_length > 1 else f"{bucket.max_length}"
+        print(f"{length:>21}  {bucket.num_documents:>14,}  {bucket.num_tokens:>18,}")
+    print(f"\n{'tokens':>18}  {'documents':>14}  source")
+    for source in found.sources:
+        print(f"{source.num_tokens:>18,}  {source.num_documents:>14,}  {source.path or 'no source'}")
+    others = found.other_sources
+    if others.num_sources:
+        print(f"{others.num_tokens:>18,}  {others.num_documents:>14,}  {others.num_sources:,} others")
