@@ -13,6 +13,7 @@ _PUBLIC = {
     "TokenShard": "shard",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
+    "merge": "merging",
     "open_tokenizer": "tokenizer",
     "preprocess": "preprocessing",
     "statistics": "store_statistics",

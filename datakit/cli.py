@@ -68,6 +68,7 @@ def build_parser() -> Parser:
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=_verify)
     store_verbs.add_stats(verbs)
+    store_verbs.add_merge(verbs)
     return parser
 
 

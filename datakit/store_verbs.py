@@ -10,6 +10,7 @@ from threefold.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
     from datakit.excerpt import Excerpt
+    from datakit.store import TokenStore
     from datakit.store_statistics import Statistics
     from datakit.tokenizer import Tokenizer
     from threefold.cli import Parser
@@ -135,3 +136,40 @@ def _print_statistics(found: "Statistics") -> None:
     others = found.other_sources
     if others.num_sources:
         print(f"{others.num_tokens:>18,}  {others.num_documents:>14,}  {others.num_sources:,} others")
+
+
+def add_merge(verbs: "Verbs") -> None:
+    """Add the verb `merge`."""
+    parser = verbs.add_parser("merge", help="make one store of several", description=_merge.__doc__)
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="stores of one tokenizer, in this order")
+    parser.add_argument("--output", required=True, metavar="STORE", help="folder of the store; a rerun continues in it")
+    _add_copy_flag(parser)
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(handler=_merge)
+
+
+def _add_copy_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--copy", action="store_true", help="copy the files; else they are hard links to the sources'")
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    """Make one store of all shards of some stores, in the order given, without tokenizing again; documents keep their
+    sources."""
+    from datakit.merging import merge
+
+    store = merge(arguments.stores, arguments.output, copy=arguments.copy)
+    if {"append_eod"} & {name for part in store.manifest.settings["merged"] for name in part["settings"]}:
+        print(
+            "warning: documents of some of these stores end with a token of their own, others do not", file=sys.stderr
+        )
+    _print_store(store, arguments.json)
+    return EXIT_OK
+
+
+def _print_store(store: "TokenStore", as_json: bool) -> None:
+    num_shards = len(store.manifest.shards)
+    counts = {"num_documents": store.num_documents, "num_tokens": store.num_tokens, "num_shards": num_shards}
+    if as_json:
+        print_json({"path": str(store.path), **counts, "fingerprint": store.fingerprint})
+    else:
+        print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {num_shards} shards")
