@@ -69,6 +69,7 @@ def build_parser() -> Parser:
     check.set_defaults(handler=_verify)
     store_verbs.add_stats(verbs)
     store_verbs.add_merge(verbs)
+    store_verbs.add_convert(verbs)
     return parser
 
 
