@@ -13,6 +13,7 @@ _PUBLIC = {
     "TokenShard": "shard",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
+    "find_difference": "difference",
     "from_megatron": "megatron",
     "merge": "merging",
     "open_tokenizer": "tokenizer",

@@ -70,6 +70,7 @@ def build_parser() -> Parser:
     store_verbs.add_stats(verbs)
     store_verbs.add_merge(verbs)
     store_verbs.add_convert(verbs)
+    store_verbs.add_diff(verbs)
     return parser
 
 

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from threefold.cli import print_json
-from threefold.errors import EXIT_OK, UserError
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
 if TYPE_CHECKING:
+    from datakit.difference import Side
     from datakit.excerpt import Excerpt
     from datakit.store import TokenStore
     from datakit.store_statistics import Statistics
@@ -215,3 +216,47 @@ def _convert(arguments: argparse.Namespace) -> int:
     else:
         print(*prefixes, sep="\n")
     return EXIT_OK
+
+
+def add_diff(verbs: "Verbs") -> None:
+    """Add the verb `diff`."""
+    parser = verbs.add_parser("diff", help="find where two stores differ", description=_diff.__doc__)
+    parser.add_argument("left", metavar="STORE")
+    parser.add_argument("right", metavar="STORE")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_diff)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    """Name the first document whose tokens differ in two stores and its first token that does, whatever the stores'
+    shards; the exit code is then 1."""
+    from datakit.difference import find_difference
+    from datakit.store import TokenStore
+
+    stores = TokenStore.open(arguments.left), TokenStore.open(arguments.right)
+    left, right = stores
+    found = find_difference(left, right)
+    same_tokenizer = left.manifest.tokenizer.fingerprint == right.manifest.tokenizer.fingerprint
+    if not same_tokenizer:
+        print("warning: the stores' tokenizers differ: equal tokens may be other text", file=sys.stderr)
+    if arguments.json:
+        difference = asdict(found) if found else None
+        print_json({"same": found is None, "same_tokenizer": same_tokenizer, "difference": difference})
+    elif found is None:
+        print(
+            f"{left.path} and {right.path} hold the same {left.num_documents:,} documents, {left.num_tokens:,} tokens"
+        )
+    else:
+        print(f"document {found.document:,} differs, first at its token {found.token:,}")
+        for store, side in zip(stores, (found.left, found.right)):
+            print(f"  {store.path}: {_side(side, store.num_documents)}")
+    return EXIT_OK if found is None else EXIT_CHECK_FAILED
+
+
+def _side(side: "Side | None", num_documents: int) -> str:
+    if side is None:
+        return f"ends after {num_documents:,} documents"
+    what = "it ends" if side.token is None else f"{side.token}"
+    origin = side.origin
+    source = f"{origin.path or 'no source'}, line {origin.line:,}, byte {origin.offset_bytes:,}"
+    return f"{what}, of {side.num_tokens:,} tokens, from {source}"
