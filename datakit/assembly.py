@@ -29,11 +29,13 @@ class Assembly:
 
     def __init__(self, output: Path, *, copy: bool) -> None:
         self.output, self.work, self._copy = output, output / WORK_FOLDER, copy
+        self._placed: set[str] = set()
 
     def place(self, source: Path, name: str, digest: FileDigest) -> None:
         """Give the output a file of these bytes; one that an earlier run placed is kept. A copy is checked against its
         digest, a link by its size alone."""
         target = self.output / name
+        self._placed.add(name)
         if target.exists() and target.stat().st_size == digest.size_bytes:
             return
         if self._copy:
@@ -49,8 +51,15 @@ class Assembly:
 
     def adopt(self, file: Path) -> None:
         """Move a whole, durable file from the work folder into the output, under its name."""
+        self._placed.add(file.name)
         with writing(self.output / file.name):
             file.replace(self.output / file.name)
+
+    def abandon(self) -> None:
+        """Remove all that was placed; the sources keep their own names."""
+        for name in self._placed:
+            (self.output / name).unlink(missing_ok=True)
+        shutil.rmtree(self.work)
 
     def sync(self) -> None:
         """Make the names of all files that were placed durable; a manifest may then name them."""
@@ -62,7 +71,8 @@ class Assembly:
 def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator[Assembly]:
     """Hold an empty or unfinished output while it is put together; the work folder goes when that comes to an end.
 
-    `made_of` is JSON of all that decides the output's bytes. UserError where the output holds anything else.
+    `made_of` is JSON of all that decides the output's bytes. UserError where the output holds anything else. Storage
+    faults and kills leave the output to be continued, any other UserError empties it.
     """
     assembly = Assembly(output, copy=copy)
     note = assembly.work / _NOTE
@@ -79,7 +89,13 @@ def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator
                 f"{output} was begun of other sources or in another way",
                 hint="rerun the command it was begun with, or choose another --output",
             )
-        yield assembly
+        try:
+            yield assembly
+        except StorageError:
+            raise
+        except UserError:  # what it is made of does not do: the output is free for another try
+            assembly.abandon()
+            raise
         assembly.sync()
         shutil.rmtree(assembly.work)
     finally:

@@ -132,3 +132,18 @@ def test_an_output_that_cannot_be_made(sources: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
         assemble(sources, sources / NAMES[0] / "o", copy=False)
     assert stat.S_ISREG((sources / NAMES[0]).stat().st_mode)
+
+
+@pytest.mark.parametrize("fault", [UserError, CheckFailed, StorageError])
+def test_sources_that_do_not_do_leave_the_output_free(sources: Path, tmp_path: Path, fault: type[UserError]) -> None:
+    output = tmp_path / "o"
+
+    def assemble_faulty() -> None:
+        with assembling(output, {}, copy=False) as assembly:
+            assembly.place(sources / NAMES[0], NAMES[0], digest_file(sources / NAMES[0]))
+            raise fault("no good")
+
+    with pytest.raises(fault):
+        assemble_faulty()
+    assert bool(list(output.iterdir())) == (fault is StorageError)
+    assert len(files_of(sources)) == len(NAMES)

@@ -130,6 +130,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, tokenizer_path: 
     prefix = write_dataset(tmp_path / "d", [*DOCUMENTS, [], [0, max(token, vocab_size)]])
     with pytest.raises(UserError, match=f"document 7 holds token {max(token, vocab_size)}, beyond the vocabulary"):
         from_megatron([prefix], tmp_path / "o", tokenizer_path)
+    from_megatron([write_dataset(tmp_path / "good", DOCUMENTS)], tmp_path / "o", tokenizer_path)  # it was left free
     negative = write_dataset(tmp_path / "n", [[1], [-1]], "int32")
     with pytest.raises(UserError, match="document 1 holds token -1"):
         from_megatron([negative], tmp_path / "p", tokenizer_path)
