@@ -102,6 +102,11 @@ def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator
         os.close(lock)
 
 
+def remove_work(output: Path) -> None:
+    """Remove the work folder of a complete output, which a kill may have left."""
+    shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)
+
+
 def digest_file(path: Path) -> FileDigest:
     """Size and checksum of a file, in one pass."""
     hasher, size_bytes = xxhash.xxh3_64(), 0

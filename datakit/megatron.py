@@ -15,8 +15,8 @@ import numpy as np
 import orjson
 import xxhash
 
-from datakit.assembly import Assembly, assembling, digest_file
-from datakit.manifest import FILE_NAME, STORE_DTYPES, Manifest, ShardEntry, TokenizerIdentity
+from datakit.assembly import Assembly, assembling, digest_file, remove_work
+from datakit.manifest import FILE_NAME, STORE_DTYPES, WORK_FOLDER, Manifest, ShardEntry, TokenizerIdentity
 from datakit.origins import HEADER, MAGIC, VERSION, document_check
 from datakit.shard import HEADER as INDEX_HEADER
 from datakit.shard import FileDigest, Int64s, TokenShard, flush_to_disk, writing
@@ -41,36 +41,58 @@ def from_megatron(
     one that made them.
 
     UserError where a store cannot hold what they hold, or a token is beyond the vocabulary. The same call continues
-    after a kill.
+    after a kill, and gives the store where that is complete.
     """
     identity = identify(open_tokenizer(tokenizer), tokenizer, eod_token, required=eod_token != DEFAULT_EOD)
     datasets, folder = [_Dataset.open(prefix) for prefix in prefixes], Path(output)
     dtype = _common_dtype(datasets)
-    made_of = {
-        "datasets": [[str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns]
-                     for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)],
-        "tokenizer": asdict(identity),
-    }  # fmt: skip
+    files = [file for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)]
+    sizes = [[str(file), file.stat().st_size] for file in files]
+    settings: dict[str, Any] = {
+        "converted_from": "megatron",
+        "input": {
+            "num_files": len(files),
+            "size_bytes": sum(size_bytes for _, size_bytes in sizes),
+            "xxh3_64": xxhash.xxh3_64_hexdigest(orjson.dumps(sizes)),
+        },
+    }
+    if (folder / FILE_NAME).exists():
+        found = Manifest.read(folder)
+        if (found.tokenizer, found.settings) == (identity, settings):
+            remove_work(folder)
+            return TokenStore.open(folder)
+    times = [file.stat().st_mtime_ns for file in files]
+    made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}
     with assembling(folder, made_of, copy=copy) as assembly:
-        if not (folder / FILE_NAME).exists():
-            entries = [_add(assembly, number, dataset, identity) for number, dataset in enumerate(datasets)]
-            assembly.sync()
-            Manifest(dtype, identity, tuple(entries), {"converted_from": "megatron"}).write(folder)
+        entries = [_add(assembly, number, dataset, identity) for number, dataset in enumerate(datasets)]
+        assembly.sync()
+        Manifest(dtype, identity, tuple(entries), settings).write(folder)
     return TokenStore.open(folder)
 
 
 def to_megatron(path: str | os.PathLike[str], output: str | os.PathLike[str], *, copy: bool = False) -> list[Path]:
     """Put a store's shards into a folder of indexed datasets and nothing else; gives their prefixes, in order.
 
-    The same call continues after a kill.
+    The same call continues after a kill, and changes nothing where that is complete.
     """
     store, folder = TokenStore.open(path), Path(output)
+    prefixes = [folder / entry.name for entry in store.manifest.shards]
+    pairs = [pair for entry in store.manifest.shards for pair in store.files(entry)[:2]]
+    if _holds(folder, {source.name: digest.size_bytes for source, digest in pairs}):
+        remove_work(folder)
+        return prefixes
     made_of: dict[str, Any] = {"to": "megatron", "shards": [asdict(entry) for entry in store.manifest.shards]}
     with assembling(folder, made_of, copy=copy) as assembly:
-        for entry in store.manifest.shards:
-            for source, digest in store.files(entry)[:2]:
-                assembly.place(source, source.name, digest)
-    return [folder / entry.name for entry in store.manifest.shards]
+        for source, digest in pairs:
+            assembly.place(source, source.name, digest)
+    return prefixes
+
+
+def _holds(folder: Path, size_bytes: dict[str, int]) -> bool:
+    """Whether a folder holds files of these names and sizes, and no others."""
+    if not folder.is_dir():
+        return False
+    return {file.name: file.stat().st_size for file in folder.iterdir() if file.name != WORK_FOLDER} == size_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from datakit.assembly import assembling
+from datakit.assembly import assembling, remove_work
 from datakit.manifest import FILE_NAME, Manifest
 from datakit.store import TokenStore
 from threefold.errors import UserError
@@ -21,18 +21,20 @@ def merge(
 ) -> TokenStore:
     """Make the store of all shards of these stores; UserError where their dtypes or tokenizers differ.
 
-    The same call continues after a kill.
+    The same call continues after a kill, and gives the store where that is complete.
     """
     opened, folder = [TokenStore.open(path) for path in stores], Path(output)
     manifest = plan_merge([(str(store.path), store.manifest) for store in opened])
     sources = [files for store in opened for entry in store.manifest.shards for files in store.files(entry)]
     names = [(entry.name, suffix) for entry in manifest.shards for suffix in (".bin", ".idx", ".origin")]
+    if (folder / FILE_NAME).exists() and Manifest.read(folder) == manifest:
+        remove_work(folder)
+        return TokenStore.open(folder)
     with assembling(folder, asdict(manifest), copy=copy) as assembly:
         for (source, digest), (name, suffix) in zip(sources, names, strict=True):
             assembly.place(source, f"{name}{suffix}", digest)
         assembly.sync()
-        if not (folder / FILE_NAME).exists():
-            manifest.write(folder)
+        manifest.write(folder)
     return TokenStore.open(folder)
 
 

@@ -150,7 +150,9 @@ def add_merge(verbs: "Verbs") -> None:
 
 
 def _add_copy_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--copy", action="store_true", help="copy the files; else they are hard links to the sources'")
+    parser.add_argument(
+        "--copy", action="store_true", help="copy the files, not link them: a link changes with its source"
+    )
 
 
 def _merge(arguments: argparse.Namespace) -> int:

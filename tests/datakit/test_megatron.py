@@ -183,7 +183,15 @@ def test_the_verb(tmp_path: Path, tokenizer_path: str, cli: Cli, capsys: pytest.
     found = capsys.readouterr().out.splitlines()
     assert found == [str(tmp_path / "m" / "shard-000000-000")]
     assert TokenShard(found[0]).num_documents == len(DOCUMENTS)
-    assert TokenStore.open(tmp_path / "s").manifest.settings == {"converted_from": "megatron"}
+    assert TokenStore.open(tmp_path / "s").manifest.settings["converted_from"] == "megatron"
+    before = files_of(tmp_path)
+    for output in ("s", "m"):  # as a kill after the last file may leave it
+        (tmp_path / output / ".work").mkdir()
+    assert cli(*words) == 0
+    assert cli("convert", tmp_path / "s", "--to", "megatron", "--output", tmp_path / "m") == 0
+    assert files_of(tmp_path) == before
+    write_dataset(prefix, DOCUMENTS[:2])
+    assert cli(*words) == 2
 
 
 @pytest.mark.parametrize(
