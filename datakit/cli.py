@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from datakit import store_verbs
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> Parser:
     """The command line of all verbs."""
     parser = Parser(prog="datakit", description="Text corpus to token store.")
-    verbs = parser.add_subparsers(metavar="{train-tokenizer,preprocess,inspect,verify}")
+    verbs = parser.add_subparsers()
 
     train = verbs.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer", description=_train.__doc__)
     _add_input_flags(train)
@@ -67,6 +68,7 @@ def build_parser() -> Parser:
 
     inspect = verbs.add_parser("inspect", help="say what a store holds", description=_inspect.__doc__)
     inspect.add_argument("store", metavar="STORE")
+    store_verbs.add_excerpt_flags(inspect)
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(handler=_inspect)
 
@@ -74,6 +76,10 @@ def build_parser() -> Parser:
     check.add_argument("store", metavar="STORE")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=_verify)
+    store_verbs.add_stats(verbs)
+    store_verbs.add_merge(verbs)
+    store_verbs.add_convert(verbs)
+    store_verbs.add_diff(verbs)
     return parser
 
 
@@ -155,7 +161,9 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    """Say what a token store holds."""
+    """Say what a token store holds, or show one of its documents or samples and where it came from."""
+    if store_verbs.asks_for_excerpt(arguments):
+        return store_verbs.inspect_excerpt(arguments)
     from datakit.store import TokenStore
 
     store = TokenStore.open(arguments.store)

@@ -221,7 +221,7 @@ def _not_a_store(folder: Path) -> UserError:
         return UserError(f"{folder} is split; name one of its stores", hint=f"{folder / parts[0]}")
     if (folder / WORK_FOLDER).is_dir():
         return UserError(
-            f"{folder} is unfinished: its preprocessing did not come to an end",
-            hint="rerun the same `datakit preprocess` command to continue it",
+            f"{folder} is unfinished: the command that makes it did not come to an end",
+            hint="rerun the same `datakit` command to continue it",
         )
     return UserError(f"{folder} is no token store: it has no {FILE_NAME}", hint=f"ls {folder}")

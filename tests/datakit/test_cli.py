@@ -188,4 +188,4 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
 
 def test_without_a_verb_help_is_shown(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli() == 2
-    assert "{train-tokenizer,preprocess,inspect,verify}" in capsys.readouterr().out
+    assert "{train-tokenizer,preprocess,inspect,verify" in capsys.readouterr().out

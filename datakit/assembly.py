@@ -1,0 +1,160 @@
+"""Assembly: a folder being put together of files that exist already, by hard links or copies; killed, it continues.
+
+A note under `.work` says what the folder is made of, before any file is there; the same call then continues, another
+one is refused. A file gets its name once it is whole and durable. Memory is one block.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from datakit.manifest import WORK_FOLDER, replace_durably
+from datakit.shard import FileDigest, flush_to_disk, writing
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage.local import sync_folder
+
+_NOTE, _LOCK = "assembly.json", "lock"
+_BLOCK_BYTES = 8 << 20
+
+
+class Assembly:
+    """An output folder that this process holds; `assembling` gives one."""
+
+    def __init__(self, output: Path, *, copy: bool) -> None:
+        self.output, self.work, self._copy = output, output / WORK_FOLDER, copy
+        self._placed: set[str] = set()
+
+    def place(self, source: Path, name: str, digest: FileDigest) -> None:
+        """Give the output a file of these bytes; one that an earlier run placed is kept. A copy is checked against its
+        digest, a link by its size alone."""
+        target = self.output / name
+        self._placed.add(name)
+        if target.exists() and target.stat().st_size == digest.size_bytes:
+            return
+        if self._copy:
+            temporary = self.work / name
+            _copy_file(source, temporary, digest)
+            self.adopt(temporary)
+            return
+        try:
+            target.unlink(missing_ok=True)
+            target.hardlink_to(source)
+        except OSError as error:
+            raise StorageError(f"cannot link {source} as {target}: {error.strerror}", hint="--copy") from error
+
+    def adopt(self, file: Path) -> None:
+        """Move a whole, durable file from the work folder into the output, under its name."""
+        self._placed.add(file.name)
+        with writing(self.output / file.name):
+            file.replace(self.output / file.name)
+
+    def abandon(self) -> None:
+        """Remove all that was placed; the sources keep their own names."""
+        for name in self._placed:
+            (self.output / name).unlink(missing_ok=True)
+        shutil.rmtree(self.work)
+
+    def sync(self) -> None:
+        """Make the names of all files that were placed durable; a manifest may then name them."""
+        with writing(self.output):
+            sync_folder(self.output)
+
+
+@contextmanager
+def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator[Assembly]:
+    """Hold an empty or unfinished output while it is put together; the work folder goes when that comes to an end.
+
+    `made_of` is JSON of all that decides the output's bytes. UserError where the output holds anything else. Storage
+    faults and kills leave the output to be continued, any other UserError empties it.
+    """
+    assembly = Assembly(output, copy=copy)
+    note = assembly.work / _NOTE
+    _check_free(output)
+    with writing(output):
+        assembly.work.mkdir(parents=True, exist_ok=True)
+        lock = os.open(assembly.work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(lock, output)
+        if not note.exists():
+            replace_durably(note, orjson.dumps(made_of))
+        elif note.read_bytes() != orjson.dumps(made_of):
+            raise UserError(
+                f"{output} was begun of other sources or in another way",
+                hint="rerun the command it was begun with, or choose another --output",
+            )
+        try:
+            yield assembly
+        except StorageError:
+            raise
+        except UserError:  # what it is made of does not do: the output is free for another try
+            assembly.abandon()
+            raise
+        assembly.sync()
+        shutil.rmtree(assembly.work)
+    finally:
+        os.close(lock)
+
+
+def remove_work(output: Path) -> None:
+    """Remove the work folder of a complete output, which a kill may have left."""
+    shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Size and checksum of a file, in one pass."""
+    hasher, size_bytes = xxhash.xxh3_64(), 0
+    for block in _blocks(path):
+        hasher.update(block)
+        size_bytes += len(block)
+    return FileDigest(size_bytes, hasher.hexdigest())
+
+
+def _check_free(output: Path) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"{output} is no folder", hint="choose another --output")
+    work = output / WORK_FOLDER
+    if (work / _NOTE).exists():
+        return
+    found = {path.name for path in output.iterdir()} - {WORK_FOLDER}
+    if work.is_dir():  # a kill may have come before the note
+        found |= {path.name for path in work.iterdir()} - {_LOCK, f".{_NOTE}.tmp"}
+    if found:
+        raise UserError(f"{output} is not empty: it holds {min(found)}", hint="choose another --output")
+
+
+def _take(lock: int, output: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StorageError(f"another run is writing {output}", hint=f"lsof {output / WORK_FOLDER / _LOCK}") from None
+    if not os.fstat(lock).st_nlink:
+        raise StorageError(f"another run has just completed {output}", hint=f"ls {output}")
+
+
+def _copy_file(source: Path, target: Path, digest: FileDigest) -> None:
+    hasher = xxhash.xxh3_64()
+    with writing(target), target.open("wb") as file:
+        for block in _blocks(source):
+            hasher.update(block)
+            file.write(block)
+        flush_to_disk(file)
+    if hasher.hexdigest() != digest.xxh3_64:
+        raise CheckFailed(f"{source} is damaged: its checksum does not hold", hint=f"datakit verify {source.parent}")
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
