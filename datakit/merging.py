@@ -5,6 +5,7 @@ documents keep their sources and lines; they get new names that sort in the new 
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,6 +56,7 @@ def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
         first.tokenizer,
         tuple(replace(shard, name=f"shard-{number:06}-000") for number, shard in enumerate(shards)),
         _merged_settings([manifest for _, manifest in stores]),
+        dict(sorted(sum((Counter(manifest.skipped) for _, manifest in stores), Counter[str]()).items())),
     )
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +131,7 @@ def _ray_pool(num_workers: int, task: Task, address: str | None) -> "RayPool":
 
 def _seal(job: "_Job", items: list[WorkItem], pool: "WorkerPool | RayPool", report: Callable[[str], None]) -> None:
     """Let workers seal the items, and report about every two seconds."""
-    meter = _Meter(len(items))
+    meter = _Meter(items)
     if len(items) < len(job.items):
         report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
     for item, message in pool.run(iter(items)):
@@ -143,14 +144,18 @@ def _seal(job: "_Job", items: list[WorkItem], pool: "WorkerPool | RayPool", repo
 class _Meter:
     """Counts what all workers have done, and says when a line of progress is due."""
 
-    def __init__(self, num_items: int) -> None:
-        self._num_items, self._num_sealed = num_items, 0
+    def __init__(self, items: Sequence[WorkItem]) -> None:
+        self._num_items, self._num_sealed = len(items), 0
+        self._sizes = {item.number: sum(part.stop - part.start for part in item.slices) for item in items}
+        self._read = 0  # bytes on disk of the sealed items
         self._bytes: dict[int, int] = {}
         self._tokens: dict[int, int] = {}
         self._started_s = self._reported_s = time.monotonic()
 
     def update(self, item: WorkItem, message: dict[str, Any]) -> None:
-        self._num_sealed += "sealed" in message
+        if "sealed" in message:
+            self._num_sealed += 1
+            self._read += self._sizes[item.number]
         self._bytes[item.number] = message["progress"]["input_bytes"]
         self._tokens[item.number] = message["progress"]["num_tokens"]
 
@@ -166,8 +171,15 @@ class _Meter:
         megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
         return (
             f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB, {megabytes / elapsed_s:.1f} MB/s, "
-            f"{tokens / elapsed_s:,.0f} tokens/s"
+            f"{tokens / elapsed_s:,.0f} tokens/s" + self._left(elapsed_s)
         )
+
+    def _left(self, elapsed_s: float) -> str:
+        """How long the rest will take if it goes on like the sealed items."""
+        if not self._read or self._num_sealed == self._num_items:
+            return ""
+        seconds = round(elapsed_s * (sum(self._sizes.values()) / self._read - 1))
+        return f", {timedelta(seconds=seconds)} left"
 
 
 class _Job:

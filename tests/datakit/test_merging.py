@@ -165,3 +165,10 @@ def test_the_verb(
     output = capsys.readouterr()
     assert "warning: " in output.err
     assert "600 documents" in output.out
+
+
+def test_a_merge_counts_what_its_parts_skipped(tmp_path: Path, tokenizer_path: str) -> None:
+    for name, number in (("a", 2), ("b", 3)):
+        write_jsonl(tmp_path / f"{name}.jsonl", ["one", "two", *[" "] * number])
+        preprocess([str(tmp_path / f"{name}.jsonl")], tmp_path / name, Recipe(tokenizer_path, skip_empty=True))
+    assert merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m").manifest.skipped == {"empty": 5}
