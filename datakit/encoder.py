@@ -19,7 +19,7 @@ from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
 BACKENDS = (AUTO, FAST, "tokenizers", "sentencepiece")
-MAX_CACHE_BYTES, CHECK_CHARACTERS = 192 << 20, 4 << 20
+MAX_CACHE_BYTES, CHECK_CHARACTERS = 32 << 20, 4 << 20
 
 PROBE = (
     "", " ", "\n", "\t \n\n  x", "  two  spaces   three ", "a\r\nb\r\r\n", "trailing \n ", "\x00\x01\x7f", "x" * 3000,
@@ -88,7 +88,7 @@ def probe_fault(path: str, reference: Tokenizer, texts: Sequence[str]) -> str | 
 
 
 class GigatokenEncoder:
-    """gigatoken over a `tokenizer.json` or a sentencepiece `.model`; memory is its cache, at most about 192 MiB."""
+    """gigatoken over a `tokenizer.json` or a sentencepiece `.model`; its cache is kept below about 32 MiB."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--small-mb", type=int, default=100)
     parser.add_argument("--large-mb", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--backend", default="tokenizers", help="what tokenizes: tokenizers or gigatoken")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -52,7 +53,8 @@ def main() -> int:
         datakit("train-tokenizer", seed, "--vocab-size", 32768, "--output", tokenizer)
         peaks = {}
         for path in (small, large):
-            summary, peaks[path] = preprocess(path, folder / f"{path.stem}.store", tokenizer, workers=2)
+            store = folder / f"{path.stem}.store"
+            summary, peaks[path] = preprocess(path, store, tokenizer, workers=2, backend=arguments.backend)
             size = f"{path.stat().st_size / 1e6:.0f} MB"
             print(f"{size}: peak {peaks[path] / 2**20:.0f} MiB with two workers, {summary['mb_per_s']:.2f} MB/s")
         growth = peaks[large] / peaks[small]
@@ -63,7 +65,7 @@ def main() -> int:
             rates["tokenizers alone"].append(tokenize_alone(small, tokenizer))
             for what, workers in (("one worker", 1), ("two workers", 2)):
                 store = folder / f"{workers}-{repeat}"
-                summary, _ = preprocess(small, store, tokenizer, workers=workers)
+                summary, _ = preprocess(small, store, tokenizer, workers=workers, backend=arguments.backend)
                 rates[what].append(summary["mb_per_s"])
                 digests.add(digest(store))
     for what, values in rates.items():
@@ -94,11 +96,11 @@ def datakit(*words: object) -> None:
     subprocess.run([sys.executable, "-m", "datakit", *map(str, words)], check=True, stderr=subprocess.DEVNULL)
 
 
-def preprocess(path: Path, store: Path, tokenizer: Path, *, workers: int) -> tuple[dict[str, float], int]:
+def preprocess(path: Path, store: Path, tokenizer: Path, *, workers: int, backend: str) -> tuple[dict[str, float], int]:
     """The summary of one run, and the peak of its tree's resident memory in bytes."""
     command = [
         sys.executable, "-m", "datakit", "preprocess", path, "--output", store, "--tokenizer", tokenizer,
-        "--append-eod", "--workers", workers, "--json",
+        "--append-eod", "--workers", workers, "--tokenizer-backend", backend, "--json",
     ]  # fmt: skip
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     peak = 0
