@@ -1,19 +1,21 @@
 """Columns: the text columns of a parquet or Arrow IPC file, row by row; memory is some pages of each and 64 rows.
 
 A slice holds the row groups (in Arrow files: the record batches) that begin in its bytes, so that a file is cut without
-being opened. An uncompressed record batch is not copied but mapped, so it may be as large as the file.
+being opened. Arrow files are mapped: a record batch may be as large as the file, and is held whole where compressed.
 """
 
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from datakit.inputs import FileSlice
+from datakit.inputs import FileSlice, open_file
 from threefold.errors import StorageError, UserError
 
 _BATCH_ROWS = 64
 _BUFFER_BYTES = 1 << 20
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
+_MAPPED_BYTES = 32 << 20
 _ARROW_FILE_MAGIC = b"ARROW1"
 
 
@@ -35,16 +37,13 @@ def rows_before(part: FileSlice, names: Sequence[str]) -> int:
 
 def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes | None]]]:
     """The columns of 64 rows after 64 rows; what pyarrow raises is told in our words."""
-    import pyarrow
+    from pyarrow import ArrowException
 
     path = part.file.path
     try:
-        for batch in (_parquet_batches if part.file.kind == "parquet" else _arrow_batches)(part, names):
-            columns = [batch.column(name).cast(pyarrow.large_binary()) for name in names if name in batch.schema.names]
-            for column in columns:
-                column.validate(full=True)
+        for columns in (_parquet_columns if part.file.kind == "parquet" else _arrow_columns)(part, names):
             yield [column.to_pylist() for column in columns]
-    except (pyarrow.ArrowException, EOFError, OSError) as error:
+    except (ArrowException, EOFError, OSError, UnicodeDecodeError) as error:  # the last from a damaged column's name
         if isinstance(error, OSError) and error.errno:
             raise StorageError(f"cannot read {path}: {os.strerror(error.errno)}", hint=f"ls -l {path}") from error
         why = " ".join(str(error).split())[:200]
@@ -53,56 +52,83 @@ def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes 
         ) from None
 
 
-def _parquet_batches(part: FileSlice, names: Sequence[str]) -> Iterator[Any]:
-    """The row groups whose first byte lies in the slice, had the file nothing but their compressed columns."""
+def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
+    """The row groups that begin in the slice, if all rows of the file were equally large."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(
         part.file.path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
     ) as file:
         columns = _found_columns(part, names, file.schema_arrow)
-        begin, groups = 0, []
+        num_rows, row, groups = max(file.metadata.num_rows, 1), 0, []
         for number in range(file.num_row_groups):
-            group = file.metadata.row_group(number)
-            if part.start <= begin < part.stop:
+            if part.start <= part.file.size_bytes * row // num_rows < part.stop:
                 groups.append(number)
-            begin += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+            row += file.metadata.row_group(number).num_rows
+        if row != file.metadata.num_rows:
+            raise EOFError(f"its row groups have {row} rows, its footer says {file.metadata.num_rows}")
         if groups:
-            yield from file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False)
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+                yield [_as_bytes(batch.column(name)) for name in columns]
 
 
-def _arrow_batches(part: FileSlice, names: Sequence[str]) -> Iterator[Any]:
+def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
+    """The record batches of the slice in pieces of 64 rows; the pages of the file that were read are let go of."""
+    import pyarrow
+
+    with open_file(part.file.path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise EOFError("it has 0 bytes")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    num_bytes = 0
+    for batch in _mapped_batches(part, names, pyarrow.BufferReader(pyarrow.py_buffer(mapped))):
+        columns = [_as_bytes(batch.column(name)) for name in names if name in batch.schema.names]
+        for row in range(0, batch.num_rows, _BATCH_ROWS):
+            pieces = [column.slice(row, _BATCH_ROWS) for column in columns]
+            yield pieces
+            num_bytes += sum(piece.nbytes for piece in pieces)
+            if num_bytes > _MAPPED_BYTES:
+                mapped.madvise(mmap.MADV_DONTNEED)
+                num_bytes = 0
+
+
+def _mapped_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[Any]:
     """The record batches that begin in the slice; those of a file with an index count as equally large."""
-    from pyarrow import ipc, memory_map
+    from pyarrow import ipc
 
-    with memory_map(part.file.path) as source:
-        has_index = source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
-        source.seek(0)
-        schema = (ipc.open_file if has_index else ipc.open_stream)(source).schema
-        numbers = [schema.names.index(name) for name in _found_columns(part, names, schema)]
-        options = ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
-        source.seek(0)
-        if has_index:
-            file = ipc.open_file(source, options=options)
-            for number in range(file.num_record_batches):
-                if part.start <= source.size() * number // file.num_record_batches < part.stop:
-                    yield from _pieces(file.get_batch(number))
+    if source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC:
+        file = ipc.open_file(source)
+        _found_columns(part, names, file.schema)
+        for number in range(file.num_record_batches):
+            if part.start <= part.file.size_bytes * number // file.num_record_batches < part.stop:
+                yield file.get_batch(number)
+        return
+    source.seek(0)
+    schema = ipc.open_stream(source).schema
+    numbers = [schema.names.index(name) for name in _found_columns(part, names, schema)]
+    source.seek(0)
+    stream = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=numbers, use_threads=False))
+    while (begin := source.tell()) < part.stop:
+        try:
+            batch = stream.read_next_batch()
+        except StopIteration:
             return
-        stream = ipc.open_stream(source, options=options)
-        while (begin := source.tell()) < part.stop:
-            try:
-                batch = stream.read_next_batch()
-            except StopIteration:
-                return
-            if begin >= part.start:
-                yield from _pieces(batch)
-        if begin == source.size():
-            raise EOFError("its stream ends without an end mark")
+        if begin >= part.start:
+            yield batch
+    if begin == source.size():
+        raise EOFError("its stream ends without an end mark")
 
 
-def _pieces(batch: Any) -> Iterator[Any]:
-    for row in range(0, batch.num_rows, _BATCH_ROWS):
-        yield batch.slice(row, _BATCH_ROWS)
+def _as_bytes(column: Any) -> Any:
+    """A column as bytes, its offsets checked (damage would be a crash), its UTF-8 not: that is a matter of a row."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        return pyarrow.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary))
+    if "string" in str(column.type):
+        column = column.view(getattr(pyarrow, str(column.type).replace("string", "binary"))())
+    column.validate(full=True)
+    return column
 
 
 def _found_columns(part: FileSlice, names: Sequence[str], schema: Any) -> list[str]:

@@ -2,7 +2,9 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -145,6 +147,20 @@ def test_a_flipped_bit_of_a_checked_page_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged"):
         list(read_columns(whole(path), ["text"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int32(), pa.string())], ids=["string", "dictionary"])
+def test_a_changed_byte_is_refused_or_read_but_never_a_crash(tmp_path: Path, form: str, kind: pa.DataType) -> None:
+    texts = pa.array([f"w{i % 7}" for i in range(20)]).cast(kind)
+    path = write_table(tmp_path / ("a.parquet" if form == "parquet" else form), {"text": texts}, 5)
+    content, random = path.read_bytes(), Random(1)
+    for _ in range(300):
+        changed = bytearray(content)
+        changed[random.randrange(len(changed))] = random.randrange(256)
+        path.write_bytes(changed)
+        with suppress(UserError):
+            list(DocumentReader(whole(path), DocumentRules()))
 
 
 def test_what_is_no_table_or_gone_is_told(tmp_path: Path) -> None:
