@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,6 +101,31 @@ def test_a_merge_killed_after_any_file_is_continued(
             merge(stores[::-1], output, copy=copy)
         merge(stores, output, copy=copy)
         assert files_of(output) == whole
+
+
+KILLED = """
+import os, signal, sys
+from datakit import assembly, merge
+left = int(sys.argv[1])
+flush = assembly.flush_to_disk
+def flush_or_die(file):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush(file)
+assembly.flush_to_disk = flush_or_die
+merge(sys.argv[3:], sys.argv[2], copy=True)
+"""
+
+
+def test_a_copy_killed_in_the_middle_of_a_file_is_continued(stores: list[Path], tmp_path: Path) -> None:
+    for num_files in (0, 4):
+        command = [sys.executable, "-c", KILLED, str(num_files), tmp_path / "m", *stores]
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
+        assert done.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "m").glob("shard-*"))) == 4
+    assert_merged(merge(stores, tmp_path / "m", copy=True), stores)
 
 
 def test_a_kill_after_the_manifest_is_continued(
