@@ -35,6 +35,7 @@ from threefold.errors import StorageError, UserError
 if TYPE_CHECKING:
     from datakit.ray_pool import RayPool
 
+_LOCK = "lock"
 LOCK_PATIENCE_S = 5.0
 PROGRESS_INTERVAL_S = 2.0
 _PROBE_DOCUMENTS, _PROBE_CHARACTERS = 8, 1 << 14
@@ -219,11 +220,11 @@ class _Job:
     def locked(self) -> Iterator[int]:
         """Hold the output for this process and its workers; gives the lock's file descriptor."""
         folder = self.output / WORK_FOLDER
-        if self.output.is_dir() and not folder.exists() and any(self.output.iterdir()):
+        if not (folder / "items").exists() and _names(self.output) - {WORK_FOLDER} | _names(folder) - {_LOCK}:
             raise UserError(f"{self.output} is not empty and holds no unfinished store", hint="choose another --output")
         with writing(folder):
             (folder / "items").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(descriptor, self.output)
             yield descriptor
@@ -318,6 +319,11 @@ class _Job:
             )
 
 
+def _names(folder: Path) -> set[str]:
+    """What a folder holds; nothing where there is none."""
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
 def _lock(descriptor: int, output: Path) -> None:
     """Take the lock; a killed run's workers let go of it within a moment."""
     deadline_s = time.monotonic() + LOCK_PATIENCE_S
@@ -328,7 +334,7 @@ def _lock(descriptor: int, output: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline_s:
                 raise StorageError(
-                    f"another run is preprocessing into {output}", hint=f"lsof {output / WORK_FOLDER / 'lock'}"
+                    f"another run is preprocessing into {output}", hint=f"lsof {output / WORK_FOLDER / _LOCK}"
                 ) from None
             time.sleep(0.1)
     if not os.fstat(descriptor).st_nlink:

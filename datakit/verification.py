@@ -121,8 +121,11 @@ def _content_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterat
         yield Fault(
             str(origins.path), f"has {origins.num_documents} documents, its manifest says {entry.num_documents}"
         )
-    for start in range(0, shard.num_tokens, _CHECKED_TOKENS):
-        largest = int(shard.tokens[start : start + _CHECKED_TOKENS].max())
-        if largest >= store.vocab_size:
-            yield Fault(str(shard.bin_path), f"holds token {largest}, beyond the vocabulary of {store.vocab_size}")
-            return
+    with shard.bin_path.open("rb") as stream:  # read, not mapped: memory stays one block
+        while len(tokens := np.fromfile(stream, shard.dtype, _CHECKED_TOKENS)):
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < store.vocab_size:
+                    yield Fault(
+                        str(shard.bin_path), f"holds token {token}, beyond the vocabulary of {store.vocab_size}"
+                    )
+                    return

@@ -371,3 +371,15 @@ def test_the_line_of_progress_tells_what_is_left(tmp_path: Path) -> None:
     assert meter.line().endswith("0:00:00 left")
     meter.update(items[1], {"sealed": 1, "progress": {"input_bytes": 300, "num_tokens": 60}})
     assert "left" not in meter.line()
+
+
+def test_the_work_of_another_verb_is_left_alone(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+    work = tmp_path / "s" / ".work"
+    work.mkdir(parents=True)
+    (work / "assembly.json").write_text("{}")
+    with pytest.raises(UserError, match="is not empty and holds no unfinished store"):
+        preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
+    assert [path.name for path in work.iterdir()] == ["assembly.json"]
+    (work / "assembly.json").unlink()
+    preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))  # a kill before anything was begun
+    assert not verify(tmp_path / "s")

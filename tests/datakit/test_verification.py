@@ -1,12 +1,15 @@
 """Verify: one changed byte anywhere is found, and its file and document are named."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, verify, write_store
+from datakit.assembly import digest_file
 from datakit.manifest import Manifest
 from threefold.errors import CheckFailed
 
@@ -87,8 +90,6 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
 
 def test_sound_files_that_do_not_fit_are_found(tmp_path: Path) -> None:
     """A vocabulary smaller than the tokens: every checksum holds, the store is wrong."""
-    import dataclasses
-
     store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
     small = dataclasses.replace(store.manifest.tokenizer, vocab_size=10)
     Manifest(store.dtype, small, store.manifest.shards).write(store.path)
@@ -102,3 +103,15 @@ def test_long_lists_of_documents_are_shortened(tmp_path: Path) -> None:
     [fault] = verify(store.path)
     assert len(fault.documents) == 50
     assert str(fault).endswith("9 and 40 more")
+
+
+def test_a_negative_token_is_found(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", [[1, 2], [3]], vocab_size=70000)
+    [entry] = store.manifest.shards
+    file = store.path / f"{entry.name}.bin"
+    tokens = np.fromfile(file, "<i4")
+    tokens[1] = -5
+    file.write_bytes(tokens.tobytes())
+    sound = dataclasses.replace(entry, bin=digest_file(file))
+    Manifest(store.dtype, store.manifest.tokenizer, (sound,)).write(store.path)
+    assert "holds token -5, beyond the vocabulary of 70000" in str(verify(store.path)[0])
