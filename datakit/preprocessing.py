@@ -97,17 +97,10 @@ def preprocess(
         job.begin()
         missing = [item for item in job.items if read_record(job.output, item) is None]
         if missing:
-            choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
-            report(f"tokenizing with {choice.backend}: {choice.reason}")
-            task = Task(str(job.output), recipe, job.identity, choice.backend)
-            num_workers = min(num_workers, len(missing))
-            local = engine == "local"
-            with (
-                WorkerPool(num_workers, task, keep_open=lock)
-                if local
-                else _ray_pool(num_workers, task, ray_address) as pool
-            ):
-                _seal(job, missing, pool, report)
+            with _open_pool(engine, min(num_workers, len(missing)), lock, ray_address) as pool:
+                choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
+                report(f"tokenizing with {choice.backend}: {choice.reason}")
+                _seal(job, missing, Task(str(job.output), recipe, job.identity, choice.backend), pool, report)
         records = job.records()
         job.finish(records, report)
         sealed = [records[item.number] for item in missing]
@@ -124,18 +117,22 @@ def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
     return texts
 
 
-def _ray_pool(num_workers: int, task: Task, address: str | None) -> "RayPool":
+def _open_pool(engine: str, num_workers: int, lock: int, ray_address: str | None) -> "WorkerPool | RayPool":
+    if engine == "local":
+        return WorkerPool(num_workers, keep_open=lock)
     from datakit.ray_pool import RayPool
 
-    return RayPool(num_workers, task, address=address)
+    return RayPool(num_workers, address=ray_address)
 
 
-def _seal(job: "_Job", items: list[WorkItem], pool: "WorkerPool | RayPool", report: Callable[[str], None]) -> None:
+def _seal(
+    job: "_Job", items: list[WorkItem], task: Task, pool: "WorkerPool | RayPool", report: Callable[[str], None]
+) -> None:
     """Let workers seal the items, and report about every two seconds."""
     meter = _Meter(items)
     if len(items) < len(job.items):
         report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
-    for item, message in pool.run(iter(items)):
+    for item, message in pool.run(task, iter(items)):
         meter.update(item, message)
         if meter.is_due():
             report(meter.line())

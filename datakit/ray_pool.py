@@ -22,9 +22,9 @@ PLACE_WITHIN_S, CONNECT_WITHIN_S = 120.0, 10.0
 
 
 class RayPool:
-    """Some actors at one task; use it in a `with`, which ends them and leaves the cluster."""
+    """Some actors; use it in a `with`, which ends them and leaves the cluster."""
 
-    def __init__(self, num_workers: int, task: Task, *, address: str | None) -> None:
+    def __init__(self, num_workers: int, *, address: str | None) -> None:
         """Join the cluster at an address ("auto" finds the one of this machine), or start one here where it is None."""
         self._ray = _import_ray()
         paths = os.pathsep.join(os.path.abspath(path or ".") for path in sys.path)
@@ -36,15 +36,13 @@ class RayPool:
         except (OSError, ValueError, RuntimeError) as error:
             raise StorageError(f"no Ray cluster answers at {address}: {error}", hint="ray status") from error
         self._actor = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(_Sealer)
-        self._task = task
         num_cpus = int(self._ray.cluster_resources().get("CPU", 0))
+        self._num_workers = max(min(num_workers, num_cpus), 1)
         self._num_failed_starts = 0
         self._starting: dict[Any, Any] = {}  # what tells that an actor found its place, and the actor
-        for _ in range(max(min(num_workers, num_cpus), 1)):
-            self._start()
 
-    def run(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, dict[str, Any]]]:
-        """Hand out the items; give each one's message when it is sealed.
+    def run(self, task: Task, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, dict[str, Any]]]:
+        """Hand out a task's items; give each one's message when it is sealed.
 
         Only actors that are in place get items, so that none waits for room on a cluster that shrank.
         """
@@ -52,6 +50,8 @@ class RayPool:
         idle: list[Any] = []
         lost: list[WorkItem] = []
         num_lost: Counter[int] = Counter()
+        for _ in range(self._num_workers):
+            self._start(task)
         while True:
             while idle and (item := lost.pop() if lost else next(items, None)) is not None:
                 actor = idle.pop()
@@ -64,7 +64,7 @@ class RayPool:
                 raise StorageError(f"no actor found a place within {PLACE_WITHIN_S:g} s", hint="ray status")
             [done] = found
             if done in self._starting:
-                idle += self._placed(done)
+                idle += self._placed(done, task)
                 continue
             actor, item = under_way.pop(done)
             try:
@@ -74,17 +74,17 @@ class RayPool:
                 if num_lost[item.number] > MAX_ITEM_LOSSES:
                     raise self._gone(item, error) from error
                 lost.append(item)
-                self._replace(actor)
+                self._replace(actor, task)
                 continue
             raise_error(message)
             idle.append(actor)
             yield item, message
 
-    def _start(self) -> None:
-        actor = self._actor.remote(self._task, os.getcwd())
+    def _start(self, task: Task) -> None:
+        actor = self._actor.remote(task, os.getcwd())
         self._starting[actor.is_placed.remote()] = actor
 
-    def _placed(self, told: Any) -> list[Any]:
+    def _placed(self, told: Any, task: Task) -> list[Any]:
         """The actor that told so; none, but another one on its way, where it died of it."""
         actor = self._starting.pop(told)
         try:
@@ -97,14 +97,14 @@ class RayPool:
                     f"no worker can begin on the Ray cluster: {lines[-1]}",
                     hint="input, tokenizer, output and this program must be there on all nodes",
                 ) from error
-            self._replace(actor)
+            self._replace(actor, task)
             return []
         self._num_failed_starts = 0
         return [actor]
 
-    def _replace(self, actor: Any) -> None:
+    def _replace(self, actor: Any, task: Task) -> None:
         self._ray.kill(actor)
-        self._start()
+        self._start(task)
 
     def _gone(self, item: WorkItem, error: Exception) -> StorageError:
         return StorageError(

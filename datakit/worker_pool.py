@@ -26,22 +26,26 @@ WORKER_ENVIRONMENT = {
 
 
 class WorkerPool:
-    """Some workers at one task; use it in a `with`, which ends them."""
+    """Some workers; use it in a `with`, which ends them."""
 
-    def __init__(self, num_workers: int, task: Task, *, keep_open: int) -> None:
-        """Start the workers; `keep_open` is a file descriptor that stays open as long as one of them lives."""
+    def __init__(self, num_workers: int, *, keep_open: int) -> None:
+        """Start the workers, which get ready while `run` is prepared.
+
+        `keep_open` is a file descriptor that stays open as long as one of them lives.
+        """
         self._workers: list[_Worker] = []
         try:
             for _ in range(num_workers):
-                self._workers.append(_Worker(task, keep_open))
+                self._workers.append(_Worker(keep_open))
         except BaseException:
             self.close()
             raise
 
-    def run(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, dict[str, Any]]]:
-        """Hand out the items; give every message of the workers, with its item, until all items are sealed."""
+    def run(self, task: Task, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, dict[str, Any]]]:
+        """Hand out a task's items; give every message of the workers, with its item, until all items are sealed."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
+                worker.begin(task)
                 if worker.take(next(items, None)):
                     selector.register(worker.answers, selectors.EVENT_READ, worker)
             while selector.get_map():
@@ -70,7 +74,7 @@ class WorkerPool:
 class _Worker:
     """One worker process and the item it has."""
 
-    def __init__(self, task: Task, keep_open: int) -> None:
+    def __init__(self, keep_open: int) -> None:
         paths = os.pathsep.join(path or "." for path in sys.path)
         environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": paths}
         self.process = subprocess.Popen(
@@ -83,6 +87,9 @@ class _Worker:
         self._items, self.answers = items, answers
         self.item: WorkItem | None = None
         self._unread = b""
+
+    def begin(self, task: Task) -> None:
+        """Tell the worker what its items will have in common."""
         self._send(task.to_line())
 
     def take(self, item: WorkItem | None) -> bool:

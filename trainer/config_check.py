@@ -97,7 +97,7 @@ def schedule_faults(config: Config) -> list[Fault]:
         text = f"optim.min_lr {optim.min_lr:g} is above optim.lr {optim.lr:g}"
         faults.append(({"optim.min_lr", "optim.lr"}, text))
     if optim.warmup_steps > decay:
-        text = f"optim.warmup_steps {optim.warmup_steps} is more than the schedule's {decay} steps"
+        text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
         faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))
     if save.save_interval and not save.save:
         text = f"checkpoint.save_interval {save.save_interval} needs checkpoint.save"

@@ -68,15 +68,15 @@ class Ranks:
         try:
             return action()
         except UserError as error:
-            error.message = f"{where}: {error.message}"
+            error.message = where + error.message
             raise
         except OSError as error:
-            raise StorageError(f"{where}: {error}") from error
+            raise StorageError(f"{where}{error}") from error
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise StorageError(
-                f"{where}: another rank is gone: {str(error).splitlines()[0]}",
+                f"{where}another rank is gone: {str(error).splitlines()[0]}",
                 hint="what ended it stands above or in its log; the same command resumes",
             ) from error
 
@@ -90,7 +90,7 @@ class Ranks:
             raise error
         if self.rank == 0:
             everywhere = len(faults) == self.world_size and len({f.message for f in faults.values()}) == 1
-            report(fault if everywhere else UserError(f"{self.where(faults)}: {fault.message}", hint=fault.hint))
+            report(fault if everywhere else UserError(self.where(faults) + fault.message, hint=fault.hint))
         if error is not None and not isinstance(error, UserError | OSError):
             traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
         self.maximum([0.0])  # torchrun ends all ranks when one exits: not before all is said
@@ -110,10 +110,12 @@ class Ranks:
         return {rank: fault for rank, fault in enumerate(found) if fault is not None}
 
     def where(self, ranks: Iterable[int]) -> str:
-        """Some ranks as text: `on ranks 3, 7 of 32`."""
+        """What a message about some ranks begins with: `on ranks 3, 7 of 32: `; nothing for a process alone."""
+        if self.world_size == 1:
+            return ""
         numbers = sorted(ranks)
         shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-        return f"on rank{'s' if len(numbers) > 1 else ''} {shown} of {self.world_size}"
+        return f"on rank{'s' if len(numbers) > 1 else ''} {shown} of {self.world_size}: "
 
     def broadcast(self, value: T) -> T:
         """The first rank's value, on all ranks."""

@@ -101,7 +101,7 @@ class Saver:
             )
             if not ok:
                 where = self._ranks.where([self._ranks.rank])
-                text = f"warning: {where}: the save of step {report.step} failed: {report.error}"
+                text = f"warning: {where}the save of step {report.step} failed: {report.error}"
                 print(text, file=sys.stderr, flush=True)
 
     def _is_committed(self, step: int) -> bool:

@@ -116,7 +116,7 @@ def restore_any(ranks: Ranks, engine: Engine, found: list[tuple[str, int]], *, o
         last = number + 1 == len(found)
         if last or not all(isinstance(fault, CheckFailed) for fault in faults.values()):
             ranks.agree(error)
-        ranks.say(f"{ranks.where(faults)}: {faults[min(faults)].message}")
+        ranks.say(ranks.where(faults) + faults[min(faults)].message)
         ranks.say(f"falling back from step {step} to step {found[number + 1][1]}")
         damaged.append((url, step))
     raise AssertionError("the last candidate is restored or refused")

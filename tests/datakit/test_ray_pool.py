@@ -116,10 +116,10 @@ def test_workers_that_cannot_begin_end_the_run(
         str(tmp_path), Recipe(str(tmp_path / "nowhere.json")), TokenizerIdentity("", "", 9, None, None), "tokenizers"
     )
     with (
-        RayPool(2, task, address=cluster[0]) as pool,
+        RayPool(2, address=cluster[0]) as pool,
         pytest.raises(StorageError, match=r"no worker can begin on the Ray cluster: .*no such tokenizer"),
     ):
-        next(pool.run(iter([])))
+        next(pool.run(task, iter([])))
 
 
 def test_no_cluster_at_an_address_is_told(

@@ -72,7 +72,7 @@ def test_all_faults_are_reported_together() -> None:
         ({"model": {"hidden_size": 12}}, "model.position rope needs an even head size, got hidden_size 12"),
         ({"model": {"num_kv_heads": 3}}, "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
         ({"optim": {"lr": 1e-6}}, "optim.min_lr 3e-05 is above optim.lr 1e-06"),
-        ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the schedule's 100 steps"),
+        ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the 100 steps in all"),
         ({"checkpoint": {"save_interval": 5}}, "checkpoint.save_interval 5 needs checkpoint.save"),
         ({"train": {"eval_interval": 5}}, "train.eval_interval 5 needs data.valid.stores"),
         ({"data": {"stores": ["a"], "weights": [1, 2]}}, "data.weights has 2 entries for 1 data.stores"),
