@@ -16,12 +16,11 @@ import orjson
 import xxhash
 
 from datakit.manifest import WORK_FOLDER, replace_durably
-from datakit.shard import FileDigest, flush_to_disk, writing
+from datakit.shard import FileDigest, blocks_of, flush_to_disk, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.local import sync_folder
 
 _NOTE, _LOCK = "assembly.json", "lock"
-_BLOCK_BYTES = 8 << 20
 
 
 class Assembly:
@@ -107,15 +106,6 @@ def remove_work(output: Path) -> None:
     shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)
 
 
-def digest_file(path: Path) -> FileDigest:
-    """Size and checksum of a file, in one pass."""
-    hasher, size_bytes = xxhash.xxh3_64(), 0
-    for block in _blocks(path):
-        hasher.update(block)
-        size_bytes += len(block)
-    return FileDigest(size_bytes, hasher.hexdigest())
-
-
 def _check_free(output: Path) -> None:
     if not output.exists():
         return
@@ -143,18 +133,9 @@ def _take(lock: int, output: Path) -> None:
 def _copy_file(source: Path, target: Path, digest: FileDigest) -> None:
     hasher = xxhash.xxh3_64()
     with writing(target), target.open("wb") as file:
-        for block in _blocks(source):
+        for block in blocks_of(source):
             hasher.update(block)
             file.write(block)
         flush_to_disk(file)
     if hasher.hexdigest() != digest.xxh3_64:
         raise CheckFailed(f"{source} is damaged: its checksum does not hold", hint=f"datakit verify {source.parent}")
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error

@@ -18,7 +18,6 @@ from datakit.tokenizer import Ids, Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
-BACKENDS = (AUTO, FAST, "tokenizers", "sentencepiece")
 MAX_CACHE_BYTES, CHECK_CHARACTERS = 32 << 20, 4 << 20
 
 PROBE = (

@@ -6,8 +6,6 @@ Costs the pages that hold its tokens and origins, whatever the store's size.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from datakit.origins import Origin
 from datakit.shard import Tokens
 from datakit.store import TokenStore
@@ -52,7 +50,7 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
             hint=f"datakit inspect {store.path} --document {max(store.num_documents - 1, 0)}",
         )
     tokens = store.document(number)
-    return Excerpt(_first_token(store, number), tokens, (Part(number, 0, len(tokens), store.origin(number)),))
+    return Excerpt(store.first_token(number), tokens, (Part(number, 0, len(tokens), store.origin(number)),))
 
 
 def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
@@ -103,15 +101,7 @@ def _parts(store: TokenStore, start: int, stop: int) -> Iterator[Part]:
     at = start
     while at < stop:
         document = store.document_at(at)
-        first = _first_token(store, document)
+        first = store.first_token(document)
         end = min(stop, first + len(store.document(document)))
         yield Part(document, at - first, end - at, store.origin(document))
         at = end
-
-
-def _first_token(store: TokenStore, document: int) -> int:
-    """The address of a document's first token."""
-    number = int(np.searchsorted(store.document_starts, document, side="right")) - 1
-    shard = store.shard(number)
-    pointer_bytes = int(shard.index.pointers[document - int(store.document_starts[number])])
-    return int(store.token_starts[number]) + pointer_bytes // shard.dtype.itemsize

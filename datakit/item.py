@@ -17,9 +17,9 @@ import orjson
 from datakit.documents import Document, DocumentReader
 from datakit.encoder import Encoder
 from datakit.inputs import WorkItem
-from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably
 from datakit.recipe import Recipe
-from datakit.shard import FileDigest, write_durably, writing
+from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Ids
 from threefold.storage.local import sync_folder
@@ -82,7 +82,8 @@ class ItemEncoder:
             raise
         for store, entries in shards.items():
             self._move_into_store(store, entries)
-        self._record(ItemRecord(item, num_lines, input_bytes, shards, skipped))
+        record, path = ItemRecord(item, num_lines, input_bytes, shards, skipped), record_path(self._output, item.number)
+        replace_durably(path, orjson.dumps(record), temporary=self._scratch / path.name)
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
@@ -97,20 +98,12 @@ class ItemEncoder:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _record(self, record: ItemRecord) -> None:
-        path = record_path(self._output, record.item.number)
-        written = self._scratch / path.name
-        write_durably(written, orjson.dumps(record))
-        with writing(path):
-            written.replace(path)
-            sync_folder(path.parent)
-
     def _move_into_store(self, part: str, entries: list[ShardEntry]) -> None:
-        store = self._output / part
+        work, store = self._scratch / part, self._output / part
         with writing(store):
             for entry in entries:
                 for suffix in SUFFIXES:
-                    (self._work(part) / f"{entry.name}{suffix}").replace(store / f"{entry.name}{suffix}")
+                    (work / f"{entry.name}{suffix}").replace(store / f"{entry.name}{suffix}")
             sync_folder(store)
 
 

@@ -135,9 +135,12 @@ class Manifest:
         return manifest
 
 
-def replace_durably(path: Path, content: bytes) -> None:
-    """Put a small file in place so that it is seen whole or not at all, also after a loss of power."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
+    """Put a small file in place so that it is seen whole or not at all, also after a loss of power.
+
+    Until then it has the name `temporary`, which several writers of one path must not share.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
     write_durably(temporary, content)
     with writing(path):
         temporary.replace(path)

@@ -15,11 +15,10 @@ import numpy as np
 import orjson
 import xxhash
 
-from datakit.assembly import Assembly, assembling, digest_file, remove_work
+from datakit.assembly import Assembly, assembling, remove_work
 from datakit.manifest import FILE_NAME, STORE_DTYPES, WORK_FOLDER, Manifest, ShardEntry, TokenizerIdentity
-from datakit.origins import HEADER, MAGIC, VERSION, document_check
-from datakit.shard import HEADER as INDEX_HEADER
-from datakit.shard import FileDigest, Int64s, TokenShard, flush_to_disk, writing
+from datakit.origins import document_check, origins_head
+from datakit.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, flush_to_disk, writing
 from datakit.store import TokenStore
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -111,7 +110,7 @@ class _Dataset:
                                 hint=f"ls {prefix}*")  # fmt: skip
         shard = TokenShard(prefix)
         index = shard.index
-        text_bytes = INDEX_HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)
+        text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)
         if index.path.stat().st_size != text_bytes:
             raise UserError(f"{index.path} has modes: it is multimodal, a store holds text alone", hint=_ANEW)
         if index.num_documents >= 1 << 32:
@@ -184,8 +183,6 @@ def _add(assembly: Assembly, number: int, dataset: _Dataset, identity: Tokenizer
 def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest, FileDigest]:
     """Check all tokens of a dataset and write the `.origin` of its documents; the digests of `.bin` and `.origin`."""
     shard = dataset.shard
-    table = orjson.dumps([str(shard.bin_path)])
-    table += b" " * (-len(table) % 8)
     bin_hash, origin_hash, size_bytes = xxhash.xxh3_64(), xxhash.xxh3_64(), 0
     with origin.open("wb") as file:
 
@@ -195,7 +192,7 @@ def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest,
             origin_hash.update(content)
             size_bytes += len(content)
 
-        write(HEADER.pack(MAGIC, VERSION, 0, shard.num_documents, len(table)) + table)
+        write(origins_head(shard.num_documents, [str(shard.bin_path)]))
         for start, lengths in dataset.windows():
             write(shard.index.pointers[start : start + len(lengths)].astype("<u8").tobytes())
         for _, lengths in dataset.windows():

@@ -99,16 +99,20 @@ class OriginsWriter:
 
     def encode(self) -> bytes:
         """The content of the `.origin` file."""
-        table = orjson.dumps(list(self._paths))
-        table += b" " * (-len(table) % 8)
-        header = HEADER.pack(MAGIC, VERSION, 0, len(self._offsets), len(table))
         columns = [
             np.frombuffer(column, column.typecode).astype(kind).tobytes()
             for column, kind in (
                 (self._offsets, "<u8"), (self._sources, "<u4"), (self._lines, "<u4"), (self._checks, "<u4"),
             )
         ]  # fmt: skip
-        return b"".join([header, table, *columns])
+        return b"".join([origins_head(len(self._offsets), list(self._paths)), *columns])
+
+
+def origins_head(num_documents: int, sources: list[str]) -> bytes:
+    """The beginning of an `.origin` file: its header and the table of sources."""
+    table = orjson.dumps(sources)
+    table += b" " * (-len(table) % 8)
+    return HEADER.pack(MAGIC, VERSION, 0, num_documents, len(table)) + table
 
 
 def document_check(tokens: bytes, offset_bytes: int, source: int, line: int) -> int:

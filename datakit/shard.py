@@ -26,6 +26,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+_BLOCK_BYTES = 8 << 20
 _WRITE_BUFFER_BYTES = 1 << 20
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -163,6 +164,25 @@ def map_file(path: Path) -> mmap.mmap | bytes:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Size and checksum of a file, in one pass."""
+    hasher, size_bytes = xxhash.xxh3_64(), 0
+    for block in blocks_of(path):
+        hasher.update(block)
+        size_bytes += len(block)
+    return FileDigest(size_bytes, hasher.hexdigest())
+
+
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, 8 MiB at a time."""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -101,6 +101,12 @@ class TokenStore:
         shard, first = self._locate_document(number)
         return self.shard(shard).document(number - first)
 
+    def first_token(self, number: int) -> int:
+        """The token address at which one document begins; the inverse of `document_at`."""
+        shard, first = self._locate_document(number)
+        opened = self.shard(shard)
+        return int(self.token_starts[shard]) + int(opened.index.pointers[number - first]) // opened.dtype.itemsize
+
     def origin(self, number: int) -> Origin:
         """Where one document came from."""
         shard, first = self._locate_document(number)

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from datakit.manifest import Manifest, ShardEntry
-from datakit.shard import FileDigest, ShardIndex
+from datakit.shard import FileDigest, ShardIndex, digest_file
 from datakit.store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 
 MAX_NAMED_DOCUMENTS = 10
-_READ_BYTES = 8 << 20
 _CHECKED_TOKENS = 4 << 20
 
 
@@ -63,19 +61,15 @@ def _shard_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator
 
 def _file_fault(file: Path, digest: FileDigest) -> str | None:
     """What is wrong with the bytes of a file, None if nothing."""
-    hasher = xxhash.xxh3_64()
     try:
-        with file.open("rb") as stream:
-            size_bytes = os.fstat(stream.fileno()).st_size
-            if size_bytes != digest.size_bytes:
-                return f"has {size_bytes} bytes, its manifest says {digest.size_bytes}"
-            while block := stream.read(_READ_BYTES):
-                hasher.update(block)
+        size_bytes = file.stat().st_size
+        if size_bytes != digest.size_bytes:
+            return f"has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+        return None if digest_file(file) == digest else "is damaged: its checksum does not hold"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
-    return None if hasher.hexdigest() == digest.xxh3_64 else "is damaged: its checksum does not hold"
 
 
 def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix: str) -> list[int]:

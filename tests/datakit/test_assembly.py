@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from datakit.assembly import Assembly, assembling, digest_file
-from datakit.shard import FileDigest
+from datakit.assembly import Assembly, assembling
+from datakit.shard import FileDigest, digest_file
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 

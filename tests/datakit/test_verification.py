@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, verify, write_store
-from datakit.assembly import digest_file
 from datakit.manifest import Manifest
+from datakit.shard import digest_file
 from threefold.errors import CheckFailed
 
 DOCUMENTS = [[i, i + 1, i % 3] * (1 + i % 4) for i in range(50)]
