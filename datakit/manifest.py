@@ -75,8 +75,8 @@ class Manifest:
         content = [self.dtype, [[shard.num_tokens, shard.bin.xxh3_64] for shard in self.shards]]
         return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
 
-    def write(self, folder: Path) -> None:
-        """Put the manifest into a store's folder, atomically and durably."""
+    def encode(self) -> bytes:
+        """The content of the manifest's file."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -88,7 +88,11 @@ class Manifest:
         if not self.skipped:
             del content["skipped"]
         content["checksum"] = _checksum(content)
-        replace_durably(folder / FILE_NAME, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+
+    def write(self, folder: Path) -> None:
+        """Put the manifest into a store's folder, atomically and durably."""
+        replace_durably(folder / FILE_NAME, self.encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -104,10 +108,11 @@ class Manifest:
             raise _not_a_store(folder) from None
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
-        return cls._parse(path, data)
+        return cls.parse(path, data)
 
     @classmethod
-    def _parse(cls, path: Path, data: bytes) -> "Manifest":
+    def parse(cls, path: Path | str, data: bytes) -> "Manifest":
+        """Check the content of a manifest's file, which lies at `path` or under this URL; CheckFailed names it."""
         try:
             raw = orjson.loads(data)
         except orjson.JSONDecodeError as error:
@@ -150,7 +155,7 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
 class _Fields:
     """One JSON object being checked field by field."""
 
-    def __init__(self, path: Path, place: str, raw: Any) -> None:
+    def __init__(self, path: Path | str, place: str, raw: Any) -> None:
         if not isinstance(raw, dict):
             raise CheckFailed(f"{path}: {place or 'the manifest'} is no JSON object")
         self.path, self.place, self.raw = path, place, raw
