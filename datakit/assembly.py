@@ -4,7 +4,6 @@ A note under `.work` says what the folder is made of, before any file is there; 
 one is refused. A file gets its name once it is whole and durable. Memory is one block.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import orjson
 import xxhash
 
 from datakit.manifest import WORK_FOLDER, replace_durably
+from datakit.output import take_lock
 from datakit.shard import FileDigest, blocks_of, flush_to_disk, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.local import sync_folder
@@ -80,7 +80,7 @@ def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator
         assembly.work.mkdir(parents=True, exist_ok=True)
         lock = os.open(assembly.work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _take(lock, output)
+        take_lock(lock, assembly.work / _LOCK, str(output))
         if not note.exists():
             replace_durably(note, orjson.dumps(made_of))
         elif note.read_bytes() != orjson.dumps(made_of):
@@ -119,15 +119,6 @@ def _check_free(output: Path) -> None:
         found |= {path.name for path in work.iterdir()} - {_LOCK, f".{_NOTE}.tmp"}
     if found:
         raise UserError(f"{output} is not empty: it holds {min(found)}", hint="choose another --output")
-
-
-def _take(lock: int, output: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise StorageError(f"another run is writing {output}", hint=f"lsof {output / WORK_FOLDER / _LOCK}") from None
-    if not os.fstat(lock).st_nlink:
-        raise StorageError(f"another run has just completed {output}", hint=f"ls {output}")
 
 
 def _copy_file(source: Path, target: Path, digest: FileDigest) -> None:

@@ -7,13 +7,15 @@ being opened. Arrow files are mapped: a record batch may be as large as the file
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from datakit.inputs import FileSlice, open_file
+from datakit.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 _BATCH_ROWS = 64
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES, _REMOTE_BUFFER_BYTES = 1 << 20, 8 << 20
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 _MAPPED_BYTES = 32 << 20
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -56,9 +58,16 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
     """The row groups that begin in the slice, if all rows of the file were equally large."""
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(
-        part.file.path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
-    ) as file:
+    remote = is_url(part.file.path)
+    with (
+        nullcontext(part.file.path) if not remote else open_file(part.file.path) as source,
+        ParquetFile(
+            source,
+            pre_buffer=False,
+            buffer_size=_REMOTE_BUFFER_BYTES if remote else _BUFFER_BYTES,
+            page_checksum_verification=True,
+        ) as file,
+    ):
         columns = _found_columns(part, names, file.schema_arrow)
         num_rows, row, groups = max(file.metadata.num_rows, 1), 0, []
         for number in range(file.num_row_groups):
@@ -73,26 +82,36 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
 
 
 def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
-    """The record batches of the slice in pieces of 64 rows; the pages of the file that were read are let go of."""
+    """The record batches of the slice in pieces of 64 rows."""
     import pyarrow
 
+    mapped: mmap.mmap | None = None
     with open_file(part.file.path) as file:
-        if not os.fstat(file.fileno()).st_size:
+        if is_url(part.file.path):
+            source = pyarrow.PythonFile(file, mode="r")
+        elif not os.fstat(file.fileno()).st_size:
             raise EOFError("it has 0 bytes")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        else:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            source = pyarrow.BufferReader(pyarrow.py_buffer(mapped))
+        yield from _pieces(_record_batches(part, names, source), names, mapped)
+
+
+def _pieces(batches: Iterator[Any], names: Sequence[str], mapped: mmap.mmap | None) -> Iterator[list[Any]]:
+    """Columns of 64 rows; of a mapped file, the pages that were read are let go of."""
     num_bytes = 0
-    for batch in _mapped_batches(part, names, pyarrow.BufferReader(pyarrow.py_buffer(mapped))):
+    for batch in batches:
         columns = [_as_bytes(batch.column(name)) for name in names if name in batch.schema.names]
         for row in range(0, batch.num_rows, _BATCH_ROWS):
             pieces = [column.slice(row, _BATCH_ROWS) for column in columns]
             yield pieces
             num_bytes += sum(piece.nbytes for piece in pieces)
-            if num_bytes > _MAPPED_BYTES:
+            if mapped and num_bytes > _MAPPED_BYTES:
                 mapped.madvise(mmap.MADV_DONTNEED)
                 num_bytes = 0
 
 
-def _mapped_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[Any]:
+def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[Any]:
     """The record batches that begin in the slice; those of a file with an index count as equally large."""
     from pyarrow import ipc
 

@@ -196,7 +196,7 @@ def _lines(part: FileSlice) -> Iterator[tuple[int, bytes]]:
 def _blocks(part: FileSlice) -> Iterator[bytes]:
     """The uncompressed bytes of a slice, at most a few MiB at a time."""
     path = part.file.path
-    with open_file(path) as stream:
+    with open_file(path, stop=part.stop) as stream:
         try:
             if part.file.compression == "gz":
                 yield from _gzip_blocks(stream)

@@ -1,29 +1,33 @@
-"""Inputs: the text files that a command names (files, folders, globs), in one sorted order, and how they are cut.
+"""Inputs: the text files that a command names (files, folders, globs, URLs), in one sorted order, and how they are cut.
 
 Work items group small files and split large ones at line ends, parquet and Arrow files between row groups. The cut
 depends on the files alone, never on workers, so that the same command gives the same bytes with any number of them.
 """
 
 import glob
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import BinaryIO
 
+from datakit.remote_file import RemoteFile, is_url, retrying, storage_of
 from threefold.errors import StorageError, UserError
+from threefold.storage import ObjectInfo, open_storage
 
 LINE_KINDS = {".jsonl": "jsonl", ".txt": "txt"}
 COLUMN_KINDS = {".parquet": "parquet", ".arrow": "arrow"}  # compressed inside, never as a whole
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
 _ITEMS_OF_A_SMALL_INPUT = 32
-_READ_BYTES = 1 << 20
+_LINE_READ_BYTES, _REMOTE_BUFFER_BYTES = 64 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One text file: its path as it was named, its format, compression ("" for none), size and time of change."""
+    """One text file: its path or URL, its format, compression ("" for none), size and time of change (0: unknown)."""
 
     path: str
     kind: str
@@ -53,12 +57,16 @@ class WorkItem:
 
 
 def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
-    """The files that these files, folders and globs name, sorted, each once.
+    """The files that these files, folders, globs and URLs of such name, sorted, each once.
 
     Folders are searched through and through, hidden names and links to folders left out.
     """
     paths: set[str] = set()
+    remote: dict[str, ObjectInfo] = {}
     for argument in arguments:
+        if is_url(argument):
+            remote |= _find_remote(argument)
+            continue
         named = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
         if not named:
             raise UserError(f"no such input: {argument}", hint=f"ls {os.path.dirname(argument) or '.'}")
@@ -67,11 +75,12 @@ def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
                 paths.update(_text_files(path))
             else:
                 paths.add(os.path.normpath(path))
-    if not paths:
+    if not paths and not remote:
         patterns = [f"*{suffix}[.gz|.zst]" for suffix in LINE_KINDS] + [f"*{suffix}" for suffix in COLUMN_KINDS]
         hint = f"name files like {' '.join(patterns)}"
         raise UserError(f"the input is empty: no file in {' '.join(arguments)}", hint=hint)
-    return [_describe(path) for path in sorted(paths)]
+    files = [_describe(path) for path in paths] + [_describe_remote(url, info) for url, info in remote.items()]
+    return sorted(files, key=lambda file: file.path)
 
 
 def default_item_bytes(files: Sequence[InputFile]) -> int:
@@ -106,13 +115,14 @@ def _split(file: InputFile, item_bytes: int) -> Iterator[FileSlice]:
     """Parts of about equal size that begin where a line begins, in files of columns anywhere."""
     num_parts = -(-file.size_bytes // item_bytes)
     start = 0
-    for part in range(1, num_parts + 1):
-        stop = file.size_bytes * part // num_parts
-        if part < num_parts and is_lines(file):
-            stop = _line_begin(file, stop)
-        if stop > start:
-            yield FileSlice(file, start, stop)
-            start = stop
+    with open_file(file.path) as stream:
+        for part in range(1, num_parts + 1):
+            stop = file.size_bytes * part // num_parts
+            if part < num_parts and is_lines(file):
+                stop = _line_begin(stream, stop, file.size_bytes)
+            if stop > start:
+                yield FileSlice(file, start, stop)
+                start = stop
 
 
 def is_lines(file: InputFile) -> bool:
@@ -120,32 +130,71 @@ def is_lines(file: InputFile) -> bool:
     return file.kind in LINE_KINDS.values()
 
 
-def _line_begin(file: InputFile, offset: int) -> int:
-    """The first begin of a line at or after an offset."""
-    with open_file(file.path) as stream:
-        stream.seek(offset - 1)
-        at = offset - 1
-        while block := stream.read(_READ_BYTES):
-            newline = block.find(b"\n")
-            if newline >= 0:
-                return at + newline + 1
-            at += len(block)
-    return file.size_bytes
+def _line_begin(stream: BinaryIO, offset: int, size_bytes: int) -> int:
+    """The first begin of a line at or after an offset, in a file of this size."""
+    stream.seek(offset - 1)
+    at = offset - 1
+    while block := stream.read(_LINE_READ_BYTES):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            return at + newline + 1
+        at += len(block)
+    return size_bytes
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a file for reading; StorageError where the system refuses."""
+def open_file(path: str, *, stop: int | None = None) -> BinaryIO:
+    """Open a file or URL for reading, of which nothing at or after `stop` is needed; StorageError where that fails."""
+    if is_url(path):
+        return io.BufferedReader(RemoteFile(path, stop=stop), _REMOTE_BUFFER_BYTES)
     try:
         return open(path, "rb")
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
+def _find_remote(url: str) -> dict[str, ObjectInfo]:
+    """The objects that a URL names: itself, all text files below it, or those that match its glob."""
+    if not glob.has_magic(url):
+        storage, name = storage_of(url)
+        if name and (info := retrying(lambda: storage.info(name))):
+            return {url: info}
+        folder = url.rstrip("/")
+        keys = {key: info for key, info in _list_remote(folder).items() if _format(key)}
+    else:
+        folder = url[: re.search(r"[*?[]", url).start()].rpartition("/")[0]  # type: ignore[union-attr]  # has_magic
+        matches = _matcher(url[len(folder) + 1 :])
+        keys = {key: info for key, info in _list_remote(folder).items() if matches(key)}
+    found = {f"{folder}/{key}": info for key, info in keys.items() if not _is_hidden(key)}
+    if not found:
+        raise UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files")
+    return found
+
+
+def _list_remote(folder: str) -> dict[str, ObjectInfo]:
+    storage = open_storage(folder)
+    return retrying(lambda: {info.key: info for info in storage.list()})
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a key matches a glob, in which `*` stays within a folder and `**` does not."""
+    from fsspec.utils import glob_translate
+
+    try:
+        compiled = re.compile(glob_translate(pattern))
+    except ValueError as error:
+        raise UserError(f"{pattern} is no glob: {error}", hint="write ** alone between slashes") from None
+    return lambda key: compiled.match(key) is not None
+
+
+def _is_hidden(key: str) -> bool:
+    return key.startswith(".") or "/." in key
+
+
 def _text_files(folder: str) -> Iterator[str]:
     for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            if not name.startswith(".") and _format(name) is not None:
+            if not _is_hidden(name) and _format(name):
                 yield os.path.normpath(os.path.join(parent, name))
 
 
@@ -155,6 +204,20 @@ def _refuse(error: OSError) -> None:
 
 
 def _describe(path: str) -> InputFile:
+    kind, compression = _known_format(path)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+    return InputFile(path, kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def _describe_remote(url: str, info: ObjectInfo) -> InputFile:
+    return InputFile(url, *_known_format(url), info.size_bytes, int(info.modified_s * 1e9))
+
+
+def _known_format(path: str) -> tuple[str, str]:
+    """Kind and compression of a file that was named; UserError where they cannot be read."""
     found = _format(path)
     if found is None:
         raise UserError(
@@ -166,11 +229,7 @@ def _describe(path: str) -> InputFile:
         raise UserError(f"{path}: reading {found[0]} takes pyarrow, which is not installed", hint="pip install pyarrow")
     if path.encode(errors="replace").decode() != path:
         raise UserError(f"the name {path!r} is not UTF-8", hint="rename the file")
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
-    return InputFile(path, *found, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def _format(name: str) -> tuple[str, str] | None:

@@ -1,13 +1,13 @@
 """One work item: its documents are read, tokenized and sealed as shards; memory is 64 KiB of text or one document.
 
-An item is sealed in three moves: its shards are written in a folder of the encoder's own under `.work/`, renamed into
-their store, and then recorded, all durably. Only the record makes an item done, so a kill at any moment costs at most
-the item's work, and two encoders at the same item, as after a node that was only thought dead, put the same bytes.
+An item is sealed in three moves: its shards are written in a scratch folder of the encoder's own, moved or uploaded
+into their store, and then recorded, all durably. Only the record makes an item done, so a kill at any moment costs at
+most the item's work, and two encoders at the same item, as after a node that was only thought dead, put the same bytes.
 """
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,16 +17,15 @@ import orjson
 from datakit.documents import Document, DocumentReader
 from datakit.encoder import Encoder
 from datakit.inputs import WorkItem
-from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity
+from datakit.output import Output
 from datakit.recipe import Recipe
 from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Ids
-from threefold.storage.local import sync_folder
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
-SCRATCH = "shards"  # under the work folder: what is not sealed yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,13 @@ class Progress:
 
 
 class ItemEncoder:
-    """Turns work items into shards of the stores under `output`."""
+    """Turns work items into shards of the output's stores."""
 
-    def __init__(self, output: Path, recipe: Recipe, encoder: Encoder, identity: TokenizerIdentity) -> None:
+    def __init__(self, output: Output, recipe: Recipe, encoder: Encoder, identity: TokenizerIdentity) -> None:
         self._output, self._recipe, self._encoder = output, recipe, encoder
         self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
         self._eod_id = identity.eod_id if recipe.append_eod else None
-        self._scratch = output / WORK_FOLDER / SCRATCH / secrets.token_hex(8)
+        self._scratch = output.scratch / secrets.token_hex(8)
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
         """Make the item's shards and its record, or nothing."""
@@ -81,9 +80,9 @@ class ItemEncoder:
                 writer.abandon()
             raise
         for store, entries in shards.items():
-            self._move_into_store(store, entries)
-        record, path = ItemRecord(item, num_lines, input_bytes, shards, skipped), record_path(self._output, item.number)
-        replace_durably(path, orjson.dumps(record), temporary=self._scratch / path.name)
+            self._output.adopt(store, [self._scratch / store / name for entry in entries for name in _files(entry)])
+        record = ItemRecord(item, num_lines, input_bytes, shards, skipped)
+        self._output.write(_record_key(item), orjson.dumps(record))
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
@@ -97,14 +96,6 @@ class ItemEncoder:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def _move_into_store(self, part: str, entries: list[ShardEntry]) -> None:
-        work, store = self._scratch / part, self._output / part
-        with writing(store):
-            for entry in entries:
-                for suffix in SUFFIXES:
-                    (work / f"{entry.name}{suffix}").replace(store / f"{entry.name}{suffix}")
-            sync_folder(store)
 
 
 class _ShardSequence:
@@ -134,31 +125,40 @@ class _ShardSequence:
         if self._open is not None:
             self._open.abandon()
         for entry in self._finished:
-            for suffix in SUFFIXES:
-                (self._folder / f"{entry.name}{suffix}").unlink(missing_ok=True)
+            for name in _files(entry):
+                (self._folder / name).unlink(missing_ok=True)
 
 
-def record_path(output: Path, number: int) -> Path:
-    """Where an item's record lies."""
-    return output / WORK_FOLDER / "items" / f"{number:06}.json"
+def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord | None]:
+    """The records of items, None where one is not sealed, or was from other input or with a lost shard."""
+    sizes = output.sizes()
+    keys = [_record_key(item) for item in items]
+    contents = output.read_many([key for key in keys if key in sizes])
+    return [_parse_record(next(contents), item, sizes) if key in sizes else None for item, key in zip(items, keys)]
 
 
-def read_record(output: Path, item: WorkItem) -> ItemRecord | None:
-    """The record of an item, None where it is not sealed, or was from other input or with a lost shard."""
+def _record_key(item: WorkItem) -> str:
+    return f"{WORK_FOLDER}/items/{item.number:06}.json"
+
+
+def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
     try:
-        raw = orjson.loads(record_path(output, item.number).read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):
+        raw = orjson.loads(content)
+    except orjson.JSONDecodeError:
         return None
     if raw["item"] != orjson.loads(orjson.dumps(item)):
         return None
     shards = {part: [_shard_entry(entry) for entry in entries] for part, entries in raw["shards"].items()}
     for part, entries in shards.items():
         for entry in entries:
-            for suffix, digest in zip(SUFFIXES, (entry.bin, entry.idx, entry.origin)):
-                file = output / part / f"{entry.name}{suffix}"
-                if not file.is_file() or file.stat().st_size != digest.size_bytes:
+            for name, digest in zip(_files(entry), (entry.bin, entry.idx, entry.origin)):
+                if sizes.get(f"{part}/{name}".lstrip("/")) != digest.size_bytes:
                     return None
     return ItemRecord(item, raw["num_lines"], raw["input_bytes"], shards, raw.get("skipped", {}))
+
+
+def _files(entry: ShardEntry) -> list[str]:
+    return [f"{entry.name}{suffix}" for suffix in SUFFIXES]
 
 
 def _shard_entry(raw: dict[str, object]) -> ShardEntry:

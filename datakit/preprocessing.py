@@ -4,17 +4,14 @@ Work items are cut from the sorted input, each is sealed by itself (see item.py)
 the items' order: there is no merge. A rerun continues with the items that are not sealed.
 """
 
-import fcntl
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -22,10 +19,10 @@ import orjson
 from datakit.documents import DocumentReader
 from datakit.encoder import AUTO, choose_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
-from datakit.item import SCRATCH, ItemRecord, read_record
-from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry, TokenizerIdentity, replace_durably
+from datakit.item import ItemRecord, read_records
+from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
+from datakit.output import Output, key_of
 from datakit.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
-from datakit.shard import writing
 from datakit.store_writer import store_dtype
 from datakit.task import Task
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
@@ -35,8 +32,6 @@ from threefold.errors import StorageError, UserError
 if TYPE_CHECKING:
     from datakit.ray_pool import RayPool
 
-_LOCK = "lock"
-LOCK_PATIENCE_S = 5.0
 PROGRESS_INTERVAL_S = 2.0
 _PROBE_DOCUMENTS, _PROBE_CHARACTERS = 8, 1 << 14
 
@@ -79,7 +74,7 @@ def preprocess(
     item_bytes: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Summary:
-    """Make the store (with a split: the stores `train` and `valid`) of all documents of the inputs.
+    """Make the store (with a split: the stores `train` and `valid`) of all documents of the inputs, in a folder or URL.
 
     `backend` names what tokenizes (see encoder.py); `engine` is "local" for worker processes here or "ray" for actors
     on the cluster at `ray_address` (see ray_pool.py). Neither changes a byte. `item_bytes` overrides the size of a
@@ -89,18 +84,18 @@ def preprocess(
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
     started_s = time.monotonic()
-    job = _Job(Path(output), recipe, find_inputs(inputs), item_bytes)
+    job = _Job(Output(os.fspath(output)), recipe, find_inputs(inputs), item_bytes)
     if job.is_complete():
         report(f"{output} is complete already")
         return job.summary([], 0.0)
-    with job.locked() as lock:
+    with job.output.locked() as lock:
         job.begin()
-        missing = [item for item in job.items if read_record(job.output, item) is None]
+        missing = job.missing()
         if missing:
             with _open_pool(engine, min(num_workers, len(missing)), lock, ray_address) as pool:
                 choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
                 report(f"tokenizing with {choice.backend}: {choice.reason}")
-                _seal(job, missing, Task(str(job.output), recipe, job.identity, choice.backend), pool, report)
+                _seal(job, missing, Task(job.output.place, recipe, job.identity, choice.backend), pool, report)
         records = job.records()
         job.finish(records, report)
         sealed = [records[item.number] for item in missing]
@@ -183,7 +178,7 @@ class _Meter:
 class _Job:
     """One output: what it is made from, how far it is, and its beginning and end on disk."""
 
-    def __init__(self, output: Path, recipe: Recipe, files: list[InputFile], item_bytes: int | None) -> None:
+    def __init__(self, output: Output, recipe: Recipe, files: list[InputFile], item_bytes: int | None) -> None:
         self.output, self.recipe = output, recipe
         if not any(file.size_bytes for file in files):
             names = ", ".join(file.path for file in files[:3])
@@ -203,49 +198,36 @@ class _Job:
     def is_complete(self) -> bool:
         """Whether the stores are there; UserError where others are."""
         for part in {WHOLE, TRAIN, VALID} - set(self.recipe.parts):
-            if (self.output / part / FILE_NAME).exists():
-                raise UserError(f"{self.output / part} is a store already", hint="choose another --output")
-        if not all((self.output / part / FILE_NAME).exists() for part in self.recipe.parts):
-            return False
-        for part in self.recipe.parts:
-            found = Manifest.read(self.output / part)
+            if self.output.manifest(part):
+                raise UserError(f"{self.output.part(part)} is a store already", hint="choose another --output")
+        manifests = {part: self.output.manifest(part) for part in self.recipe.parts}
+        for part, found in manifests.items():
+            if found is None:
+                return False
             self._compare(found.tokenizer, found.settings, self._settings(part))
-        shutil.rmtree(self.output / WORK_FOLDER, ignore_errors=True)  # a kill may have left it after the last manifest
+        self.output.remove_work()  # a kill may have left it after the last manifest
         return True
-
-    @contextmanager
-    def locked(self) -> Iterator[int]:
-        """Hold the output for this process and its workers; gives the lock's file descriptor."""
-        folder = self.output / WORK_FOLDER
-        if not (folder / "items").exists() and _names(self.output) - {WORK_FOLDER} | _names(folder) - {_LOCK}:
-            raise UserError(f"{self.output} is not empty and holds no unfinished store", hint="choose another --output")
-        with writing(folder):
-            (folder / "items").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(descriptor, self.output)
-            yield descriptor
-        finally:
-            os.close(descriptor)
 
     def begin(self) -> None:
         """Compare with what was begun here, or note what is begun now."""
-        note = self.output / WORK_FOLDER / "recipe.json"
         wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
-        if note.exists():
-            found = orjson.loads(note.read_bytes())
-            self._compare(TokenizerIdentity(**found["tokenizer"]), found["settings"], wanted["settings"])
-        with writing(note):
-            shutil.rmtree(self.output / WORK_FOLDER / SCRATCH, ignore_errors=True)  # of a run that was killed
-            for part in self.recipe.parts:
-                (self.output / part).mkdir(exist_ok=True)
-            replace_durably(note, orjson.dumps(wanted))
+        found = orjson.loads(self.output.begin(orjson.dumps(wanted)))
+        self._compare(TokenizerIdentity(**found["tokenizer"]), found["settings"], wanted["settings"])
+
+    def missing(self) -> list[WorkItem]:
+        """The items that are not sealed."""
+        return [item for item, record in zip(self.items, read_records(self.output, self.items)) if record is None]
 
     def records(self) -> list[ItemRecord]:
         """The records of all items, which are all sealed."""
-        records = [read_record(self.output, item) for item in self.items]
-        assert all(records), "every work item is sealed"
-        return [record for record in records if record]
+        records = [record for record in read_records(self.output, self.items) if record]
+        if len(records) < len(self.items):
+            raise StorageError(
+                f"{len(self.items) - len(records)} of {len(self.items)} sealed work items have vanished from "
+                f"{self.output.place}: does another run write there?",
+                hint="rerun the same command to continue",
+            )
+        return records
 
     def finish(self, records: list[ItemRecord], report: Callable[[str], None]) -> None:
         """Write the manifests, drop what is in none of them, and then the work folder."""
@@ -259,23 +241,20 @@ class _Job:
                 hint=f"head -c 300 {self.items[0].slices[0].file.path}",
             )
         for part, entries in shards.items():
-            store, listed = self.output / part, {entry.name for entry in entries}
-            if not listed:
-                report(f"{store} holds no document: none of {num_documents} fell to it by its hash")
-            for file in store.glob("shard-*"):
-                if file.stem not in listed:  # sealed from input that has changed since
-                    file.unlink()
-            with writing(store):
-                dtype = store_dtype(self.identity.vocab_size)
-                Manifest(dtype, self.identity, tuple(entries), self._settings(part), skipped).write(store)
-        shutil.rmtree(self.output / WORK_FOLDER)
+            if not entries:
+                report(f"{self.output.part(part)} holds no document: none of {num_documents} fell to it by its hash")
+            self.output.remove_shards(part, but={entry.name for entry in entries})  # of input that has changed since
+            dtype = store_dtype(self.identity.vocab_size)
+            manifest = Manifest(dtype, self.identity, tuple(entries), self._settings(part), skipped)
+            self.output.write(key_of(part, FILE_NAME), manifest.encode())
+        self.output.remove_work()
 
     def summary(self, sealed: list[ItemRecord], elapsed_s: float) -> Summary:
         """What the stores hold, and how fast these items were sealed."""
-        manifests = {self.output / part: Manifest.read(self.output / part) for part in self.recipe.parts}
+        manifests = {part: manifest for part in self.recipe.parts if (manifest := self.output.manifest(part))}
         stores = tuple(
-            StoreSummary(str(path), manifest.num_documents, manifest.num_tokens, len(manifest.shards))
-            for path, manifest in manifests.items()
+            StoreSummary(self.output.part(part), manifest.num_documents, manifest.num_tokens, len(manifest.shards))
+            for part, manifest in manifests.items()
         )
         input_bytes = sum(record.input_bytes for record in sealed)
         num_tokens = sum(shard.num_tokens for record in sealed for shards in record.shards.values() for shard in shards)
@@ -311,28 +290,6 @@ class _Job:
         sentences = differences((tokenizer, found), (self.identity, wanted))
         if sentences:
             raise UserError(
-                f"{self.output} was made otherwise: {'; '.join(sentences)}",
+                f"{self.output.place} was made otherwise: {'; '.join(sentences)}",
                 hint="rerun with what it was made with, or choose another --output",
             )
-
-
-def _names(folder: Path) -> set[str]:
-    """What a folder holds; nothing where there is none."""
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _lock(descriptor: int, output: Path) -> None:
-    """Take the lock; a killed run's workers let go of it within a moment."""
-    deadline_s = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise StorageError(
-                    f"another run is preprocessing into {output}", hint=f"lsof {output / WORK_FOLDER / _LOCK}"
-                ) from None
-            time.sleep(0.1)
-    if not os.fstat(descriptor).st_nlink:
-        raise StorageError(f"another run has just completed {output}", hint=f"datakit inspect {output}")

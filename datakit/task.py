@@ -1,13 +1,13 @@
 """Task: what all work items of a preprocessing run have in common, as it travels to the workers."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import orjson
 
 from datakit.encoder import open_encoder
 from datakit.item import ItemEncoder
 from datakit.manifest import TokenizerIdentity
+from datakit.output import Output
 from datakit.recipe import Recipe
 
 
@@ -22,9 +22,8 @@ class Task:
 
     def encoder(self) -> ItemEncoder:
         """What seals the run's items, in the process that calls this."""
-        return ItemEncoder(
-            Path(self.output), self.recipe, open_encoder(self.recipe.tokenizer, self.backend), self.identity
-        )
+        encoder = open_encoder(self.recipe.tokenizer, self.backend)
+        return ItemEncoder(Output(self.output), self.recipe, encoder, self.identity)
 
     def to_line(self) -> bytes:
         """The task as one line of JSON."""

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Library
 
 from datakit import Recipe, TokenShard
 from datakit.inputs import FileSlice, WorkItem, find_inputs
-from datakit.item import ItemEncoder, ItemRecord, Progress, read_record, record_path
+from datakit.item import ItemEncoder, ItemRecord, Progress, read_records
+from datakit.output import Output
 from datakit.tokenizer import identify, open_tokenizer
 from tests.datakit.conftest import files_of, write_jsonl
 from threefold.errors import UserError
@@ -22,14 +23,11 @@ def seal(output: Path, source: Path, recipe: Recipe) -> tuple[ItemRecord, list[P
     """Seal a file as item 7, in this process."""
     tokenizer = open_tokenizer(recipe.tokenizer)
     identity = identify(tokenizer, recipe.tokenizer, recipe.eod_token, required=True)
-    record_path(output, 7).parent.mkdir(parents=True, exist_ok=True)
-    for part in recipe.parts:
-        (output / part).mkdir(exist_ok=True)
     [file] = find_inputs([str(source)])
     item = WorkItem(7, (FileSlice(file, 0, file.size_bytes),))
     progress: list[Progress] = []
-    ItemEncoder(output, recipe, tokenizer, identity).seal(item, progress.append)
-    record = read_record(output, item)
+    ItemEncoder(Output(str(output)), recipe, tokenizer, identity).seal(item, progress.append)
+    [record] = read_records(Output(str(output)), [item])
     assert record is not None
     return record, progress
 
@@ -68,12 +66,13 @@ def test_a_fault_in_the_last_line_leaves_nothing_of_the_item(tmp_path: Path, tok
 def test_an_item_whose_shard_was_lost_or_whose_input_changed_is_not_sealed(tmp_path: Path, tokenizer_path: str) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     record, _ = seal(tmp_path, source, Recipe(tokenizer_path))
-    assert read_record(tmp_path, record.item) == record
+    output = Output(str(tmp_path))
+    assert read_records(output, [record.item]) == [record]
     changed = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
     [file] = find_inputs([str(changed)])
-    assert read_record(tmp_path, WorkItem(7, (FileSlice(file, 0, file.size_bytes),))) is None
+    assert read_records(output, [WorkItem(7, (FileSlice(file, 0, file.size_bytes),))]) == [None]
     (tmp_path / f"{record.shards[''][0].name}.idx").unlink()
-    assert read_record(tmp_path, record.item) is None
+    assert read_records(output, [record.item]) == [None]
 
 
 def test_a_worker_loads_no_torch() -> None:

@@ -125,16 +125,17 @@ def test_shards_end_where_they_are_full(
     tmp_path: Path, corpus: Path, tokenizer_path: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datakit.inputs import cut, find_inputs
-    from datakit.item import ItemEncoder, read_record
+    from datakit.item import ItemEncoder, read_records
+    from datakit.output import Output
     from datakit.tokenizer import identify, open_tokenizer
 
     monkeypatch.setattr("datakit.store_writer.MAX_SHARD_DOCUMENTS", 30)
     tokenizer = open_tokenizer(tokenizer_path)
     identity = identify(tokenizer, tokenizer_path, "<|endoftext|>", required=True)
-    (tmp_path / ".work" / "items").mkdir(parents=True)
+    output = Output(str(tmp_path))
     [item] = cut(find_inputs([str(corpus / "a.jsonl")]), 1 << 30, split_txt=False)
-    ItemEncoder(tmp_path, Recipe(tokenizer_path), tokenizer, identity).seal(item)
-    record = read_record(tmp_path, item)
+    ItemEncoder(output, Recipe(tokenizer_path), tokenizer, identity).seal(item)
+    [record] = read_records(output, [item])
     assert record is not None
     assert [shard.num_documents for shard in record.shards[""]] == [30, 30, 30, 11]
     assert [shard.name for shard in record.shards[""]] == [f"shard-000000-{i:03}" for i in range(4)]
@@ -351,12 +352,12 @@ def test_one_run_at_a_time_writes_into_a_store(
 ) -> None:  # fmt: skip
     import fcntl
 
-    monkeypatch.setattr("datakit.preprocessing.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("datakit.output.LOCK_PATIENCE_S", 0.0)
     (tmp_path / "s" / ".work").mkdir(parents=True)
     with (tmp_path / "s" / ".work" / "lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert cli("preprocess", corpus, "--output", tmp_path / "s", "--tokenizer", tokenizer_path) == 3
-    assert "another run is preprocessing into" in capsys.readouterr().err
+    assert "another run is writing" in capsys.readouterr().err
     assert cli("preprocess", corpus, "--output", tmp_path / "s", "--tokenizer", tokenizer_path) == 0
 
 

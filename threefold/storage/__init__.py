@@ -1,7 +1,8 @@
 """The narrow synchronous seam over keys that checkpoints and token stores are written through.
 
 Keys are relative, with "/" between parts. Every method blocks; concurrency belongs to the callers. Failures are
-StorageErrors that say what was done, where and what to try. `open_storage` chooses the backend by the URL.
+StorageErrors that say what was done, where and what to try; those that another try may mend are TemporaryFailures.
+`open_storage` chooses the backend by the URL.
 """
 
 import secrets
@@ -18,6 +19,10 @@ Buffer = bytes | bytearray | memoryview
 
 class AlreadyExists(StorageError):
     """An if-absent write found the key taken by other bytes: another writer won."""
+
+
+class TemporaryFailure(StorageError):
+    """The server did not answer, broke its answer off or asked to come back: the same request may succeed later."""
 
 
 @dataclass(frozen=True, slots=True)

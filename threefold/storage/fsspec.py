@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
+from threefold.storage import (
+    AlreadyExists,
+    Buffer,
+    ObjectInfo,
+    TemporaryFailure,
+    buffers_of,
+    check_key,
+    is_temporary,
+    temporary_name,
+)
 
 TIME_FIELDS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 T = TypeVar("T")
@@ -152,8 +161,10 @@ class FsspecStorage:
             raise
         except FileNotFoundError as error:
             raise StorageError(f"{self.url}/{key} does not exist") from error
+        except PermissionError as error:
+            raise StorageError(f"cannot {doing} {self.url}/{key}: {error or 'no permission'}") from error
         except Exception as error:  # each fsspec backend raises the errors of a client library of its own
-            raise StorageError(f"cannot {doing} {self.url}/{key}: {error or type(error).__name__}") from error
+            raise TemporaryFailure(f"cannot {doing} {self.url}/{key}: {error or type(error).__name__}") from error
 
 
 def _seconds(time: object) -> float:

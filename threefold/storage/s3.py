@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key
+from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
 
 PART_BYTES = 16 << 20
 MIN_PART_BYTES = 5 << 20  # S3 takes no smaller part but the last
@@ -237,9 +237,12 @@ class S3Storage:
             message = f"cannot {doing} {place}: {server} refused access key {key_id!r} ({reason or 'AccessDenied'})"
             return StorageError(message, hint=CREDENTIALS_HINT)
         if status:
-            return StorageError(f"cannot {doing} {place}: {server} answered {reason}")
+            kind = TemporaryFailure if status == "429" or status.startswith("5") else StorageError
+            return kind(f"cannot {doing} {place}: {server} answered {reason}")
         cause = text.split("\n", 1)[0].rpartition(" - ")[2]
-        return StorageError(f"cannot {doing} {place}: no answer from {server} ({cause})", hint="check AWS_ENDPOINT_URL")
+        return TemporaryFailure(
+            f"cannot {doing} {place}: no answer from {server} ({cause})", hint="check AWS_ENDPOINT_URL"
+        )
 
 
 def _parts_within(write_memory_bytes: int | None) -> tuple[int, int]:

@@ -1,0 +1,158 @@
+"""Output: where `preprocess` makes its stores, a local folder or a URL, and what is sealed there so far.
+
+Shards are written in a local scratch folder and then moved, or uploaded, under their names; records and manifests are
+small objects that a Storage writes atomically and durably. One run at a time works on a local output; behind a URL only
+runs of one machine exclude each other, and runs of several put the same bytes.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest
+from datakit.remote_file import is_url, retrying
+from datakit.shard import blocks_of, writing
+from threefold.errors import StorageError, UserError
+from threefold.storage import AlreadyExists, open_storage
+from threefold.storage.local import sync_folder
+
+NOTE = f"{WORK_FOLDER}/recipe.json"
+LOCK_PATIENCE_S = 5.0
+UPLOAD_MEMORY_BYTES = 48 << 20
+_NUM_READERS = 16
+
+
+class Output:
+    """One output; `place` is how the user named it."""
+
+    def __init__(self, place: str) -> None:
+        self.folder = None if is_url(place) else Path(place)
+        self.place = str(self.folder or place.rstrip("/"))
+        self._storage = open_storage(self.place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
+        name = f"datakit-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
+        self.work = self.folder / WORK_FOLDER if self.folder else Path(tempfile.gettempdir()) / name
+
+    @property
+    def scratch(self) -> Path:
+        """The local folder for what is not sealed yet; each encoder has a folder of its own in it."""
+        return self.work / "shards"
+
+    def part(self, part: str) -> str:
+        """How one of the output's stores is named."""
+        return f"{self.place}/{part}" if part else self.place
+
+    def manifest(self, part: str) -> Manifest | None:
+        """The manifest of one of the output's stores, None where it is not complete."""
+        content = self.read(key_of(part, FILE_NAME))
+        return None if content is None else Manifest.parse(f"{self.part(part)}/{FILE_NAME}", content)
+
+    def read(self, key: str) -> bytes | None:
+        """A small file of the output, None where it is missing."""
+        return retrying(lambda: self._storage.read(key) if self._storage.info(key) else None)
+
+    def read_many(self, keys: Sequence[str]) -> Iterator[bytes]:
+        """Small files of the output, which are there, in order; read side by side."""
+        with ThreadPoolExecutor(_NUM_READERS) as threads:
+            yield from threads.map(lambda key: retrying(lambda: self._storage.read(key)), keys)
+
+    def write(self, key: str, content: bytes) -> None:
+        """Put a small file, seen whole or not at all."""
+        retrying(lambda: self._storage.write(key, content))
+
+    def begin(self, note: bytes) -> bytes:
+        """Put the note that says how the output is made, or give the one that is there."""
+        found = self.read(NOTE)
+        if found is None:
+            try:
+                retrying(lambda: self._storage.write(NOTE, note, if_absent=self._storage.supports_if_absent))
+            except AlreadyExists:
+                found = self.read(NOTE)
+        return found or note
+
+    def adopt(self, part: str, files: Iterable[Path]) -> None:
+        """Move finished, durable files into one of the output's stores."""
+        if self.folder is None:
+            for file in files:
+                self._upload(file, key_of(part, file.name))
+            return
+        store = self.folder / part
+        with writing(store):
+            store.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                file.replace(store / file.name)
+            sync_folder(store)
+
+    def sizes(self, part: str = "") -> dict[str, int]:
+        """The size in bytes of all that is there, by key."""
+        return retrying(lambda: {info.key: info.size_bytes for info in self._storage.list(key_of(part, ""))})
+
+    def remove_shards(self, part: str, *, but: set[str]) -> None:
+        """Remove the shards of one of the output's stores, except those of these names."""
+        keys = [key.removeprefix(key_of(part, "")) for key in self.sizes(part)]
+        names = [name for name in keys if name.startswith("shard-") and Path(name).stem not in but]
+        self._delete([key_of(part, name) for name in names])
+
+    def remove_work(self) -> None:
+        """Remove all that only an unfinished output needs."""
+        if self.folder is None:
+            self._delete(list(self.sizes(WORK_FOLDER)))
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[int]:
+        """Hold the output for this process and its workers; gives the lock's file descriptor."""
+        self._check_free()
+        lock = self.work / "lock"
+        with writing(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            take_lock(descriptor, lock, self.place, patience_s=LOCK_PATIENCE_S)
+            shutil.rmtree(self.scratch, ignore_errors=True)  # of a run that was killed
+            yield descriptor
+        finally:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            os.close(descriptor)
+
+    def _upload(self, file: Path, key: str) -> None:
+        retrying(lambda: self._storage.write(key, blocks_of(file)))
+        file.unlink()
+
+    def _delete(self, keys: list[str]) -> None:
+        retrying(lambda: self._storage.delete(keys))
+
+    def _check_free(self) -> None:
+        """UserError where the output holds anything but an unfinished store."""
+        lock = f"{WORK_FOLDER}/lock"
+        if self.folder and self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.place} is no folder", hint="choose another --output")
+        if self.read(NOTE) is None and retrying(lambda: any(info.key != lock for info in self._storage.list())):
+            raise UserError(f"{self.place} is not empty and holds no unfinished store", hint="choose another --output")
+
+
+def take_lock(descriptor: int, path: Path, output: str, *, patience_s: float = 0.0) -> None:
+    """Take the lock of an output; a killed run's workers let go of it within a moment."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise StorageError(f"another run is writing {output}", hint=f"lsof {path}") from None
+            time.sleep(0.1)
+    if not os.fstat(descriptor).st_nlink:
+        raise StorageError(f"another run has just completed {output}", hint=f"datakit inspect {output}")
+
+
+def key_of(part: str, name: str) -> str:
+    """The key of a file in one of an output's stores."""
+    return f"{part}/{name}" if part else name

@@ -1,0 +1,113 @@
+"""RemoteFile: an object behind a URL as a seekable binary file; memory is four blocks of 4 MiB.
+
+A read after a seek fetches what it asks for. One that goes on where the last ended reads ahead, three blocks at a time
+side by side, so that a stream is bound by bandwidth, not by the latency of each request.
+"""
+
+import io
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+from threefold.errors import StorageError
+from threefold.storage import Storage, TemporaryFailure, open_storage
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+T = TypeVar("T")
+FIRST_BYTES, BLOCK_BYTES, NUM_AHEAD = 256 << 10, 4 << 20, 3
+MAX_ATTEMPTS, RETRY_AFTER_S = 5, 0.2  # beyond what the storage's client does by itself: it may give up on a torn answer
+
+
+class RemoteFile(io.RawIOBase):
+    """One object, opened for reading; give it to `io.BufferedReader`."""
+
+    def __init__(self, url: str, *, stop: int | None = None) -> None:
+        """Look the object up; StorageError if it is missing. Nothing at or after byte `stop` will be read."""
+        self._storage, self._key = storage_of(url)
+        info = retrying(lambda: self._storage.info(self._key))
+        if info is None:
+            raise StorageError(f"{url} does not exist", hint="check the URL")
+        self._size_bytes = info.size_bytes if stop is None else min(stop, info.size_bytes)
+        self._position = self._window_start = 0
+        self._window = memoryview(b"")
+        self._ahead: deque[tuple[int, Future[bytes]]] = deque()  # consecutive blocks, each with where it starts
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        return self._position
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        target = memoryview(buffer).cast("B")
+        if not len(target) or self._position >= self._size_bytes:
+            return 0
+        if not 0 <= self._position - self._window_start < len(self._window):
+            self._fill(len(target))
+        found = self._window[self._position - self._window_start :][: len(target)]
+        target[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+    def _fill(self, wanted_bytes: int) -> None:
+        """Move the window to the position."""
+        start, goes_on = self._position, self._position == self._window_start + len(self._window)
+        if self._ahead and self._ahead[0][0] == start:
+            data = self._ahead.popleft()[1].result()
+        else:
+            self._ahead.clear()
+            data = self._fetch(start, min(start + max(wanted_bytes, FIRST_BYTES), self._size_bytes))
+        self._window_start, self._window = start, memoryview(data)
+        next_start = self._ahead[-1][0] + BLOCK_BYTES if self._ahead else start + len(data)
+        while goes_on and len(self._ahead) < NUM_AHEAD and next_start < self._size_bytes:
+            stop = min(next_start + BLOCK_BYTES, self._size_bytes)
+            self._ahead.append((next_start, _threads().submit(self._fetch, next_start, stop)))
+            next_start = stop
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        starts = range(start, stop, BLOCK_BYTES)
+        ranges = [(begin, min(begin + BLOCK_BYTES, stop)) for begin in starts]
+        return b"".join(retrying(lambda: self._storage.read_ranges(self._key, ranges)))
+
+
+def retrying(work: Callable[[], T]) -> T:
+    """What a request to a storage gives, at the latest at its fifth attempt; then its TemporaryFailure."""
+    for attempt in range(MAX_ATTEMPTS - 1):
+        try:
+            return work()
+        except TemporaryFailure:
+            time.sleep(RETRY_AFTER_S * 2**attempt)
+    return work()
+
+
+def is_url(path: str) -> bool:
+    """Whether a path names an object behind a URL, not a local file."""
+    return "://" in path
+
+
+def storage_of(url: str) -> tuple[Storage, str]:
+    """The storage that holds an object, and its key there; one storage a folder, so that connections are shared."""
+    folder, _, name = url.rpartition("/")
+    return _storage(folder), name
+
+
+@cache
+def _storage(folder: str) -> Storage:
+    return open_storage(folder)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_AHEAD, thread_name_prefix="read-ahead")
