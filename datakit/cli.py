@@ -10,7 +10,7 @@ from datakit import store_verbs
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 
-INPUT_HELP = "files, folders or globs of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
+INPUT_HELP = "files, folders, globs or URLs of such, of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
 DEFAULT_EOD = "<|endoftext|>"
 
 
@@ -32,7 +32,7 @@ def build_parser() -> Parser:
 
     make = verbs.add_parser("preprocess", help="make a token store of text", description=_preprocess.__doc__)
     _add_input_flags(make)
-    make.add_argument("--output", required=True, metavar="STORE", help="folder of the store; a rerun continues in it")
+    make.add_argument("--output", required=True, metavar="STORE", help="folder or URL of the store; a rerun continues in it")
     make.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json or sentencepiece .model")
     make.add_argument(
         "--tokenizer-backend",

@@ -17,6 +17,7 @@ import zstandard
 
 from datakit.columns import read_columns, rows_before
 from datakit.inputs import FileSlice, is_lines, open_file
+from datakit.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
@@ -116,9 +117,8 @@ class DocumentReader:
             message += f" at byte {offset + fault.byte}"
             hint = f"iconv -f LATIN1 -t UTF-8 {part.file.path} -o FIXED, if it is Latin-1"
         show = {"": "cat", "gz": "zcat", "zst": "zstdcat"}[part.file.compression]
-        return UserError(
-            f"{part.file.path}, line {line}: {message}", hint=hint or f"{show} {part.file.path} | sed -n {line}p"
-        )
+        look = "--skip-invalid" if is_url(part.file.path) else f"{show} {part.file.path} | sed -n {line}p"
+        return UserError(f"{part.file.path}, line {line}: {message}", hint=hint or look)
 
 
 class _Fault(Exception):
