@@ -16,12 +16,13 @@ import orjson
 
 from datakit.documents import Document, DocumentReader
 from datakit.encoder import Encoder
-from datakit.inputs import WorkItem
+from datakit.inputs import FileSlice, WorkItem
 from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, replace_durably
 from datakit.recipe import Recipe
 from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
-from datakit.tokenizer import Ids
+from datakit.tokenizer import Ids, TextFault
+from threefold.errors import UserError
 from threefold.storage.local import sync_folder
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
@@ -66,7 +67,7 @@ class ItemEncoder:
             for part in item.slices:
                 reader = DocumentReader(part, self._recipe.rules)
                 for batch in _batches(reader):
-                    encoded = self._encoder.encode_batch([document.text for document in batch])
+                    encoded = self._encode(part, batch)
                     for document, ids in zip(batch, encoded, strict=True):
                         target = writers[self._recipe.part_of(document.text)].current()
                         target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
@@ -84,6 +85,13 @@ class ItemEncoder:
             self._move_into_store(store, entries)
         record, path = ItemRecord(item, num_lines, input_bytes, shards, skipped), record_path(self._output, item.number)
         replace_durably(path, orjson.dumps(record), temporary=self._scratch / path.name)
+
+    def _encode(self, part: FileSlice, batch: list[Document]) -> list[Ids]:
+        try:
+            return self._encoder.encode_batch([document.text for document in batch])
+        except TextFault as fault:
+            place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
+            raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)

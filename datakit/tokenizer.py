@@ -1,7 +1,8 @@
-"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers) or a sentencepiece `.model` file.
+"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers), a sentencepiece `.model` or ranks.
 
 Ids are those of the libraries' own `encode`: special tokens that a tokenizer.json's post-processor adds are kept, its
-truncation and padding are switched off. The library is imported when a file of its kind is opened.
+truncation and padding are switched off. Special tokens that stand in a text become their ids with tokenizers and, as
+`allowed_special="all"`, with tiktoken. The library is imported when a file of its kind is opened.
 """
 
 import os
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.manifest import TokenizerIdentity
+from datakit.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
 from threefold.errors import StorageError, UserError
 
 DEFAULT_EOD = "<|endoftext|>"
@@ -44,8 +46,10 @@ class Tokenizer(Protocol):
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Open a tokenizer file; UserError where it is none."""
     file = Path(path)
-    if file.suffix not in (".json", ".model"):
-        raise UserError(f"{file} is neither a tokenizer.json nor a sentencepiece .model file", hint=TRAIN_HINT)
+    if file.suffix not in (".json", ".model", ".tiktoken"):
+        raise UserError(
+            f"{file} is neither a tokenizer.json nor a sentencepiece .model file nor a .tiktoken file", hint=TRAIN_HINT
+        )
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise UserError(
@@ -56,6 +60,8 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
+    if is_rank_file(file, content):
+        return TiktokenTokenizer(file, read_rank_file(file, content))
     kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
     try:
         return kind(content)
@@ -134,4 +140,72 @@ class SentencePieceTokenizer:
         return found if self._library.id_to_piece(found) == token else None
 
 
+class TiktokenTokenizer:
+    """A rank file (see rank_file.py), run by the `tiktoken` library; special tokens in a text become their ids."""
+
+    kind = "tiktoken"
+
+    def __init__(self, path: Path, file: RankFile) -> None:
+        try:
+            from tiktoken import Encoding
+        except ImportError:
+            raise UserError(
+                f"{path}: reading ranks takes tiktoken, which is not installed", hint="pip install tiktoken"
+            ) from None
+        self._path, self._file, self.fingerprint = path, file, file.fingerprint
+        pattern, special_tokens = file.encoding.pattern, file.encoding.special_tokens
+        try:
+            self._library: Any = Encoding(
+                path.name, pat_str=pattern, mergeable_ranks=file.ranks, special_tokens=special_tokens
+            )
+        except ValueError as error:
+            raise UserError(
+                f"tiktoken cannot split text by the pattern {pattern!r}: {error}", hint=f"cat {sidecar_path(path)}"
+            ) from None
+        self.vocab_size = 1 + int(self._library.max_token_value)
+        [ids] = self.encode_batch([_EVERY_CLASS])
+        if self.decode(ids) != _EVERY_CLASS:
+            raise UserError(
+                f"the pattern {pattern!r} leaves out parts of the text: {_EVERY_CLASS!r} becomes {self.decode(ids)!r}",
+                hint=f"cat {sidecar_path(path)}",
+            )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._encode(number, text) for number, text in enumerate(texts)]
+
+    def _encode(self, number: int, text: str) -> Ids:
+        try:
+            ids: Ids = self._library.encode_to_numpy(text, allowed_special="all")
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # its regex engine panics, which is no Exception
+            raise TextFault(
+                f"tiktoken gives up on a text of {len(text):,} characters: {' '.join(str(error).split())[:200]}",
+                hint="--max-chars 900000, or --tokenizer-backend gigatoken where it reads such a file",
+                number=number,
+            ) from None
+        return ids
+
+    def added_tokens(self) -> list[str]:
+        return list(self._file.encoding.special_tokens)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        try:
+            return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
+        except KeyError as error:
+            raise UserError(f"{self._path}: {error.args[0]}", hint="was this made with another tokenizer?") from None
+
+    def token_id(self, token: str) -> int | None:
+        return self._file.encoding.special_tokens.get(token, self._file.ranks.get(token.encode()))
+
+
+class TextFault(UserError):
+    """A text that the tokenizer cannot take; `number` is its place in the batch."""
+
+    def __init__(self, message: str, *, hint: str | None = None, number: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.number = number
+
+
+_EVERY_CLASS = "Aa's 12\t\n .,\r\n  é你\u0301🙂_\x00\u3000 \n"
 TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"
