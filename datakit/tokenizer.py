@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         """The text of ids."""
 
     def added_tokens(self) -> list[str]:
-        """The tokens that are found in text before it is cut into words."""
+        """The tokens that are no parts of words: found in text before it is cut into words, or by their ids alone."""
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, None where the vocabulary has none of this name."""
@@ -130,7 +130,11 @@ class SentencePieceTokenizer:
         return [np.array(self._library.encode(text), np.uint32) for text in texts]
 
     def added_tokens(self) -> list[str]:
-        return []  # its user-defined symbols are pieces like any other
+        library = self._library  # its user-defined symbols are pieces like any other
+        outside = [
+            number for number in range(self.vocab_size) if library.is_control(number) or library.is_unknown(number)
+        ]
+        return [str(library.id_to_piece(number)) for number in outside]
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))

@@ -73,6 +73,7 @@ def test_the_fingerprint_is_of_the_file(tokenizer_path: str, tmp_path: Path) -> 
         ("t.json", b"\xff", "cannot be read as a tokenizers tokenizer"),
         ("t.model", b"nothing", "cannot be read as a sentencepiece tokenizer"),
         ("t.txt", b"", "neither a tokenizer.json nor"),
+        ("t.tiktoken", b"{}", "is a rank file of unknown origin"),
         ("none.json", None, "no such tokenizer"),
     ],
 )
