@@ -6,7 +6,8 @@ truncation and padding are switched off. Special tokens that stand in a text bec
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,7 +102,16 @@ class JsonTokenizer:
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
+        try:
+            return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
+        except BaseException as error:
+            if not _gave_up(error):
+                raise
+        return [self._encode(number, text) for number, text in enumerate(texts)]
+
+    def _encode(self, number: int, text: str) -> Ids:
+        with _told(self.kind, number, text):
+            return np.array(self._library.encode(text).ids, np.uint32)
 
     def added_tokens(self) -> list[str]:
         return [token.content for token in self._library.get_added_tokens_decoder().values()]
@@ -178,17 +188,9 @@ class TiktokenTokenizer:
         return [self._encode(number, text) for number, text in enumerate(texts)]
 
     def _encode(self, number: int, text: str) -> Ids:
-        try:
+        with _told(self.kind, number, text):
             ids: Ids = self._library.encode_to_numpy(text, allowed_special="all")
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # its regex engine panics, which is no Exception
-            raise TextFault(
-                f"tiktoken gives up on a text of {len(text):,} characters: {' '.join(str(error).split())[:200]}",
-                hint="--max-chars 900000, or --tokenizer-backend gigatoken where it reads such a file",
-                number=number,
-            ) from None
-        return ids
+            return ids
 
     def added_tokens(self) -> list[str]:
         return list(self._file.encoding.special_tokens)
@@ -209,6 +211,27 @@ class TextFault(UserError):
     def __init__(self, message: str, *, hint: str | None = None, number: int = 0) -> None:
         super().__init__(message, hint=hint)
         self.number = number
+
+
+@contextmanager
+def _told(kind: str, number: int, text: str) -> Iterator[None]:
+    """Raise a TextFault where a library gives up, as at added tokens that overlap or at a million blanks in a row."""
+    try:
+        yield
+    except BaseException as error:
+        if not _gave_up(error):
+            raise
+        raise TextFault(
+            f"{kind} gives up on a text of {len(text):,} characters that begins {text[:40]!r}: "
+            f"{' '.join(str(error).split())[:200]}",
+            hint="leave it out of the input, or --tokenizer-backend gigatoken where that reads such a file",
+            number=number,
+        ) from None
+
+
+def _gave_up(error: BaseException) -> bool:
+    is_panic = type(error).__name__ == "PanicException"  # of Rust; it is no Exception, and no module exports it
+    return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
 
 
 _EVERY_CLASS = "Aa's 12\t\n .,\r\n  é你\u0301🙂_\x00\u3000 \n"

@@ -11,7 +11,8 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as Library
 
 from datakit import encoder
-from datakit.encoder import PROBE, Choice, GigatokenEncoder, choose_backend, open_encoder
+from datakit.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder
+from datakit.probe import PROBE
 from datakit.tokenizer import JsonTokenizer, open_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import UserError

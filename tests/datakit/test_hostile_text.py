@@ -303,11 +303,28 @@ FLAGS = ["lstrip", "rstrip", "single_word", "normalized", "special"]
 def test_added_tokens_of_any_flags_get_the_references_ids(tmp_path: Path, content: str, flag: str) -> None:
     for normalizer in (None, normalizers.NFC()):
         path = tmp_path / "t.json"
-        boundary_tokenizer(None, normalizer, (AddedToken(content, **{flag: True}),)).save(str(path))
+        overlapping = AddedToken(f"{content[-1]}>", normalized=False)
+        boundary_tokenizer(None, normalizer, (AddedToken(content, **{flag: True}), overlapping)).save(str(path))
         reference = open_tokenizer(path)
         if choose_backend("auto", str(path), reference, []).backend != "gigatoken":
             continue
-        places = ["", " ", "  ", "a", "1", "\n", "\r\n", "é", "\u0301", ".", "'", content, content[:1], DEFAULT_EOD]
+        places = [
+            "",
+            " ",
+            "  ",
+            "a",
+            "1",
+            "\n",
+            "\r\n",
+            "é",
+            "\u0301",
+            ".",
+            "'",
+            ">",
+            content,
+            content[:1],
+            DEFAULT_EOD,
+        ]
         texts = [f"{before}{content}{after}" for before in places for after in places]
         for text, fast, sure in zip(texts, GigatokenEncoder(path).encode_batch(texts), reference.encode_batch(texts)):
             assert np.array_equal(fast, sure), f"{normalizer} {text!r}"

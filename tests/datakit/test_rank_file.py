@@ -11,9 +11,18 @@ from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from datakit import rank_file
-from datakit.encoder import PROBE, SPLITTERS, GigatokenEncoder, choose_backend
+from datakit.encoder import SPLITTERS, GigatokenEncoder, choose_backend
 from datakit.excerpt import pieces
-from datakit.rank_file import CL100K_PATTERN, GPT2_PATTERN, Encoding, is_rank_file, read_rank_file, sidecar_path
+from datakit.probe import PROBE
+from datakit.rank_file import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    Encoding,
+    is_rank_file,
+    read_rank_file,
+    sidecar_path,
+)
 from datakit.store import TokenStore
 from datakit.tokenizer import DEFAULT_EOD, TextFault, open_tokenizer
 from tests.datakit.conftest import Cli, ranks_of, write_jsonl, write_ranks
@@ -187,6 +196,14 @@ def test_sizes_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_
     monkeypatch.setattr(rank_file, "MAX_RANK_FILE_BYTES", 10)
     with pytest.raises(UserError, match="more than a rank file's 10"):
         open_tokenizer(rank_path)
+
+
+def test_the_sidecar_in_the_guide_is_llama_3s(tmp_path: Path, tokenizer_path: str) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/preprocess.md").read_text()
+    path = write_ranks(tmp_path / "tokenizer.model", ranks_of(tokenizer_path), GPT2_PATTERN, {})
+    sidecar_path(path).write_text(guide.split("<<'END'")[1].split("\n", 1)[1].split("\nEND")[0])
+    encoding = read_rank_file(path, path.read_bytes()).encoding
+    assert encoding == Encoding(LLAMA3_PATTERN, {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001})
 
 
 def test_without_tiktoken_the_error_says_what_to_install(rank_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
