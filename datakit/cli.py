@@ -32,11 +32,15 @@ def build_parser() -> Parser:
 
     make = verbs.add_parser("preprocess", help="make a token store of text", description=_preprocess.__doc__)
     _add_input_flags(make)
-    make.add_argument("--output", required=True, metavar="STORE", help="folder or URL of the store; a rerun continues in it")
-    make.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json or sentencepiece .model")
+    make.add_argument(
+        "--output", required=True, metavar="STORE", help="folder or URL of the store; a rerun continues in it"
+    )
+    make.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="tokenizer.json, sentencepiece .model or .tiktoken"
+    )
     make.add_argument(
         "--tokenizer-backend",
-        choices=["auto", "gigatoken", "tokenizers", "sentencepiece"],
+        choices=["auto", "gigatoken", "tokenizers", "sentencepiece", "tiktoken"],
         default="auto",
         help="engine that tokenizes; auto takes the fastest that gives the same ids on a probe of the input",
     )

@@ -3,7 +3,7 @@
 The reference is the library of the tokenizer file's kind. `gigatoken` is a byte-level and sentencepiece BPE engine many
 times as fast; it is taken only where it gives the reference's ids on a probe: hostile text of many scripts, every added
 token, and documents of the very input. It keeps every distinct word it has met for ever, so it is loaded anew where
-its memory has grown.
+its memory has grown. Texts with a character on which the engines' Unicode tables may differ go to the reference.
 """
 
 import os
@@ -14,21 +14,34 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from datakit.tokenizer import Ids, Tokenizer, open_tokenizer
+from datakit.doubtful import is_doubtful
+from datakit.probe import PROBE, texts_of_tokens
+from datakit.rank_file import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    O200K_PATTERN,
+    QWEN_PATTERN,
+    R50K_PATTERN,
+    TEKKEN_PATTERN,
+    is_rank_file,
+    read_rank_file,
+)
+from datakit.tokenizer import Ids, TextFault, Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
 MAX_CACHE_BYTES, CHECK_CHARACTERS = 32 << 20, 4 << 20
 
-PROBE = (
-    "", " ", "\n", "\t \n\n  x", "  two  spaces   three ", "a\r\nb\r\r\n", "trailing \n ", "\x00\x01\x7f", "x" * 3000,
-    "The quick brown fox doesn't jump; they'LL say it's 1234567890.50 (e.g. $3,000)!", "def f(x):\n    return x**2",
-    "ÀÉÎõü ﬁ ſ ß İ ı e\u0301 \u0301 Å", "Καλημέρα κόσμε", "Съешь же ещё этих мягких булок", "שלום עולם",
-    "مرحبا بالعالم ١٢٣", "नमस्ते दुनिया", "வணக்கம்", "สวัสดีชาวโลก", "你好，世界。漢字", "こんにちは世界ﾊﾝｶｸ", "안녕하세요",
-    "ጤና ይስጥልኝ", "გამარჯობა", "👩‍👩‍👧‍👦 🇩🇪 👍🏽 \U0001f9ff", "𝕳𝖊𝖑𝖑𝖔 𐍈 \U0010ffff",
-    "\u200b\u200d\ufeff\u2028\u00a0\u3000", "½ ² Ⅷ ①", "https://example.org/a?b=c&d=%20#e",
-    "<s> </s> <unk> <|endoftext|> [INST] <0x0A> ▁ Ġ", "----====____////\\\\\\\\",
-)  # fmt: skip
+SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
+    GPT2_PATTERN: "gpt2",
+    R50K_PATTERN: "gpt2",
+    CL100K_PATTERN: "cl100k",
+    LLAMA3_PATTERN: "olmo3",
+    QWEN_PATTERN: "qwen2",
+    O200K_PATTERN: "o200k",
+    TEKKEN_PATTERN: "nemotron",
+}
 
 
 class Encoder(Protocol):
@@ -60,7 +73,7 @@ def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[
         return Choice(asked, "as asked for")
     if asked not in (AUTO, FAST):
         raise UserError(f"{path} is read by {reference.kind}, not by {asked}", hint=f"--tokenizer-backend {AUTO}")
-    probe = [*PROBE, *(f"a{token} {token}b" for token in reference.added_tokens()), *texts]
+    probe = [*PROBE, *texts_of_tokens(reference.added_tokens()), *texts]
     fault = probe_fault(path, reference, probe)
     if fault is None:
         size = sum(len(text) for text in texts)
@@ -80,18 +93,23 @@ def probe_fault(path: str, reference: Tokenizer, texts: Sequence[str]) -> str | 
         raise
     except BaseException as error:  # a panic of the engine is no Exception
         return f"cannot do it: {' '.join(str(error).split())[:200]}"
-    for text, fast, sure in zip(texts, found, reference.encode_batch(texts), strict=True):
+    try:
+        wanted = reference.encode_batch(texts)
+    except TextFault as fault:
+        return f"cannot be compared: {fault.message}"
+    for text, fast, sure in zip(texts, found, wanted, strict=True):
         if not np.array_equal(fast, sure):
             return f"gives other ids than {reference.kind} for {text[:40]!r}"
     return None
 
 
 class GigatokenEncoder:
-    """gigatoken over a `tokenizer.json` or a sentencepiece `.model`; its cache is kept below about 32 MiB."""
+    """gigatoken over a file of any kind; its cache is kept below about 32 MiB, and doubtful texts from it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._engine: Any = None
+        self._reference: Tokenizer | None = None
         self._num_characters = 0  # since memory was looked at
         self._load()
 
@@ -102,16 +120,34 @@ class GigatokenEncoder:
             if resident_bytes() > self._limit_bytes:
                 self._load()
         encode = self._engine.encode
-        return [encode(text) for text in texts]
+        if not is_doubtful("".join(texts)):
+            return [encode(text) for text in texts]
+        return [self._encode_surely(text) if is_doubtful(text) else encode(text) for text in texts]
+
+    def _encode_surely(self, text: str) -> Ids:
+        if self._reference is None:
+            self._reference = open_tokenizer(self._path)
+        [ids] = self._reference.encode_batch([text])
+        return ids
 
     def _load(self) -> None:
-        from gigatoken import Tokenizer as Library
-
         self._engine = None  # its cache goes before the new one comes
-        content = self._path.read_bytes()
-        is_json = self._path.suffix == ".json"
-        self._engine = Library.from_json(content) if is_json else Library.from_sentencepiece(content)
+        self._engine = _open_engine(self._path)
         self._limit_bytes = resident_bytes() + MAX_CACHE_BYTES
+
+
+def _open_engine(path: Path) -> Any:
+    from gigatoken import Tokenizer as Library
+
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        return Library.from_json(content)
+    if not is_rank_file(path, content):
+        return Library.from_sentencepiece(content)
+    encoding = read_rank_file(path, content).encoding
+    if encoding.pattern not in SPLITTERS:
+        raise ValueError(f"it does not split text by the pattern {encoding.pattern!r}")
+    return Library.from_tiktoken(path, SPLITTERS[encoding.pattern], encoding.special_tokens)
 
 
 def resident_bytes() -> int:

@@ -16,13 +16,14 @@ import orjson
 
 from datakit.documents import Document, DocumentReader
 from datakit.encoder import Encoder
-from datakit.inputs import WorkItem
+from datakit.inputs import FileSlice, WorkItem
 from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity
 from datakit.output import Output
 from datakit.recipe import Recipe
 from datakit.shard import FileDigest, writing
 from datakit.store_writer import StoreShardWriter, store_dtype
-from datakit.tokenizer import Ids
+from datakit.tokenizer import Ids, TextFault
+from threefold.errors import UserError
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
@@ -65,7 +66,7 @@ class ItemEncoder:
             for part in item.slices:
                 reader = DocumentReader(part, self._recipe.rules)
                 for batch in _batches(reader):
-                    encoded = self._encoder.encode_batch([document.text for document in batch])
+                    encoded = self._encode(part, batch)
                     for document, ids in zip(batch, encoded, strict=True):
                         target = writers[self._recipe.part_of(document.text)].current()
                         target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
@@ -83,6 +84,13 @@ class ItemEncoder:
             self._output.adopt(store, [self._scratch / store / name for entry in entries for name in _files(entry)])
         record = ItemRecord(item, num_lines, input_bytes, shards, skipped)
         self._output.write(_record_key(item), orjson.dumps(record))
+
+    def _encode(self, part: FileSlice, batch: list[Document]) -> list[Ids]:
+        try:
+            return self._encoder.encode_batch([document.text for document in batch])
+        except TextFault as fault:
+            place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
+            raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)

@@ -1,11 +1,13 @@
-"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers) or a sentencepiece `.model` file.
+"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers), a sentencepiece `.model` or ranks.
 
 Ids are those of the libraries' own `encode`: special tokens that a tokenizer.json's post-processor adds are kept, its
-truncation and padding are switched off. The library is imported when a file of its kind is opened.
+truncation and padding are switched off. Special tokens that stand in a text become their ids with tokenizers and, as
+`allowed_special="all"`, with tiktoken. The library is imported when a file of its kind is opened.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.manifest import TokenizerIdentity
+from datakit.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
 from threefold.errors import StorageError, UserError
 
 DEFAULT_EOD = "<|endoftext|>"
@@ -35,7 +38,7 @@ class Tokenizer(Protocol):
         """The text of ids."""
 
     def added_tokens(self) -> list[str]:
-        """The tokens that are found in text before it is cut into words."""
+        """The tokens that are no parts of words: found in text before it is cut into words, or by their ids alone."""
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, None where the vocabulary has none of this name."""
@@ -44,8 +47,10 @@ class Tokenizer(Protocol):
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Open a tokenizer file; UserError where it is none."""
     file = Path(path)
-    if file.suffix not in (".json", ".model"):
-        raise UserError(f"{file} is neither a tokenizer.json nor a sentencepiece .model file", hint=TRAIN_HINT)
+    if file.suffix not in (".json", ".model", ".tiktoken"):
+        raise UserError(
+            f"{file} is neither a tokenizer.json nor a sentencepiece .model file nor a .tiktoken file", hint=TRAIN_HINT
+        )
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise UserError(
@@ -56,6 +61,8 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
+    if is_rank_file(file, content):
+        return TiktokenTokenizer(file, read_rank_file(file, content))
     kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
     try:
         return kind(content)
@@ -95,7 +102,16 @@ class JsonTokenizer:
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
+        try:
+            return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
+        except BaseException as error:
+            if not _gave_up(error):
+                raise
+        return [self._encode(number, text) for number, text in enumerate(texts)]
+
+    def _encode(self, number: int, text: str) -> Ids:
+        with _told(self.kind, number, text):
+            return np.array(self._library.encode(text).ids, np.uint32)
 
     def added_tokens(self) -> list[str]:
         return [token.content for token in self._library.get_added_tokens_decoder().values()]
@@ -124,7 +140,11 @@ class SentencePieceTokenizer:
         return [np.array(self._library.encode(text), np.uint32) for text in texts]
 
     def added_tokens(self) -> list[str]:
-        return []  # its user-defined symbols are pieces like any other
+        library = self._library  # its user-defined symbols are pieces like any other
+        outside = [
+            number for number in range(self.vocab_size) if library.is_control(number) or library.is_unknown(number)
+        ]
+        return [str(library.id_to_piece(number)) for number in outside]
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
@@ -134,4 +154,85 @@ class SentencePieceTokenizer:
         return found if self._library.id_to_piece(found) == token else None
 
 
+class TiktokenTokenizer:
+    """A rank file (see rank_file.py), run by the `tiktoken` library; special tokens in a text become their ids."""
+
+    kind = "tiktoken"
+
+    def __init__(self, path: Path, file: RankFile) -> None:
+        try:
+            from tiktoken import Encoding
+        except ImportError:
+            raise UserError(
+                f"{path}: reading ranks takes tiktoken, which is not installed", hint="pip install tiktoken"
+            ) from None
+        self._path, self._file, self.fingerprint = path, file, file.fingerprint
+        pattern, special_tokens = file.encoding.pattern, file.encoding.special_tokens
+        try:
+            self._library: Any = Encoding(
+                path.name, pat_str=pattern, mergeable_ranks=file.ranks, special_tokens=special_tokens
+            )
+        except ValueError as error:
+            raise UserError(
+                f"tiktoken cannot split text by the pattern {pattern!r}: {error}", hint=f"cat {sidecar_path(path)}"
+            ) from None
+        self.vocab_size = 1 + int(self._library.max_token_value)
+        [ids] = self.encode_batch([_EVERY_CLASS])
+        if self.decode(ids) != _EVERY_CLASS:
+            raise UserError(
+                f"the pattern {pattern!r} leaves out parts of the text: {_EVERY_CLASS!r} becomes {self.decode(ids)!r}",
+                hint=f"cat {sidecar_path(path)}",
+            )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._encode(number, text) for number, text in enumerate(texts)]
+
+    def _encode(self, number: int, text: str) -> Ids:
+        with _told(self.kind, number, text):
+            ids: Ids = self._library.encode_to_numpy(text, allowed_special="all")
+            return ids
+
+    def added_tokens(self) -> list[str]:
+        return list(self._file.encoding.special_tokens)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        try:
+            return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
+        except KeyError as error:
+            raise UserError(f"{self._path}: {error.args[0]}", hint="was this made with another tokenizer?") from None
+
+    def token_id(self, token: str) -> int | None:
+        return self._file.encoding.special_tokens.get(token, self._file.ranks.get(token.encode()))
+
+
+class TextFault(UserError):
+    """A text that the tokenizer cannot take; `number` is its place in the batch."""
+
+    def __init__(self, message: str, *, hint: str | None = None, number: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.number = number
+
+
+@contextmanager
+def _told(kind: str, number: int, text: str) -> Iterator[None]:
+    """Raise a TextFault where a library gives up, as at added tokens that overlap or at a million blanks in a row."""
+    try:
+        yield
+    except BaseException as error:
+        if not _gave_up(error):
+            raise
+        raise TextFault(
+            f"{kind} gives up on a text of {len(text):,} characters that begins {text[:40]!r}: "
+            f"{' '.join(str(error).split())[:200]}",
+            hint="leave it out of the input, or --tokenizer-backend gigatoken where that reads such a file",
+            number=number,
+        ) from None
+
+
+def _gave_up(error: BaseException) -> bool:
+    is_panic = type(error).__name__ == "PanicException"  # of Rust; it is no Exception, and no module exports it
+    return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
+
+
+_EVERY_CLASS = "Aa's 12\t\n .,\r\n  é你\u0301🙂_\x00\u3000 \n"
 TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"

@@ -1,5 +1,6 @@
 """Shared by datakit's tests: a small tokenizer, a small corpus, the command line run in this process."""
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ import sentencepiece
 from hypothesis import settings
 
 from datakit.cli import main
+from datakit.rank_file import GPT2_PATTERN, sidecar_path
+from datakit.tokenizer import DEFAULT_EOD
 from datakit.tokenizer_training import train_tokenizer
 
 Cli = Callable[..., int]
@@ -42,6 +45,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def rank_path(tmp_path: Path, tokenizer_path: str) -> Path:
+    """The trained tokenizer as a rank file; its end-of-document token has the id 399."""
+    return write_ranks(tmp_path / "ranks.tiktoken", ranks_of(tokenizer_path), GPT2_PATTERN, {DEFAULT_EOD: 399})
+
+
+@pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run a datakit command line; what it printed is then in `capsys`."""
 
@@ -53,6 +62,22 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
             return int(stop.code or 0)
 
     return call
+
+
+def ranks_of(tokenizer_path: str) -> dict[bytes, int]:
+    """The tokens of a trained byte-level BPE in their order, which is that of its merges; its token 0 is left out."""
+    printed = [byte for byte in range(256) if chr(byte).isprintable() and byte != 0x20]
+    names = {chr(byte): byte for byte in printed}
+    names |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in printed)}
+    vocab = json.loads(Path(tokenizer_path).read_text())["model"]["vocab"]
+    return {bytes(names[letter] for letter in token): number - 1 for token, number in vocab.items() if number}
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> Path:
+    """A rank file with its sidecar."""
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    sidecar_path(path).write_text(json.dumps({"pattern": pattern, "special_tokens": special_tokens}))
+    return path
 
 
 def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:

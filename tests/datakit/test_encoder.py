@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
+from tokenizers import Tokenizer as Library
 
 from datakit import encoder
-from datakit.encoder import PROBE, Choice, GigatokenEncoder, choose_backend, open_encoder
-from datakit.tokenizer import open_tokenizer
+from datakit.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder
+from datakit.probe import PROBE
+from datakit.tokenizer import JsonTokenizer, open_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import UserError
 
@@ -66,6 +69,41 @@ def test_a_file_that_the_fast_engine_cannot_read_goes_to_the_reference(model_pat
     assert choice.backend == "sentencepiece"
     assert choice.reason.startswith("gigatoken ")
     assert open_encoder(model_path, choice.backend).encode_batch(["the fox"])[0].size
+
+
+def test_control_symbols_of_any_name_are_probed(tmp_path: Path, texts: list[str]) -> None:
+    """sentencepiece reads their names as text; gigatoken takes them for the symbols, but is right without them."""
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(filter(None, texts)), model_prefix=str(tmp_path / "m"), vocab_size=330, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, bos_id=-1, eos_id=-1,
+        minloglevel=2, control_symbols=["[BEGIN]"], unk_piece="[UNKNOWN]",
+    )  # fmt: skip
+    path, sentence = tmp_path / "m.model", ["the store", "größe 列車"]
+    assert open_tokenizer(path).added_tokens() == ["[UNKNOWN]", "[BEGIN]"]
+    fast, sure = GigatokenEncoder(path), open_tokenizer(path)
+    assert [ids.tolist() for ids in fast.encode_batch(sentence)] == [
+        ids.tolist() for ids in sure.encode_batch(sentence)
+    ]
+    assert fast.encode_batch(["a[BEGIN]b"])[0].tolist() != sure.encode_batch(["a[BEGIN]b"])[0].tolist()
+    assert choose("auto", path, []).backend == "sentencepiece"
+    assert "BEGIN" in choose("auto", path, []).reason or "UNKNOWN" in choose("auto", path, []).reason
+
+
+def test_a_text_with_a_doubtful_character_goes_to_the_reference(
+    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = GigatokenEncoder(Path(tokenizer_path)), []
+    usual = JsonTokenizer.encode_batch
+
+    def watched(self: JsonTokenizer, texts: list[str]) -> list[np.ndarray]:
+        seen.extend(texts)
+        return usual(self, texts)
+
+    monkeypatch.setattr(JsonTokenizer, "encode_batch", watched)
+    texts = ["plain", "größe 列車 🙂", "new \U000323b0", "\u0378"]
+    sure = [Library.from_file(tokenizer_path).encode(text).ids for text in texts]
+    assert [ids.tolist() for ids in engine.encode_batch(texts)] == sure
+    assert seen == texts[2:]
 
 
 def test_a_cache_that_grew_is_dropped(tokenizer_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

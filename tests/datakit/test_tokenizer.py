@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
+from datakit.encoder import choose_backend
+from datakit.tokenizer import DEFAULT_EOD, TextFault, identify, open_tokenizer
 from threefold.errors import UserError
 
 
@@ -66,6 +68,21 @@ def test_the_fingerprint_is_of_the_file(tokenizer_path: str, tmp_path: Path) -> 
     assert open_tokenizer(copy).fingerprint != open_tokenizer(tokenizer_path).fingerprint
 
 
+def test_a_text_at_which_tokenizers_gives_up_is_named(tokenizer_path: str, tmp_path: Path) -> None:
+    library = Library.from_file(tokenizer_path)
+    library.add_tokens([AddedToken("<", lstrip=True, rstrip=True), AddedToken("\n", lstrip=True)])
+    library.save(str(tmp_path / "t.json"))
+    tokenizer = open_tokenizer(tmp_path / "t.json")
+    with pytest.raises(
+        TextFault, match=r"gives up on a text of 3 characters that begins '<\\n ': AddedVocabulary"
+    ) as caught:
+        tokenizer.encode_batch(["fine", "<\n ", "good"])
+    assert caught.value.number == 1
+    assert tokenizer.encode_batch(["fine"])[0].tolist() == library.encode("fine").ids
+    choice = choose_backend("auto", str(tmp_path / "t.json"), tokenizer, ["<\n "])
+    assert choice.backend == "tokenizers"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
@@ -73,6 +90,7 @@ def test_the_fingerprint_is_of_the_file(tokenizer_path: str, tmp_path: Path) -> 
         ("t.json", b"\xff", "cannot be read as a tokenizers tokenizer"),
         ("t.model", b"nothing", "cannot be read as a sentencepiece tokenizer"),
         ("t.txt", b"", "neither a tokenizer.json nor"),
+        ("t.tiktoken", b"{}", "is a rank file of unknown origin"),
         ("none.json", None, "no such tokenizer"),
     ],
 )
