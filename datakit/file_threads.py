@@ -1,0 +1,47 @@
+"""FileThreads: work on many files in threads, ended early by the first fault or an interrupt."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Event
+from typing import TypeVar
+
+from threefold.errors import UserError
+
+File = TypeVar("File")
+Result = TypeVar("Result")
+Block = TypeVar("Block")
+
+
+class Ended(Exception):
+    """Another file has failed: what this thread does is of no use any more."""
+
+
+class FileThreads:
+    """`num_workers` threads that each take one file after the other; good for one `map`."""
+
+    def __init__(self, num_workers: int) -> None:
+        if num_workers < 1:
+            raise UserError(f"{num_workers} workers", hint="--workers 1")
+        self._num_workers, self._ended = num_workers, Event()
+
+    def map(self, work: Callable[[File], Result], files: Sequence[File]) -> list[Result]:
+        """The results in the files' order; after a fault no file is begun, and it is raised once all threads rest."""
+        with ThreadPoolExecutor(self._num_workers) as pool:
+            futures = [pool.submit(work, file) for file in files]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self._ended.set()
+                pool.shutdown(cancel_futures=True)
+        for future in futures:
+            fault = None if future.cancelled() else future.exception()
+            if fault is not None and not isinstance(fault, Ended):
+                raise fault
+        return [future.result() for future in futures]
+
+    def until_ended(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """The blocks of one file's work as they are; Ended between two of them once the work on all files ends."""
+        for block in blocks:
+            if self._ended.is_set():
+                raise Ended
+            yield block
