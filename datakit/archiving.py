@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from datakit.archive import PLAN_KEY, RECORD_NAME, SUFFIX, ArchiveRecord, digest_of, store_files
+from datakit.archive_record import PLAN_KEY, RECORD_NAME, SUFFIX, ArchiveRecord, digest_of, store_files
 from datakit.file_threads import FileThreads
 from datakit.manifest import FILE_NAME, WORK_FOLDER
 from datakit.seekable_zstd import FRAME_BYTES, pack
@@ -169,7 +169,7 @@ class _PackedStream:
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            for buffer in pack(self._checked_blocks(), self._level):
+            for buffer in pack(self._checked_blocks(), self._level, FRAME_BYTES):
                 self.hasher.update(buffer)
                 self.size_bytes += len(buffer)
                 yield buffer

@@ -219,7 +219,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
     local store their documents, in an archive the frames."""
-    from datakit.archive import RECORD_NAME
+    from datakit.archive_record import RECORD_NAME
     from datakit.manifest import FILE_NAME
     from datakit.verification import Fault, verify
 

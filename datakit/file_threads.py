@@ -1,7 +1,7 @@
 """FileThreads: work on many files in threads, ended early by the first fault or an interrupt."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
 from typing import TypeVar
 
@@ -26,15 +26,24 @@ class FileThreads:
 
     def map(self, work: Callable[[File], Result], files: Sequence[File]) -> list[Result]:
         """The results in the files' order; after a fault no file is begun, and it is raised once all threads rest."""
-        with ThreadPoolExecutor(self._num_workers) as pool:
-            futures = [pool.submit(work, file) for file in files]
+
+        def work_unless_ended(file: File) -> Result:
+            if self._ended.is_set():
+                raise Ended
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
+                return work(file)
+            except BaseException:
                 self._ended.set()
-                pool.shutdown(cancel_futures=True)
+                raise
+
+        with ThreadPoolExecutor(self._num_workers) as pool:
+            futures = [pool.submit(work_unless_ended, file) for file in files]
+            try:
+                wait(futures)
+            finally:  # an interrupt comes up here, in the main thread
+                self._ended.set()
         for future in futures:
-            fault = None if future.cancelled() else future.exception()
+            fault = future.exception()
             if fault is not None and not isinstance(fault, Ended):
                 raise fault
         return [future.result() for future in futures]

@@ -107,7 +107,8 @@ class SeekableReader:
                 raise self._fault(f"frame {number} is damaged: it says {declared} bytes, the table {size_bytes}")
             content: bytes = self._decompressor.decompress(packed, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise self._fault(f"frame {number} is damaged: {error}") from None
+            cause = str(error).removeprefix("decompression error: ")
+            raise self._fault(f"frame {number} is damaged: {cause}") from None
         if len(content) != size_bytes or _check(content) != self._checks[number]:
             raise self._fault(f"frame {number} is damaged: its checksum does not hold")
         return content

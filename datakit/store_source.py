@@ -11,7 +11,15 @@ from pathlib import Path
 
 import xxhash
 
-from datakit.archive import MAX_RECORD_BYTES, PLAN_KEY, RECORD_NAME, SUFFIX, ArchiveRecord, digest_of, store_files
+from datakit.archive_record import (
+    MAX_RECORD_BYTES,
+    PLAN_KEY,
+    RECORD_NAME,
+    SUFFIX,
+    ArchiveRecord,
+    digest_of,
+    store_files,
+)
 from datakit.manifest import FILE_NAME, MAX_BYTES, Manifest
 from datakit.seekable_zstd import READ_BYTES, SeekableReader
 from datakit.shard import FileDigest
@@ -62,10 +70,8 @@ class StoreSource:
                 hint="rerun the same `datakit archive` command to continue it",
             )
         manifest_bytes = _read_small(storage, FILE_NAME, MAX_BYTES)
-        if manifest_bytes is None and record is None:
-            raise UserError(f"{storage.url} is no token store or archive: it has no {FILE_NAME}")
         if manifest_bytes is None:
-            raise CheckFailed(f"{storage.url}/{FILE_NAME} is missing")
+            raise CheckFailed(f"{storage.url}/{FILE_NAME} is missing") if record else _nothing_there(storage)
         if record and record.manifest != digest_of(manifest_bytes):
             raise CheckFailed(f"{storage.url}/{FILE_NAME} is damaged: its checksum does not hold")
         return cls(storage, manifest_bytes, record)
@@ -147,6 +153,16 @@ def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
     if info.size_bytes > max_bytes:
         raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than the {max_bytes} it may have")
     return read_range(storage, key, 0, info.size_bytes)
+
+
+def _nothing_there(storage: Storage) -> UserError:
+    parts = [name for name in ("train", "valid") if storage.info(f"{name}/{FILE_NAME}")]
+    if parts:
+        return UserError(f"{storage.url} is split; name one of its stores", hint=f"{storage.url}/{parts[0]}")
+    return UserError(
+        f"{storage.url} is no token store or archive: it has no {FILE_NAME}",
+        hint=f"name the place that holds the {FILE_NAME}",
+    )
 
 
 def _key(file: SourceFile) -> str:

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from datakit.archive import digest_of
+from datakit.archive_record import digest_of
 from datakit.archiving import Report
 from datakit.assembly import Assembly, assembling, remove_work
 from datakit.file_threads import FileThreads

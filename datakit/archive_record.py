@@ -1,4 +1,4 @@
-"""Archive: a token store with each file compressed as seekable zstd, described by `archive.json`, which is its commit.
+"""ArchiveRecord: what an archive holds; `archive.json`, which is written last and makes the files an archive.
 
 The names here and the fields of `archive.json` are explained in docs/formats/archive.md. Every field is checked on
 reading; a fault is a CheckFailed that names file and field.
