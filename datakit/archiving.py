@@ -75,11 +75,10 @@ class _Archiving:
 
     def run(self) -> ArchiveSummary:
         """Make what is missing, then commit."""
-        sizes = {found.key: found.size_bytes for found in self._storage.list()}
-        if RECORD_NAME in sizes:
-            record, num_kept = self._complete_record(sizes), len(self._files)
+        if self._storage.info(RECORD_NAME):
+            record, num_kept = self._complete_record(), len(self._files)
         else:
-            self._claim(sizes)
+            sizes = self._claim()
             kept = {name: digest for name in self._files if (digest := self._kept(name, sizes))}
             missing = [name for name in self._files if name not in kept]
             made = kept | dict(zip(missing, self._threads.map(self._pack, missing), strict=True))
@@ -96,7 +95,7 @@ class _Archiving:
             record.packed_bytes,
         )
 
-    def _complete_record(self, sizes: dict[str, int]) -> ArchiveRecord:
+    def _complete_record(self) -> ArchiveRecord:
         """The record of the complete archive that is there; UserError where it is another one."""
         url = self._storage.url
         record = StoreSource.open(url).record
@@ -105,6 +104,7 @@ class _Archiving:
             raise UserError(
                 f"{url} holds an archive of another store or made in another way", hint="choose another --output"
             )
+        sizes = {found.key: found.size_bytes for found in self._storage.list()}
         for name, digest in record.files.items():
             if sizes.get(name) != digest.size_bytes:
                 raise CheckFailed(
@@ -113,25 +113,28 @@ class _Archiving:
                 )
         return record
 
-    def _claim(self, sizes: dict[str, int]) -> None:
-        """Take an empty destination or one that the same command has begun."""
+    def _claim(self) -> dict[str, int]:
+        """Take an empty destination or one that the same command has begun; gives the sizes of what is there."""
         url = self._storage.url
         plan = orjson.dumps({"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": FRAME_BYTES})
-        if PLAN_KEY in sizes and (sizes[PLAN_KEY] != len(plan) or self._storage.read(PLAN_KEY) != plan):
-            raise UserError(
-                f"{url} was begun of another store or in another way",
-                hint="rerun the command it was begun with, or choose another --output",
-            )
-        ours = {PLAN_KEY}
-        if PLAN_KEY in sizes:
+        begun, ours, sizes = self._storage.info(PLAN_KEY), {PLAN_KEY}, {}
+        if begun:
+            if begun.size_bytes != len(plan) or self._storage.read(PLAN_KEY) != plan:
+                raise UserError(
+                    f"{url} was begun of another store or in another way",
+                    hint="rerun the command it was begun with, or choose another --output",
+                )
             ours |= {FILE_NAME} | {key for name in self._files for key in (f"{name}{SUFFIX}", _note_key(name))}
-        if others := sizes.keys() - ours:
-            raise UserError(f"{url} is not empty: it holds {min(others)}", hint="choose another --output")
-        if PLAN_KEY not in sizes:
+        for found in self._storage.list():
+            if found.key not in ours:
+                raise UserError(f"{url} is not empty: it holds {found.key}", hint="choose another --output")
+            sizes[found.key] = found.size_bytes
+        if not begun:
             self._storage.write(PLAN_KEY, plan, if_absent=True)
         elif (plan_file := self._storage.local_path(PLAN_KEY)) is not None:
             _remove_temporaries(plan_file.parent)
             _remove_temporaries(plan_file.parent.parent)
+        return sizes
 
     def _kept(self, name: str, sizes: dict[str, int]) -> FileDigest | None:
         """The digest of a file that an earlier run has stored whole and noted, else None."""

@@ -217,10 +217,14 @@ def _shard(fields: Fields, dtype: str) -> ShardEntry:
     return shard
 
 
-def content_checksum(content: dict[str, Any]) -> str:
-    """XXH3-64 of a JSON object as compact JSON with sorted keys, without its checksum field."""
+def content_checksum(content: dict[str, Any]) -> str | None:
+    """XXH3-64 of a JSON object as compact JSON with sorted keys, without its checksum field; None for an object that
+    is nested deeper than any that was written."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
-    return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+    try:
+        return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+    except orjson.JSONEncodeError:
+        return None
 
 
 def _not_a_store(folder: Path) -> UserError:

@@ -2,7 +2,7 @@
 
 Any zstd tool decompresses such a file, for which the table is a skippable frame; a range is read by decompressing only
 the frames that it touches. The format is zstd's published seekable format, version 0.1.0, with checksums. Memory is a
-few MiB and 24 bytes a frame; sizes that a damaged table claims are checked before anything is allocated for them.
+few MiB and 30 bytes a frame; sizes that a damaged table claims are checked before anything is allocated for them.
 """
 
 import struct

@@ -15,7 +15,7 @@ from datakit.file_threads import FileThreads
 from datakit.manifest import FILE_NAME, replace_durably
 from datakit.shard import blocks_of, flush_to_disk, writing
 from datakit.store import TokenStore
-from datakit.store_source import SourceFile, StoreSource
+from datakit.store_source import SourceFile, StoreSource, is_plain_folder
 from threefold.errors import CheckFailed, StorageError
 
 
@@ -28,7 +28,9 @@ def unarchive(
     """
     threads = FileThreads(num_workers)
     opened, folder = StoreSource.open(source), Path(output)
-    if (folder / FILE_NAME).is_file() and b"".join(blocks_of(folder / FILE_NAME)) == opened.manifest_bytes:
+    manifest = folder / FILE_NAME
+    is_store = manifest.is_file() and is_plain_folder(os.fspath(output))  # not an archive, whose files have other names
+    if is_store and b"".join(blocks_of(manifest)) == opened.manifest_bytes:
         remove_work(folder)
         return TokenStore.open(folder)
     made_of = {"manifest": asdict(digest_of(opened.manifest_bytes))}
@@ -42,7 +44,7 @@ def unarchive(
 
         threads.map(fetch, opened.files)
         assembly.sync()
-        replace_durably(folder / FILE_NAME, opened.manifest_bytes)
+        replace_durably(manifest, opened.manifest_bytes)
     return TokenStore.open(folder)
 
 

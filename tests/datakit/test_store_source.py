@@ -1,9 +1,11 @@
 """StoreSource: every byte of a store or an archive, wherever it lies; any damage is told and names its file."""
 
 import dataclasses
+import json
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datakit import store_source as module
-from datakit.archive_record import digest_of
-from datakit.manifest import Manifest
+from datakit.archive_record import ArchiveRecord, digest_of
+from datakit.manifest import Manifest, content_checksum
 from datakit.store_source import StoreSource, is_plain_folder, read_range
 from datakit.verification import verify
 from tests.datakit.archives import FRAME_BYTES, FaultyStorage, make_archive, make_store
@@ -288,6 +290,53 @@ def check_one_damage(folder: Path, name: str, what: tuple[str, object, int]) -> 
 @given(name=st.sampled_from(NAMES), what=damages)
 def test_no_damage_passes_or_crashes(folder: Path, name: str, what: tuple[str, object, int]) -> None:
     check_one_damage(folder, name, what)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places_in(value: object) -> list[tuple[str | int, ...]]:
+    """The ways to every value in a JSON document."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(), *((key, *rest) for key, inner in parts for rest in places_in(inner))]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), name=st.sampled_from(["archive.json", "manifest.json"]), value=json_values)
+def test_records_with_sound_checksums_and_any_content_are_read_or_refused(
+    folder: Path, data: st.DataObject, name: str, value: object
+) -> None:
+    target = folder / "forged"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder / "archive", target)
+    record = json.loads((target / "archive.json").read_bytes())
+    manifest = json.loads((target / "manifest.json").read_bytes())
+    changed = record if name == "archive.json" else manifest
+    *way, last = data.draw(st.sampled_from(places_in(changed)[1:]))
+    inner = changed
+    for part in way:
+        inner = inner[part]
+    inner[last] = value
+    for content, file in ((manifest, "manifest.json"), (record, "archive.json")):
+        if name == "manifest.json":  # the archive's record goes with it
+            record["manifest"] = asdict(digest_of((target / "manifest.json").read_bytes()))
+        content["checksum"] = content_checksum(json.loads(json.dumps(content)))
+        (target / file).write_text(json.dumps(content))
+    is_sound, said = outcome(target)
+    assert is_sound or str(target) in said
+
+
+def test_deep_nesting_is_damage(folder: Path, tmp_path: Path) -> None:
+    for depth in (300, 3000):
+        for name in ("archive.json", "manifest.json"):
+            content = json.loads((folder / "archive" / name).read_bytes()) | {"settings": "DEEP"}
+            data = json.dumps(content).replace('"DEEP"', "[" * depth + "]" * depth)
+            with pytest.raises(CheckFailed, match="damaged"):
+                (ArchiveRecord if name == "archive.json" else Manifest).parse("x", data.encode())
 
 
 @pytest.mark.slow

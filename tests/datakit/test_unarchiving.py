@@ -97,6 +97,8 @@ def test_a_complete_one_is_left_alone_and_another_refused(folder: Path, tmp_path
     (other / "manifest.json").write_bytes(manifest.encode().replace(b"\n", b"\n "))  # the same content, other bytes
     with pytest.raises(UserError, match="is not empty"):
         unarchive(str(folder / "archive"), other)
+    with pytest.raises(UserError, match="is not empty"):
+        unarchive(str(folder / "archive"), folder / "archive")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").touch()
     with pytest.raises(UserError, match="is not empty: it holds x"):
@@ -157,6 +159,12 @@ def test_a_full_disk_is_one_error_and_the_same_call_continues(folder: Path, tmp_
     assert "shard-000001-000.bin" in done.stderr
     unarchive(str(folder / "archive"), tmp_path / "u")
     assert files_of(tmp_path / "u") == files_of(folder / "store")
+
+
+def test_an_archive_is_no_store_to_open(folder: Path) -> None:
+    with pytest.raises(StorageError, match="cannot read") as caught:
+        TokenStore.open(folder / "archive")
+    assert caught.value.hint == f"datakit unarchive {folder / 'archive'} --output STORE"
 
 
 def test_what_cannot_be_unarchived(tmp_path: Path, folder: Path) -> None:
