@@ -6,7 +6,7 @@ destination, a note there for each whole file keeps its digest, and `archive.jso
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import orjson
 import xxhash
 
 from datakit.archive_record import PLAN_KEY, RECORD_NAME, SUFFIX, ArchiveRecord, digest_of, store_files
-from datakit.file_threads import FileThreads
+from datakit.file_threads import FileThreads, Report
 from datakit.manifest import FILE_NAME, WORK_FOLDER
 from datakit.seekable_zstd import FRAME_BYTES, pack
 from datakit.shard import FileDigest, blocks_of
@@ -25,7 +25,6 @@ from threefold.storage import Storage, is_temporary, open_storage
 
 DEFAULT_LEVEL, MAX_LEVEL = 3, 19
 _MAX_NOTE_BYTES = 4096
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class _Archiving:
             sizes = self._claim()
             kept = {name: digest for name in self._files if (digest := self._kept(name, sizes))}
             missing = [name for name in self._files if name not in kept]
-            made = kept | dict(zip(missing, self._threads.map(self._pack, missing), strict=True))
+            made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
             files = {f"{name}{SUFFIX}": made[name] for name in self._files}
             record, num_kept = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files), len(kept)
             self._storage.write(FILE_NAME, self._manifest_bytes)
@@ -132,8 +131,9 @@ class _Archiving:
         if not begun:
             self._storage.write(PLAN_KEY, plan, if_absent=True)
         elif (plan_file := self._storage.local_path(PLAN_KEY)) is not None:
-            _remove_temporaries(plan_file.parent)
-            _remove_temporaries(plan_file.parent.parent)
+            names = {key.rpartition("/")[2] for key in (*ours, RECORD_NAME)}
+            for folder in (plan_file.parent, plan_file.parent.parent):
+                _remove_temporaries(folder, names)
         return sizes
 
     def _kept(self, name: str, sizes: dict[str, int]) -> FileDigest | None:
@@ -158,7 +158,6 @@ class _Archiving:
             raise
         digest = FileDigest(stream.size_bytes, stream.hasher.hexdigest())
         self._storage.write(_note_key(name), orjson.dumps(asdict(digest)))
-        self._report(f"{name}: {self._files[name].size_bytes / 1e6:,.1f} MB in {digest.size_bytes / 1e6:,.1f} MB")
         return digest
 
 
@@ -196,8 +195,8 @@ def _note_key(name: str) -> str:
     return f"{WORK_FOLDER}/{name}{SUFFIX}.json"
 
 
-def _remove_temporaries(folder: Path) -> None:
-    """Remove what a killed run has half written: a local file gets its name once it is whole."""
+def _remove_temporaries(folder: Path, names: set[str]) -> None:
+    """Remove what a killed run has half written of these files: a local file gets its name once it is whole."""
     for path in folder.iterdir():
-        if is_temporary(path.name):
+        if is_temporary(path.name) and path.name[1:].rsplit(".", 2)[0] in names:
             path.unlink(missing_ok=True)

@@ -156,7 +156,9 @@ class TokenStore:
 
 
 def _is_archive(folder: Path) -> bool:
-    return (folder / "archive.json").exists()
+    from datakit.archive_record import RECORD_NAME
+
+    return (folder / RECORD_NAME).exists()
 
 
 def _starts(counts: list[int]) -> Int64s:

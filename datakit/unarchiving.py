@@ -9,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from datakit.archive_record import digest_of
-from datakit.archiving import Report
 from datakit.assembly import Assembly, assembling, remove_work
-from datakit.file_threads import FileThreads
+from datakit.file_threads import FileThreads, Report
 from datakit.manifest import FILE_NAME, replace_durably
 from datakit.shard import blocks_of, flush_to_disk, writing
 from datakit.store import TokenStore
@@ -37,12 +36,10 @@ def unarchive(
     with assembling(folder, made_of, copy=True, keep_after=(StorageError, CheckFailed)) as assembly:
 
         def fetch(file: SourceFile) -> None:
-            if assembly.has(file.name, file.digest):
-                return
-            _fetch(opened, file, assembly, threads)
-            report(f"{file.name}: {file.digest.size_bytes / 1e6:,.1f} MB")
+            if not assembly.has(file.name, file.digest):
+                _fetch(opened, file, assembly, threads)
 
-        threads.map(fetch, opened.files)
+        threads.map(fetch, opened.files, report)
         assembly.sync()
         replace_durably(manifest, opened.manifest_bytes)
     return TokenStore.open(folder)
