@@ -13,6 +13,7 @@ _PUBLIC = {
     "TokenShard": "shard",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
+    "archive": "archiving",
     "find_difference": "difference",
     "from_megatron": "megatron",
     "merge": "merging",
@@ -21,6 +22,7 @@ _PUBLIC = {
     "statistics": "store_statistics",
     "to_megatron": "megatron",
     "train_tokenizer": "tokenizer_training",
+    "unarchive": "unarchiving",
     "verify": "verification",
     "write_store": "store_writer",
 }

@@ -33,10 +33,9 @@ class Assembly:
     def place(self, source: Path, name: str, digest: FileDigest) -> None:
         """Give the output a file of these bytes; one that an earlier run placed is kept. A copy is checked against its
         digest, a link by its size alone."""
-        target = self.output / name
-        self._placed.add(name)
-        if target.exists() and target.stat().st_size == digest.size_bytes:
+        if self.has(name, digest):
             return
+        target = self.output / name
         if self._copy:
             temporary = self.work / name
             _copy_file(source, temporary, digest)
@@ -47,6 +46,12 @@ class Assembly:
             target.hardlink_to(source)
         except OSError as error:
             raise StorageError(f"cannot link {source} as {target}: {error.strerror}", hint="--copy") from error
+
+    def has(self, name: str, digest: FileDigest) -> bool:
+        """Whether an earlier run placed a file of this name and size, which is then kept."""
+        target = self.output / name
+        self._placed.add(name)
+        return target.exists() and target.stat().st_size == digest.size_bytes
 
     def adopt(self, file: Path) -> None:
         """Move a whole, durable file from the work folder into the output, under its name."""
@@ -67,11 +72,17 @@ class Assembly:
 
 
 @contextmanager
-def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator[Assembly]:
+def assembling(
+    output: Path,
+    made_of: dict[str, Any],
+    *,
+    copy: bool,
+    keep_after: tuple[type[UserError], ...] = (StorageError,),
+) -> Iterator[Assembly]:
     """Hold an empty or unfinished output while it is put together; the work folder goes when that comes to an end.
 
-    `made_of` is JSON of all that decides the output's bytes. UserError where the output holds anything else. Storage
-    faults and kills leave the output to be continued, any other UserError empties it.
+    `made_of` is JSON of all that decides the output's bytes. UserError where the output holds anything else. Kills and
+    the faults of `keep_after` leave the output to be continued, any other UserError empties it.
     """
     assembly = Assembly(output, copy=copy)
     note = assembly.work / _NOTE
@@ -90,7 +101,7 @@ def assembling(output: Path, made_of: dict[str, Any], *, copy: bool) -> Iterator
             )
         try:
             yield assembly
-        except StorageError:
+        except keep_after:
             raise
         except UserError:  # what it is made of does not do: the output is free for another try
             assembly.abandon()

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from datakit import store_verbs
+from datakit import archive_verbs, store_verbs
 from threefold.cli import Parser, print_json, run
-from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 INPUT_HELP = "files, folders, globs or URLs of such, of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
+STORED_HELP = "a store or an archive, in a folder, on s3:// or at any fsspec URL"
 DEFAULT_EOD = "<|endoftext|>"
 
 
@@ -70,20 +71,22 @@ def build_parser() -> Parser:
     make.add_argument("--json", action="store_true", help="print the summary as JSON")
     make.set_defaults(handler=_preprocess)
 
-    inspect = verbs.add_parser("inspect", help="say what a store holds", description=_inspect.__doc__)
-    inspect.add_argument("store", metavar="STORE")
+    inspect = verbs.add_parser("inspect", help="say what a store or archive holds", description=_inspect.__doc__)
+    inspect.add_argument("store", metavar="STORE", help=STORED_HELP)
     store_verbs.add_excerpt_flags(inspect)
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(handler=_inspect)
 
-    check = verbs.add_parser("verify", help="check every byte of a store", description=_verify.__doc__)
-    check.add_argument("store", metavar="STORE")
+    check = verbs.add_parser("verify", help="check every byte of a store or archive", description=_verify.__doc__)
+    check.add_argument("store", metavar="STORE", help=STORED_HELP)
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=_verify)
     store_verbs.add_stats(verbs)
     store_verbs.add_merge(verbs)
     store_verbs.add_convert(verbs)
     store_verbs.add_diff(verbs)
+    archive_verbs.add_archive(verbs)
+    archive_verbs.add_unarchive(verbs)
     return parser
 
 
@@ -165,30 +168,47 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    """Say what a token store holds, or show one of its documents or samples and where it came from."""
-    if store_verbs.asks_for_excerpt(arguments):
-        return store_verbs.inspect_excerpt(arguments)
+    """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
+    from."""
     from datakit.store import TokenStore
+    from datakit.store_source import StoreSource, is_plain_folder
 
-    store = TokenStore.open(arguments.store)
-    manifest = store.manifest
-    found = {
-        "path": str(store.path),
-        "num_documents": store.num_documents,
-        "num_tokens": store.num_tokens,
-        "dtype": store.dtype,
-        "fingerprint": store.fingerprint,
+    place = arguments.store
+    if store_verbs.asks_for_excerpt(arguments):
+        if not is_plain_folder(place):
+            raise UserError(
+                f"{place} is no store in a local folder: its documents and samples cannot be shown",
+                hint=f"datakit unarchive {place} --output STORE",
+            )
+        return store_verbs.inspect_excerpt(arguments)
+    if is_plain_folder(place):
+        store = TokenStore.open(place)
+        path, manifest, record = str(store.path), store.manifest, None
+    else:
+        source = StoreSource.open(place)
+        path, manifest, record = source.storage.url, source.manifest, source.record
+    found: dict[str, object] = {
+        "path": path,
+        "num_documents": manifest.num_documents,
+        "num_tokens": manifest.num_tokens,
+        "dtype": manifest.dtype,
+        "fingerprint": manifest.fingerprint,
         "tokenizer": asdict(manifest.tokenizer),
         "settings": manifest.settings,
         "skipped": manifest.skipped,
         "shards": [asdict(shard) for shard in manifest.shards],
     }
+    if record:
+        sizes = {"frame_bytes": record.frame_bytes, "packed_bytes": record.packed_bytes}
+        found["archive"] = {"level": record.level, **sizes}
     if arguments.json:
         print_json(found)
         return EXIT_OK
     tokenizer = manifest.tokenizer
-    print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.dtype}")
-    print(f"fingerprint  {store.fingerprint}")
+    print(f"{path}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {manifest.dtype}")
+    if record:
+        print(f"archive      {record.packed_bytes / 1e6:,.1f} MB, zstd level {record.level}")
+    print(f"fingerprint  {manifest.fingerprint}")
     print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
     print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
     print("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
@@ -201,28 +221,27 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Check every byte of a store against its manifest, and name the files and documents that are damaged."""
+    """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
+    local store their documents, in an archive the frames."""
+    from datakit.archive_record import RECORD_NAME
     from datakit.manifest import FILE_NAME
-    from datakit.store import TokenStore
     from datakit.verification import Fault, verify
-    from threefold.errors import CheckFailed
 
     try:
         faults = verify(arguments.store)
-    except CheckFailed as error:  # without a sound manifest nothing else can be checked
+    except CheckFailed as error:  # without sound records nothing else can be checked
         if arguments.json:
-            manifest = os.path.join(arguments.store, FILE_NAME)
-            print_json({"ok": False, "faults": [asdict(Fault(manifest, error.message))]})
+            record = os.path.join(arguments.store, RECORD_NAME if f"/{RECORD_NAME}" in error.message else FILE_NAME)
+            print_json({"ok": False, "faults": [asdict(Fault(record, error.message))]})
         raise
     if arguments.json:
         print_json({"ok": not faults, "faults": [asdict(fault) for fault in faults]})
     elif not faults:
-        store = TokenStore.open(arguments.store)
-        print(f"{store.path}: {len(store.manifest.shards)} shards, all checksums hold")
+        print(f"{arguments.store}: all checksums hold")
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     if faults:
-        print("hint: restore these files from a copy, or preprocess into a new store", file=sys.stderr)
+        print("hint: restore these files from a copy, or make them anew in another place", file=sys.stderr)
     return EXIT_CHECK_FAILED if faults else EXIT_OK
 
 

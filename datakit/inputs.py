@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import BinaryIO
 
-from datakit.remote_file import RemoteFile, is_url, retrying, storage_of
+from datakit.remote_file import RemoteFile, is_url, storage_of
 from threefold.errors import StorageError, UserError
-from threefold.storage import ObjectInfo, open_storage
+from threefold.storage import ObjectInfo
+from threefold.storage.repeating import open_repeating
 
 LINE_KINDS = {".jsonl": "jsonl", ".txt": "txt"}
 COLUMN_KINDS = {".parquet": "parquet", ".arrow": "arrow"}  # compressed inside, never as a whole
@@ -156,23 +157,18 @@ def _find_remote(url: str) -> dict[str, ObjectInfo]:
     """The objects that a URL names: itself, all text files below it, or those that match its glob."""
     if not glob.has_magic(url):
         storage, name = storage_of(url)
-        if name and (info := retrying(lambda: storage.info(name))):
+        if name and (info := storage.info(name)):
             return {url: info}
         folder = url.rstrip("/")
-        keys = {key: info for key, info in _list_remote(folder).items() if _format(key)}
+        keys = {info.key: info for info in open_repeating(folder).list() if _format(info.key)}
     else:
         folder = url[: re.search(r"[*?[]", url).start()].rpartition("/")[0]  # type: ignore[union-attr]  # has_magic
         matches = _matcher(url[len(folder) + 1 :])
-        keys = {key: info for key, info in _list_remote(folder).items() if matches(key)}
+        keys = {info.key: info for info in open_repeating(folder).list() if matches(info.key)}
     found = {f"{folder}/{key}": info for key, info in keys.items() if not _is_hidden(key)}
     if not found:
         raise UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files")
     return found
-
-
-def _list_remote(folder: str) -> dict[str, ObjectInfo]:
-    storage = open_storage(folder)
-    return retrying(lambda: {info.key: info for info in storage.list()})
 
 
 def _matcher(pattern: str) -> Callable[[str], bool]:

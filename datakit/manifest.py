@@ -87,7 +87,7 @@ class Manifest:
         }
         if not self.skipped:
             del content["skipped"]
-        content["checksum"] = _checksum(content)
+        content["checksum"] = content_checksum(content)
         return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
 
     def write(self, folder: Path) -> None:
@@ -117,12 +117,12 @@ class Manifest:
             raw = orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise CheckFailed(f"{path} is damaged: {error}") from error
-        fields = _Fields(path, "", raw)
+        fields = Fields(path, "", raw)
         if fields.text("format") != FORMAT:
             raise CheckFailed(f"{path} is no token store's manifest: format {raw['format']!r}")
         if fields.number("version") != VERSION:
             raise CheckFailed(f"{path} has version {raw['version']}, this program reads version {VERSION}")
-        if fields.text("checksum") != _checksum(raw):
+        if fields.text("checksum") != content_checksum(raw):
             raise CheckFailed(f"{path} is damaged: its checksum does not hold")
         dtype = fields.text("dtype")
         if dtype not in STORE_DTYPES:
@@ -152,12 +152,12 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
         sync_folder(path.parent)
 
 
-class _Fields:
-    """One JSON object being checked field by field."""
+class Fields:
+    """One JSON object being checked field by field; faults name the file and the field."""
 
     def __init__(self, path: Path | str, place: str, raw: Any) -> None:
         if not isinstance(raw, dict):
-            raise CheckFailed(f"{path}: {place or 'the manifest'} is no JSON object")
+            raise CheckFailed(f"{path}: {place or 'its content'} is no JSON object")
         self.path, self.place, self.raw = path, place, raw
 
     def text(self, name: str) -> str:
@@ -172,14 +172,14 @@ class _Fields:
             raise self._fault(name, "a number from 0")
         return value
 
-    def table(self, name: str) -> "_Fields":
-        return _Fields(self.path, f"{self.place}{name}.", self.raw.get(name))
+    def table(self, name: str) -> "Fields":
+        return Fields(self.path, f"{self.place}{name}.", self.raw.get(name))
 
-    def tables(self, name: str) -> "list[_Fields]":
+    def tables(self, name: str) -> "list[Fields]":
         value = self.raw.get(name)
         if not isinstance(value, list):
             raise self._fault(name, "a list")
-        return [_Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
+        return [Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
 
     def counts(self, name: str) -> dict[str, int]:
         """A table of numbers, empty where it is left out."""
@@ -190,7 +190,7 @@ class _Fields:
         return CheckFailed(f"{self.path}: {self.place}{name} is {self.raw.get(name)!r}, {expected} expected")
 
 
-def _tokenizer(fields: _Fields) -> TokenizerIdentity:
+def _tokenizer(fields: Fields) -> TokenizerIdentity:
     return TokenizerIdentity(
         kind=fields.text("kind"),
         fingerprint=fields.text("fingerprint"),
@@ -200,7 +200,7 @@ def _tokenizer(fields: _Fields) -> TokenizerIdentity:
     )
 
 
-def _shard(fields: _Fields, dtype: str) -> ShardEntry:
+def _shard(fields: Fields, dtype: str) -> ShardEntry:
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise CheckFailed(f"{fields.path}: {fields.place}name {name!r} is no shard's name")
@@ -217,10 +217,14 @@ def _shard(fields: _Fields, dtype: str) -> ShardEntry:
     return shard
 
 
-def _checksum(content: dict[str, Any]) -> str:
-    """XXH3-64 of the manifest as compact JSON with sorted keys, without its checksum field."""
+def content_checksum(content: dict[str, Any]) -> str | None:
+    """XXH3-64 of a JSON object as compact JSON with sorted keys, without its checksum field; None for an object that
+    is nested deeper than any that was written."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
-    return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+    try:
+        return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+    except orjson.JSONEncodeError:
+        return None
 
 
 def _not_a_store(folder: Path) -> UserError:

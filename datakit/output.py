@@ -18,11 +18,12 @@ from pathlib import Path
 import xxhash
 
 from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest
-from datakit.remote_file import is_url, retrying
+from datakit.remote_file import is_url
 from datakit.shard import blocks_of, writing
 from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists, open_storage
+from threefold.storage import AlreadyExists
 from threefold.storage.local import sync_folder
+from threefold.storage.repeating import open_repeating, repeating
 
 NOTE = f"{WORK_FOLDER}/recipe.json"
 LOCK_PATIENCE_S = 5.0
@@ -36,7 +37,7 @@ class Output:
     def __init__(self, place: str) -> None:
         self.folder = None if is_url(place) else Path(place)
         self.place = str(self.folder or place.rstrip("/"))
-        self._storage = open_storage(self.place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
+        self._storage = open_repeating(self.place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
         name = f"datakit-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else Path(tempfile.gettempdir()) / name
 
@@ -56,23 +57,23 @@ class Output:
 
     def read(self, key: str) -> bytes | None:
         """A small file of the output, None where it is missing."""
-        return retrying(lambda: self._storage.read(key) if self._storage.info(key) else None)
+        return self._storage.read(key) if self._storage.info(key) else None
 
     def read_many(self, keys: Sequence[str]) -> Iterator[bytes]:
         """Small files of the output, which are there, in order; read side by side."""
         with ThreadPoolExecutor(_NUM_READERS) as threads:
-            yield from threads.map(lambda key: retrying(lambda: self._storage.read(key)), keys)
+            yield from threads.map(self._storage.read, keys)
 
     def write(self, key: str, content: bytes) -> None:
         """Put a small file, seen whole or not at all."""
-        retrying(lambda: self._storage.write(key, content))
+        self._storage.write(key, content)
 
     def begin(self, note: bytes) -> bytes:
         """Put the note that says how the output is made, or give the one that is there."""
         found = self.read(NOTE)
         if found is None:
             try:
-                retrying(lambda: self._storage.write(NOTE, note, if_absent=self._storage.supports_if_absent))
+                self._storage.write(NOTE, note, if_absent=self._storage.supports_if_absent)
             except AlreadyExists:
                 found = self.read(NOTE)
         return found or note
@@ -92,18 +93,18 @@ class Output:
 
     def sizes(self, part: str = "") -> dict[str, int]:
         """The size in bytes of all that is there, by key."""
-        return retrying(lambda: {info.key: info.size_bytes for info in self._storage.list(key_of(part, ""))})
+        return {info.key: info.size_bytes for info in self._storage.list(key_of(part, ""))}
 
     def remove_shards(self, part: str, *, but: set[str]) -> None:
         """Remove the shards of one of the output's stores, except those of these names."""
         keys = [key.removeprefix(key_of(part, "")) for key in self.sizes(part)]
         names = [name for name in keys if name.startswith("shard-") and Path(name).stem not in but]
-        self._delete([key_of(part, name) for name in names])
+        self._storage.delete([key_of(part, name) for name in names])
 
     def remove_work(self) -> None:
         """Remove all that only an unfinished output needs."""
         if self.folder is None:
-            self._delete(list(self.sizes(WORK_FOLDER)))
+            self._storage.delete(list(self.sizes(WORK_FOLDER)))
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextmanager
@@ -123,18 +124,15 @@ class Output:
             os.close(descriptor)
 
     def _upload(self, file: Path, key: str) -> None:
-        retrying(lambda: self._storage.write(key, blocks_of(file)))
+        repeating(lambda: self._storage.write(key, blocks_of(file)))
         file.unlink()
-
-    def _delete(self, keys: list[str]) -> None:
-        retrying(lambda: self._storage.delete(keys))
 
     def _check_free(self) -> None:
         """UserError where the output holds anything but an unfinished store."""
         lock = f"{WORK_FOLDER}/lock"
         if self.folder and self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.place} is no folder", hint="choose another --output")
-        if self.read(NOTE) is None and retrying(lambda: any(info.key != lock for info in self._storage.list())):
+        if self.read(NOTE) is None and any(info.key != lock for info in self._storage.list()):
             raise UserError(f"{self.place} is not empty and holds no unfinished store", hint="choose another --output")
 
 

@@ -5,22 +5,19 @@ side by side, so that a stream is bound by bandwidth, not by the latency of each
 """
 
 import io
-import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from threefold.errors import StorageError
-from threefold.storage import Storage, TemporaryFailure, open_storage
+from threefold.storage import Storage
+from threefold.storage.repeating import open_repeating
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-T = TypeVar("T")
 FIRST_BYTES, BLOCK_BYTES, NUM_AHEAD = 256 << 10, 4 << 20, 3
-MAX_ATTEMPTS, RETRY_AFTER_S = 5, 0.2  # beyond what the storage's client does by itself: it may give up on a torn answer
 
 
 class RemoteFile(io.RawIOBase):
@@ -29,7 +26,7 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, url: str, *, stop: int | None = None) -> None:
         """Look the object up; StorageError if it is missing. Nothing at or after byte `stop` will be read."""
         self._storage, self._key = storage_of(url)
-        info = retrying(lambda: self._storage.info(self._key))
+        info = self._storage.info(self._key)
         if info is None:
             raise StorageError(f"{url} does not exist", hint="check the URL")
         self._size_bytes = info.size_bytes if stop is None else min(stop, info.size_bytes)
@@ -79,17 +76,7 @@ class RemoteFile(io.RawIOBase):
     def _fetch(self, start: int, stop: int) -> bytes:
         starts = range(start, stop, BLOCK_BYTES)
         ranges = [(begin, min(begin + BLOCK_BYTES, stop)) for begin in starts]
-        return b"".join(retrying(lambda: self._storage.read_ranges(self._key, ranges)))
-
-
-def retrying(work: Callable[[], T]) -> T:
-    """What a request to a storage gives, at the latest at its fifth attempt; then its TemporaryFailure."""
-    for attempt in range(MAX_ATTEMPTS - 1):
-        try:
-            return work()
-        except TemporaryFailure:
-            time.sleep(RETRY_AFTER_S * 2**attempt)
-    return work()
+        return b"".join(self._storage.read_ranges(self._key, ranges))
 
 
 def is_url(path: str) -> bool:
@@ -105,7 +92,7 @@ def storage_of(url: str) -> tuple[Storage, str]:
 
 @cache
 def _storage(folder: str) -> Storage:
-    return open_storage(folder)
+    return open_repeating(folder)
 
 
 @cache

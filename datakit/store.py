@@ -44,7 +44,8 @@ class TokenStore:
                 try:
                     size_bytes = file.stat().st_size
                 except OSError as error:
-                    raise StorageError(f"cannot read {file}: {error.strerror}") from error
+                    hint = f"datakit unarchive {folder} --output STORE" if _is_archive(folder) else None
+                    raise StorageError(f"cannot read {file}: {error.strerror}", hint=hint) from error
                 if size_bytes != digest.size_bytes:
                     raise CheckFailed(f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}")
         return store
@@ -152,6 +153,12 @@ class TokenStore:
         """The shard that an address lies in, and the address of its first element."""
         number = int(np.searchsorted(starts, address, side="right")) - 1
         return number, int(starts[number])
+
+
+def _is_archive(folder: Path) -> bool:
+    from datakit.archive_record import RECORD_NAME
+
+    return (folder / RECORD_NAME).exists()
 
 
 def _starts(counts: list[int]) -> Int64s:

@@ -165,11 +165,12 @@ def _merge(arguments: argparse.Namespace) -> int:
         print(
             "warning: documents of some of these stores end with a token of their own, others do not", file=sys.stderr
         )
-    _print_store(store, arguments.json)
+    print_store(store, arguments.json)
     return EXIT_OK
 
 
-def _print_store(store: "TokenStore", as_json: bool) -> None:
+def print_store(store: "TokenStore", as_json: bool) -> None:
+    """Print the summary of a store that was made."""
     num_shards = len(store.manifest.shards)
     counts = {"num_documents": store.num_documents, "num_tokens": store.num_tokens, "num_shards": num_shards}
     if as_json:
@@ -206,7 +207,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         store = from_megatron(
             arguments.sources, arguments.output, arguments.tokenizer, eod_token=eod_token, copy=arguments.copy
         )
-        _print_store(store, arguments.json)
+        print_store(store, arguments.json)
         return EXIT_OK
     if len(arguments.sources) != 1 or arguments.tokenizer or arguments.eod_token:
         raise UserError(

@@ -2,6 +2,7 @@
 
 A clean store costs one sequential read of its files, and memory of one block. The documents of a damaged file are told
 apart by arithmetic (`.idx`) and by the checks that the `.origin` file keeps for each document (`.bin`, `.origin`).
+An archive, or a store at a URL, is streamed from where it lies; there the damaged frames are told, not the documents.
 """
 
 import os
@@ -14,9 +15,10 @@ import numpy as np
 from datakit.manifest import Manifest, ShardEntry
 from datakit.shard import FileDigest, ShardIndex, digest_file
 from datakit.store import TokenStore
+from datakit.store_source import SourceFile, StoreSource, is_plain_folder
 from threefold.errors import CheckFailed, StorageError
 
-MAX_NAMED_DOCUMENTS = 10
+MAX_NAMED_DOCUMENTS = MAX_NAMED_FRAMES = 10
 _CHECKED_TOKENS = 4 << 20
 
 
@@ -37,7 +39,11 @@ class Fault:
 
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
-    """All faults of a store, none for a sound one; CheckFailed where its manifest is damaged."""
+    """All faults of a store or archive, in a folder or at a URL, none for a sound one; CheckFailed where its manifest
+    is damaged."""
+    if not is_plain_folder(os.fspath(path)):
+        source = StoreSource.open(os.fspath(path))
+        return [fault for file in source.files if (fault := _source_fault(source, file))]
     folder = Path(path)
     store = TokenStore(folder, Manifest.read(folder))
     return [
@@ -123,3 +129,34 @@ def _content_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterat
                         str(shard.bin_path), f"holds token {token}, beyond the vocabulary of {store.vocab_size}"
                     )
                     return
+
+
+def _source_fault(source: StoreSource, file: SourceFile) -> Fault | None:
+    """What is wrong with a file that is streamed; of a damaged compressed one, all damaged frames."""
+    place = source.place_of(file)
+    try:
+        for _ in source.blocks(file):
+            pass
+        return None
+    except CheckFailed as error:
+        message = error.message.removeprefix(place).lstrip(": ")
+    damaged = _damaged_frames(source, file) if file.packed else []
+    if len(damaged) > 1:
+        numbers = ", ".join(map(str, damaged[:MAX_NAMED_FRAMES])) + ", ..." * (len(damaged) > MAX_NAMED_FRAMES)
+        message = f"{len(damaged)} frames are damaged: {numbers}"
+    return Fault(place, message)
+
+
+def _damaged_frames(source: StoreSource, file: SourceFile) -> list[int]:
+    """The damaged frames of a compressed file, none where even its table is damaged."""
+    damaged = []
+    try:
+        reader = source.open_packed(file)
+    except CheckFailed:
+        return []
+    for number, packed in reader.packed_frames():
+        try:
+            reader.unpack(number, packed)
+        except CheckFailed:
+            damaged.append(number)
+    return damaged

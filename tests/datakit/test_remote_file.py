@@ -9,7 +9,7 @@ import pytest
 from datakit import remote_file
 from datakit.remote_file import RemoteFile
 from threefold.errors import StorageError
-from threefold.storage import TemporaryFailure, open_storage
+from threefold.storage import TemporaryFailure, open_storage, repeating
 from threefold.storage.fsspec import FsspecStorage
 from tools.fault_proxy import Fault, FaultProxy
 
@@ -19,7 +19,7 @@ def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """The content of the file `a`, read in blocks of 1,000 bytes at a time."""
     monkeypatch.setattr(remote_file, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(remote_file, "FIRST_BYTES", 64)
-    monkeypatch.setattr(remote_file, "RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr(repeating, "FIRST_PAUSE_S", 0.001)
     content = random.Random(1).randbytes(25_003)
     (tmp_path / "a").write_bytes(content)
     return content
@@ -75,7 +75,7 @@ def test_a_request_that_fails_is_repeated_and_then_told(
     file = RemoteFile(f"local://{tmp_path}/a")  # alone: what reads ahead would mix with it
     assert file.read(60) == content[:60]
     assert num_calls == 3
-    monkeypatch.setattr(remote_file, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(repeating, "MAX_ATTEMPTS", 2)
     with pytest.raises(TemporaryFailure, match="torn"):
         io.BufferedReader(RemoteFile(f"local://{tmp_path}/a")).read()
 
