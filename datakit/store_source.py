@@ -1,6 +1,7 @@
 """StoreSource: the bytes of a token store or an archive, in a folder or at a URL, read as streams and checked.
 
-Memory is a few blocks a file being read, whatever its size. A request that the server did not answer is repeated.
+Memory is a few blocks a file being read, whatever its size. A request that the server did not answer is repeated, and a
+frame whose checksum fails is read once more.
 """
 
 from collections.abc import Iterator
@@ -104,8 +105,13 @@ class StoreSource:
         assert file.packed
         reader, hasher = self.open_packed(file), xxhash.xxh3_64()
         for number, packed in reader.packed_frames():
+            try:
+                content = reader.unpack(number, packed)
+            except CheckFailed:  # bits flip on the way too: once more decides
+                [(_, packed)] = reader.packed_frames(number, number + 1)
+                content = reader.unpack(number, packed)
             hasher.update(packed)
-            yield reader.unpack(number, packed)
+            yield content
         hasher.update(reader.table)
         if hasher.hexdigest() != file.packed.xxh3_64:
             raise CheckFailed(f"{reader.name} is damaged: its checksum does not hold")

@@ -185,7 +185,10 @@ def test_lasting_faults_of_s3_are_one_error_and_no_hang(
 def test_a_bit_that_flips_on_the_way_is_caught(folder: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     source = StoreSource.open(upload(folder / "archive", s3_url))
     [file] = [file for file in source.files if file.name == "shard-000001-000.bin"]
-    s3_proxy.fault = Fault("flip", method="GET", skip=1, after_bytes=1000)
+    s3_proxy.fault = Fault("flip", method="GET", skip=1, times=1, after_bytes=200)
+    assert b"".join(source.blocks(file)) == (folder / "store" / file.name).read_bytes()
+    assert s3_proxy.num_faults == 1
+    s3_proxy.fault = Fault("flip", method="GET", skip=1, after_bytes=200)
     with pytest.raises(CheckFailed, match=r"shard-000001-000\.bin\.zst: frame \d+ is damaged"):
         list(source.blocks(file))
 
