@@ -78,7 +78,7 @@ def main() -> int:
             programs.append(Program("preprocess_data", lambda corpus, out: [
                 arguments.megatron_python, arguments.megatron / "tools" / "preprocess_data.py", "--input", corpus,
                 "--output-prefix", out, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder,
-                "--workers", arguments.workers, "--append-eod",
+                "--workers", arguments.workers,
             ], ("one", "tiny", "little")))  # fmt: skip
         for _ in range(arguments.repeats):
             for corpus, path in corpora.items():

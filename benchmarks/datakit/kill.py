@@ -104,7 +104,7 @@ def kill_after(command: list[str], seconds: float) -> bool:
 
 
 def unsealed_bytes(out: Path) -> int:
-    """Bytes of the tokens that a killed run had made for items it did not seal, with all that may have been buffered."""
+    """Bytes of the tokens that a killed run had made for items it did not seal, with what may have been buffered."""
     records = [json.loads(file.read_bytes()) for file in out.glob(".work/items/*.json")]
     sealed = {entry["name"] for record in records for entry in record["shards"][""]}
     lost = [file for file in out.rglob("*.bin") if file.stem not in sealed]

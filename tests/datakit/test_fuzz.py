@@ -51,12 +51,14 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("fuzz")
     for name in ("damaged", "sound"):
         write_store(folder / name, DOCUMENTS, vocab_size=300, shard_documents=10)
     manifest = Manifest.read(folder / "damaged")
-    return Place(folder / "damaged", folder / "sound", folder / "output", tokenizer_path, manifest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)  # thousands of outputs that no loss of power need survive
+        yield Place(folder / "damaged", folder / "sound", folder / "output", tokenizer_path, manifest)
 
 
 @st.composite
