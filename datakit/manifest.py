@@ -140,9 +140,9 @@ class Manifest:
             fields.counts("skipped"),
         )
         found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
-        expected = manifest.num_documents, manifest.num_tokens, manifest.fingerprint
-        if found != expected:
-            raise _fault(f"{path}: documents, tokens and fingerprint are {found}, its shards give {expected}")
+        for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
+            if value != getattr(manifest, name):
+                raise _fault(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
         return manifest
 
 
