@@ -6,6 +6,7 @@ docs/formats/token-store.md.
 
 import os
 import re
+import reprlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from datakit.shard import FileDigest, write_durably, writing
+from datakit.shard import RESTORE_HINT, FileDigest, write_durably, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.local import sync_folder
 
@@ -102,12 +103,12 @@ class Manifest:
             with path.open("rb") as file:
                 size_bytes = os.fstat(file.fileno()).st_size
                 if size_bytes > MAX_BYTES:
-                    raise CheckFailed(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
+                    raise _fault(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
                 data = file.read()
         except FileNotFoundError:
             raise _not_a_store(folder) from None
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
         return cls.parse(path, data)
 
     @classmethod
@@ -116,17 +117,17 @@ class Manifest:
         try:
             raw = orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise CheckFailed(f"{path} is damaged: {error}") from error
+            raise _fault(f"{path} is damaged: {error}") from error
         fields = Fields(path, "", raw)
         if fields.text("format") != FORMAT:
-            raise CheckFailed(f"{path} is no token store's manifest: format {raw['format']!r}")
+            raise _fault(f"{path} is no token store's manifest: format {reprlib.repr(raw['format'])}")
         if fields.number("version") != VERSION:
-            raise CheckFailed(f"{path} has version {raw['version']}, this program reads version {VERSION}")
+            raise _fault(f"{path} has version {raw['version']}, this program reads version {VERSION}")
         if fields.text("checksum") != content_checksum(raw):
-            raise CheckFailed(f"{path} is damaged: its checksum does not hold")
+            raise _fault(f"{path} is damaged: its checksum does not hold")
         dtype = fields.text("dtype")
         if dtype not in STORE_DTYPES:
-            raise CheckFailed(f"{path}: dtype {dtype!r} is none of {', '.join(STORE_DTYPES)}")
+            raise _fault(f"{path}: dtype {reprlib.repr(dtype)} is none of {', '.join(STORE_DTYPES)}")
         manifest = cls(
             dtype,
             _tokenizer(fields.table("tokenizer")),
@@ -134,9 +135,10 @@ class Manifest:
             fields.table("settings").raw,
             fields.counts("skipped"),
         )
-        for name in ("num_documents", "num_tokens", "fingerprint"):
-            if raw.get(name) != getattr(manifest, name):
-                raise CheckFailed(f"{path}: {name} is {raw.get(name)!r}, its shards give {getattr(manifest, name)!r}")
+        found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
+        for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
+            if value != getattr(manifest, name):
+                raise _fault(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
         return manifest
 
 
@@ -157,19 +159,19 @@ class Fields:
 
     def __init__(self, path: Path | str, place: str, raw: Any) -> None:
         if not isinstance(raw, dict):
-            raise CheckFailed(f"{path}: {place or 'its content'} is no JSON object")
+            raise _fault(f"{path}: {place or 'its content'} is no JSON object")
         self.path, self.place, self.raw = path, place, raw
 
     def text(self, name: str) -> str:
         value = self.raw.get(name)
         if not isinstance(value, str):
-            raise self._fault(name, "a string")
+            raise self._unexpected(name, "a string")
         return value
 
     def number(self, name: str) -> int:
         value = self.raw.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-            raise self._fault(name, "a number from 0")
+            raise self._unexpected(name, "a number from 0")
         return value
 
     def table(self, name: str) -> "Fields":
@@ -178,7 +180,7 @@ class Fields:
     def tables(self, name: str) -> "list[Fields]":
         value = self.raw.get(name)
         if not isinstance(value, list):
-            raise self._fault(name, "a list")
+            raise self._unexpected(name, "a list")
         return [Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
 
     def counts(self, name: str) -> dict[str, int]:
@@ -186,8 +188,8 @@ class Fields:
         table = self.table(name) if name in self.raw else None
         return {key: table.number(key) for key in table.raw} if table else {}
 
-    def _fault(self, name: str, expected: str) -> CheckFailed:
-        return CheckFailed(f"{self.path}: {self.place}{name} is {self.raw.get(name)!r}, {expected} expected")
+    def _unexpected(self, name: str, expected: str) -> CheckFailed:
+        return _fault(f"{self.path}: {self.place}{name} is {reprlib.repr(self.raw.get(name))}, {expected} expected")
 
 
 def _tokenizer(fields: Fields) -> TokenizerIdentity:
@@ -203,7 +205,7 @@ def _tokenizer(fields: Fields) -> TokenizerIdentity:
 def _shard(fields: Fields, dtype: str) -> ShardEntry:
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise CheckFailed(f"{fields.path}: {fields.place}name {name!r} is no shard's name")
+        raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is no shard's name")
     digests = {
         kind: FileDigest(digest.number("size_bytes"), digest.text("xxh3_64"))
         for kind in ("bin", "idx", "origin")
@@ -213,8 +215,12 @@ def _shard(fields: Fields, dtype: str) -> ShardEntry:
         name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
     )
     if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
-        raise CheckFailed(f"{fields.path}: {shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {name}")
+        raise _fault(f"{fields.path}: {shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {name}")
     return shard
+
+
+def _fault(message: str) -> CheckFailed:
+    return CheckFailed(message, hint=RESTORE_HINT)
 
 
 def content_checksum(content: dict[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from datakit.shard import map_file
+from datakit.shard import RESTORE_HINT, map_file
 from threefold.errors import CheckFailed
 
 MAGIC = b"TFORIGIN"
@@ -43,13 +43,15 @@ class Origins:
         self.path, self.first_line = path, first_line
         data = map_file(path)
         if len(data) < HEADER.size:
-            raise CheckFailed(f"{path} has {len(data)} bytes, too few for origins")
+            raise CheckFailed(f"{path} has {len(data)} bytes, too few for origins", hint=RESTORE_HINT)
         magic, version, _, num_documents, table_bytes = HEADER.unpack_from(data)
         if magic != MAGIC or version != VERSION:
-            raise CheckFailed(f"{path} begins with {magic!r} version {version}, {MAGIC!r} version {VERSION} expected")
+            what = f"{path} begins with {magic!r} version {version}, {MAGIC!r} version {VERSION} expected"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         expected = HEADER.size + table_bytes + 20 * num_documents
         if len(data) != expected or table_bytes % 8:
-            raise CheckFailed(f"{path} has {len(data)} bytes, {expected} expected for {num_documents} documents")
+            what = f"{path} has {len(data)} bytes, {expected} expected for {num_documents} documents"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         self.num_documents: int = num_documents
         self._table = memoryview(data)[HEADER.size : HEADER.size + table_bytes]
         at = HEADER.size + table_bytes
@@ -63,9 +65,10 @@ class Origins:
         try:
             table = orjson.loads(self._table)
         except orjson.JSONDecodeError as error:
-            raise CheckFailed(f"{self.path}: the table of sources is damaged: {error}") from error
+            what = f"{self.path}: the table of sources is damaged: {error}"
+            raise CheckFailed(what, hint=RESTORE_HINT) from error
         if not isinstance(table, list) or not all(isinstance(path, str) for path in table):
-            raise CheckFailed(f"{self.path}: the table of sources is no list of paths")
+            raise CheckFailed(f"{self.path}: the table of sources is no list of paths", hint=RESTORE_HINT)
         return table
 
     def __getitem__(self, number: int) -> Origin:
@@ -73,7 +76,8 @@ class Origins:
             raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
         sources, source = self.sources(), int(self.source_numbers[number])
         if source >= len(sources):
-            raise CheckFailed(f"{self.path}: document {number} names source {source} of {len(sources)}")
+            what = f"{self.path}: document {number} names source {source} of {len(sources)}"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         return Origin(sources[source], int(self.offsets[number]), self.first_line + int(self.lines[number]) + 1)
 
     def holds(self, number: int, tokens: bytes) -> bool:

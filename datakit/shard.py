@@ -26,6 +26,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+RESTORE_HINT = "restore the file from a copy, or make it anew with `datakit preprocess`"
 _BLOCK_BYTES = 8 << 20
 _WRITE_BUFFER_BYTES = 1 << 20
 
@@ -69,12 +70,14 @@ class TokenShard:
         self.dtype, self.num_documents = index.dtype, index.num_documents
         data = map_file(self.bin_path)
         if len(data) % self.dtype.itemsize:
-            raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens")
+            what = f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         self.tokens: Tokens = np.frombuffer(data, self.dtype)
         self.address = self.tokens.ctypes.data
         end = int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize if index.num_sequences else 0
         if end != len(data):
-            raise CheckFailed(f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}")
+            what = f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}"
+            raise CheckFailed(what, hint=RESTORE_HINT)
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +90,8 @@ class TokenShard:
             raise IndexError(f"document {number} of {self.num_documents} in {self.idx_path}")
         first, last = (int(boundary) for boundary in self.index.document_index[number : number + 2])
         if not 0 <= first <= last <= self.index.num_sequences:
-            raise CheckFailed(f"{self.idx_path}: document {number} spans sequences {first} to {last}")
+            what = f"{self.idx_path} is damaged: document {number} spans sequences {first} to {last}"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         parts = [self._sequence(sequence) for sequence in range(first, last)]
         return parts[0] if len(parts) == 1 else np.concatenate([self.tokens[:0], *parts])
 
@@ -95,7 +99,8 @@ class TokenShard:
         pointer, length = int(self.index.pointers[number]), int(self.index.lengths[number])
         start, odd = divmod(pointer, self.dtype.itemsize)
         if odd or length < 0 or not 0 <= start <= start + length <= len(self.tokens):
-            raise CheckFailed(f"{self.idx_path}: sequence {number} is {length} tokens at byte {pointer}")
+            what = f"{self.idx_path} is damaged: sequence {number} is {length} tokens at byte {pointer}"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         return self.tokens[start : start + length]
 
 
@@ -163,7 +168,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
 def digest_file(path: Path) -> FileDigest:
@@ -212,18 +217,21 @@ def writing(path: Path) -> Iterator[None]:
 def _parse_header(path: Path, index: mmap.mmap | bytes) -> tuple["np.dtype[Any]", int, int]:
     """Dtype, number of sequences and number of document boundaries; all sizes are checked against the file's."""
     if len(index) < HEADER.size:
-        raise CheckFailed(f"{path} has {len(index)} bytes, too few for an index")
+        raise CheckFailed(f"{path} has {len(index)} bytes, too few for an index", hint=RESTORE_HINT)
     magic, version, code, num_sequences, boundaries = HEADER.unpack_from(index)
     if magic != MAGIC:
-        raise CheckFailed(f"{path} is no Megatron index: it begins with {magic!r}")
+        raise CheckFailed(f"{path} is no Megatron index: it begins with {magic!r}", hint=RESTORE_HINT)
     if version != VERSION:
-        raise CheckFailed(f"{path} has index version {version}, this program reads version {VERSION}")
+        what = f"{path} has index version {version}, this program reads version {VERSION}"
+        raise CheckFailed(what, hint=RESTORE_HINT)
     if code not in DTYPE_NAMES:
-        raise CheckFailed(f"{path}: dtype code {code} is none of the integer codes {sorted(DTYPE_NAMES)}")
+        what = f"{path}: dtype code {code} is none of the integer codes {sorted(DTYPE_NAMES)}"
+        raise CheckFailed(what, hint=RESTORE_HINT)
     text_bytes = HEADER.size + 12 * num_sequences + 8 * boundaries
     if boundaries < 1 or len(index) not in (text_bytes, text_bytes + num_sequences):  # a multimodal index adds modes
         raise CheckFailed(
             f"{path} has {len(index)} bytes, {text_bytes} expected for {num_sequences} sequences "
-            f"and {boundaries - 1} documents"
+            f"and {boundaries - 1} documents",
+            hint=RESTORE_HINT,
         )
     return np.dtype(DTYPE_NAMES[code]).newbyteorder("<"), num_sequences, boundaries

@@ -44,10 +44,12 @@ class TokenStore:
                 try:
                     size_bytes = file.stat().st_size
                 except OSError as error:
-                    hint = f"datakit unarchive {folder} --output STORE" if _is_archive(folder) else None
+                    other = f"datakit unarchive {folder} --output STORE" if _is_archive(folder) else None
+                    hint = other or f"datakit verify {folder}"
                     raise StorageError(f"cannot read {file}: {error.strerror}", hint=hint) from error
                 if size_bytes != digest.size_bytes:
-                    raise CheckFailed(f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}")
+                    what = f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+                    raise CheckFailed(what, hint=f"datakit verify {folder}")
         return store
 
     @property
@@ -106,7 +108,10 @@ class TokenStore:
         """The token address at which one document begins; the inverse of `document_at`."""
         shard, first = self._locate_document(number)
         opened = self.shard(shard)
-        return int(self.token_starts[shard]) + int(opened.index.pointers[number - first]) // opened.dtype.itemsize
+        start = int(opened.index.pointers[number - first]) // opened.dtype.itemsize
+        if not 0 <= start <= opened.num_tokens:
+            raise self._damaged(f"{opened.idx_path} is damaged: document {number - first} begins at token {start}")
+        return int(self.token_starts[shard]) + start
 
     def origin(self, number: int) -> Origin:
         """Where one document came from."""
@@ -116,7 +121,11 @@ class TokenStore:
     def origins(self, shard: int) -> Origins:
         """The origins of one shard's documents."""
         entry = self.manifest.shards[shard]
-        return Origins(self.path / f"{entry.name}.origin", entry.first_line)
+        origins = Origins(self.path / f"{entry.name}.origin", entry.first_line)
+        if origins.num_documents != entry.num_documents:
+            what = f"{origins.path} has {origins.num_documents} documents, its manifest says {entry.num_documents}"
+            raise self._damaged(what)
+        return origins
 
     def document_at(self, token: int) -> int:
         """The document that a token address lies in: from a row of a batch back to its text."""
@@ -126,6 +135,10 @@ class TokenStore:
         shard = self.shard(number)
         offset_bytes = (token - first) * shard.dtype.itemsize
         inside = int(np.searchsorted(shard.index.pointers, offset_bytes, side="right")) - 1
+        begin = int(shard.index.pointers[inside])
+        end = begin + int(shard.index.lengths[inside]) * shard.dtype.itemsize
+        if inside < 0 or not begin <= offset_bytes < end:  # whoever walks on by documents' ends must get on
+            raise self._damaged(f"{shard.idx_path} is damaged: no document holds token {token - first} of it")
         return int(self.document_starts[number]) + inside
 
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
@@ -138,10 +151,13 @@ class TokenStore:
         found = shard.dtype.name, shard.num_documents, shard.index.num_sequences, shard.num_tokens
         expected = self.dtype, entry.num_documents, entry.num_documents, entry.num_tokens
         if found != expected:
-            raise CheckFailed(
+            raise self._damaged(
                 f"{shard.idx_path} has dtype, documents, sequences, tokens {found}, its manifest says {expected}"
             )
         return shard
+
+    def _damaged(self, what: str) -> CheckFailed:
+        return CheckFailed(what, hint=f"datakit verify {self.path}")
 
     def _locate_document(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self.num_documents:

@@ -109,8 +109,9 @@ def _count_shard(store: TokenStore, number: int, lengths: "_LengthCounts", sourc
     entry = store.manifest.shards[number]
     index = ShardIndex(store.path / f"{entry.name}.idx")  # not through the store, which would keep it mapped
     origins = store.origins(number)
-    if not index.num_sequences == origins.num_documents == entry.num_documents:
-        raise _damaged(store, index.path, f"{index.num_sequences} sequences, {origins.num_documents} origins")
+    if index.num_sequences != entry.num_documents:
+        what = f"{index.num_sequences} sequences, its manifest says {entry.num_documents} documents"
+        raise _damaged(store, index.path, what)
     num_tokens, paths = 0, origins.sources()
     for start in range(0, index.num_sequences, _WINDOW_DOCUMENTS):
         window = index.lengths[start : start + _WINDOW_DOCUMENTS].astype(np.int64)
@@ -179,7 +180,8 @@ class _SourceCounts:
         """Count the documents from `start` on of a shard, which have these lengths."""
         numbers = origins.source_numbers[start : start + len(lengths)].astype(np.int64)
         if numbers.max() >= len(paths):
-            raise CheckFailed(f"{origins.path}: a document names source {numbers.max()} of {len(paths)}")
+            what = f"{origins.path} is damaged: a document names source {numbers.max()} of {len(paths)}"
+            raise CheckFailed(what, hint=f"datakit verify {origins.path.parent}")
         found, inverse = np.unique(numbers, return_inverse=True)
         tokens = np.zeros(len(found), np.int64)
         np.add.at(tokens, inverse, lengths)

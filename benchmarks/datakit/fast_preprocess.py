@@ -1,9 +1,10 @@
-"""jsonl to tokens with the fast engine: datakit, the engine alone, and Megatron-LM's preprocess_data_fast.
+"""jsonl to tokens with the fast engine: datakit, the engine alone, and both of Megatron-LM's scripts.
 
 The corpus is all text (*.py, *.h, *.md, ...) under some folders, by default this Python's own and /usr/include. Each
 program runs as a process of its own on a small and a large part of it and on one document, interleaved: start-up is the
 time for one document, the steady rate comes from the difference between large and small. Medians, and ratios within the
-run. The peer needs a checkout of Megatron-LM and a Python that can run it.
+run. The peers preprocess_data_fast.py and preprocess_data.py need a checkout of Megatron-LM and a Python that can run
+it; the second, some fifty times slower, gets two small corpora of its own.
 
     PYTHONPATH=. python benchmarks/datakit/fast_preprocess.py [--megatron CHECKOUT --megatron-python PYTHON]
 """
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,10 +34,12 @@ tokens = Tokenizer(sys.argv[2]).encode_files(JsonlFileSource([sys.argv[1]]), par
 
 @dataclass
 class Program:
-    """One contender: how it is started on a corpus file, and what was measured, by corpus."""
+    """One contender: how it is started on a corpus file, on which three (one document, a smaller and a larger part),
+    and what was measured, by corpus."""
 
     name: str
     command: Callable[[Path, Path], Sequence[object]]
+    corpora: tuple[str, str, str] = ("one", "small", "large")
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: int = 0
 
@@ -46,55 +49,76 @@ def main() -> int:
     parser.add_argument("--corpus", type=Path, nargs="+", default=[Path(sys.prefix), Path("/usr/include")])
     parser.add_argument("--small-mb", type=int, default=50)
     parser.add_argument("--large-mb", type=int, default=250)
+    parser.add_argument("--slow-mb", type=int, nargs=2, default=[4, 16], help="the two corpora of preprocess_data.py")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
     parser.add_argument("--megatron-python", default=sys.executable, help="Python that can run it")
     arguments = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpora = make_corpora(folder, arguments.corpus, arguments.small_mb * 10**6, arguments.large_mb * 10**6)
+        sizes_mb = dict(
+            zip(("tiny", "little", "small", "large"), (*arguments.slow_mb, arguments.small_mb, arguments.large_mb))
+        )
+        corpora = make_corpora(folder, arguments.corpus, {name: size * 10**6 for name, size in sizes_mb.items()})
         tokenizer = folder / "tokenizer.json"
         datakit("train-tokenizer", corpora["small"], "--vocab-size", 32768, "--output", tokenizer)
         (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         programs = [
             Program("engine alone", lambda corpus, _: [sys.executable, "-c", ENGINE_ALONE, corpus, tokenizer]),
-            Program("datakit", lambda corpus, out: [
-                sys.executable, "-m", "datakit", "preprocess", corpus, "--output", out, "--tokenizer", tokenizer,
-                "--append-eod", "--workers", arguments.workers, "--tokenizer-backend", "gigatoken",
-            ]),
-        ]  # fmt: skip
+            Program("datakit", lambda corpus, out: preprocess_words(corpus, out, tokenizer, arguments.workers)),
+        ]
         if arguments.megatron:
             programs.append(Program("preprocess_data_fast", lambda corpus, out: [
                 arguments.megatron_python, arguments.megatron / "tools" / "preprocess_data_fast.py", "--input", corpus,
                 "--output-prefix", out, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder,
                 "--use-gigatoken",
             ]))  # fmt: skip
+            programs.append(Program("preprocess_data", lambda corpus, out: [
+                arguments.megatron_python, arguments.megatron / "tools" / "preprocess_data.py", "--input", corpus,
+                "--output-prefix", out, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder,
+                "--workers", arguments.workers,
+            ], ("one", "tiny", "little")))  # fmt: skip
         for _ in range(arguments.repeats):
             for corpus, path in corpora.items():
                 for program in programs:
-                    measure(program, corpus, path, folder / "out")
-        extra_mb = (corpora["large"].stat().st_size - corpora["small"].stat().st_size) / 1e6
-    report(programs, extra_mb)
+                    if corpus in program.corpora:
+                        measure(program, corpus, path, folder / "out")
+        report(programs, {name: path.stat().st_size / 1e6 for name, path in corpora.items()})
     return 0
 
 
-def make_corpora(folder: Path, roots: Sequence[Path], small_bytes: int, large_bytes: int) -> dict[str, Path]:
-    """Three jsonl files: one document, the first small_bytes and the first large_bytes of all texts."""
-    paths = {name: folder / f"{name}.jsonl" for name in ("one", "small", "large")}
-    limits = {"one": 1, "small": small_bytes, "large": large_bytes}
-    files = {name: path.open("w") for name, path in paths.items()}
-    written = 0
+def preprocess_words(source: Path, out: Path, tokenizer: Path, num_workers: int) -> list[object]:
+    """The command line of datakit preprocess with the fast engine."""
+    return [
+        sys.executable, "-m", "datakit", "preprocess", source, "--output", out, "--tokenizer", tokenizer,
+        "--append-eod", "--workers", num_workers, "--tokenizer-backend", "gigatoken",
+    ]  # fmt: skip
+
+
+def texts_of(roots: Sequence[Path]) -> Iterator[str]:
+    """The texts under some folders, in the order of their paths."""
     for root in roots:
         for source in sorted(root.rglob("*")):
-            if source.suffix not in SUFFIXES or not source.is_file() or written >= large_bytes:
-                continue
-            line = json.dumps({"text": source.read_text(errors="ignore")}) + "\n"
-            for name, file in files.items():
-                if written < limits[name]:
-                    file.write(line)
-            written += len(line)
+            if source.suffix in SUFFIXES and source.is_file():
+                yield source.read_text(errors="ignore")
+
+
+def make_corpora(folder: Path, roots: Sequence[Path], sizes_bytes: dict[str, int]) -> dict[str, Path]:
+    """jsonl files of the first texts up to each of these sizes, and one of a single document, `one`."""
+    limits = {"one": 1, **sizes_bytes}
+    paths = {name: folder / f"{name}.jsonl" for name in limits}
+    files = {name: path.open("w") for name, path in paths.items()}
+    written = 0
+    for text in texts_of(roots):
+        line = json.dumps({"text": text}) + "\n"
+        for name, file in files.items():
+            if written < limits[name]:
+                file.write(line)
+        written += len(line)
+        if written >= max(limits.values()):
+            break
     for file in files.values():
         file.close()
     return paths
@@ -114,18 +138,23 @@ def measure(program: Program, corpus: str, path: Path, out: Path) -> None:
     program.seconds.setdefault(corpus, []).append(seconds)
 
 
-def report(programs: Sequence[Program], extra_mb: float) -> None:
-    """Print a table; ratios to the engine alone."""
+def report(programs: Sequence[Program], sizes_mb: dict[str, float]) -> None:
+    """Print a table with ratios to the engine alone, and datakit's figures beside their targets."""
     print("program               start-up s  steady MB/s  of the engine  peak MiB")
-    base = 0.0
+    starts, rates = dict[str, float](), dict[str, float]()
     for program in programs:
-        one, small, large = (statistics.median(program.seconds[name]) for name in ("one", "small", "large"))
-        rate = extra_mb / (large - small)
-        base = base or rate
-        print(
-            f"{program.name:<21} {one:>10.2f}  {rate:>11.1f}  {rate / base:>13.2f}  {program.peak_bytes / 2**20:>8.0f}"
-        )
+        one, small, large = program.corpora
+        seconds = {name: statistics.median(found) for name, found in program.seconds.items()}
+        starts[program.name] = seconds[one]
+        rates[program.name] = rate = (sizes_mb[large] - sizes_mb[small]) / (seconds[large] - seconds[small])
+        share, peak_mib = rate / rates["engine alone"], program.peak_bytes / 2**20
+        print(f"{program.name:<21} {seconds[one]:>10.2f}  {rate:>11.1f}  {share:>13.2f}  {peak_mib:>8.0f}")
         print(f"    {json.dumps({name: [round(s, 2) for s in found] for name, found in program.seconds.items()})}")
+    print(f"datakit's start-up: {starts['datakit']:.2f} s (target <= 0.7 s)")
+    targets = {"engine alone": 0.85, "preprocess_data_fast": 2, "preprocess_data": 30}
+    for name in rates.keys() & targets.keys():
+        ratio = rates["datakit"] / rates[name]
+        print(f"datakit's steady rate over that of {name}: {ratio:.2f} (target >= {targets[name]})")
 
 
 if __name__ == "__main__":

@@ -115,3 +115,25 @@ def test_a_negative_token_is_found(tmp_path: Path) -> None:
     sound = dataclasses.replace(entry, bin=digest_file(file))
     Manifest(store.dtype, store.manifest.tokenizer, (sound,)).write(store.path)
     assert "holds token -5, beyond the vocabulary of 70000" in str(verify(store.path)[0])
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70000])
+@pytest.mark.parametrize("at", range(5))
+def test_a_token_beyond_the_vocabulary_is_found_wherever_it_stands(tmp_path: Path, at: int, vocab_size: int) -> None:
+    tokens = [7] * 5  # an odd number: the last one stands alone
+    tokens[at] = 99
+    store = write_store(tmp_path / "s", [tokens, [3]] if at < 4 else [tokens], vocab_size=vocab_size)
+    small = dataclasses.replace(store.manifest.tokenizer, vocab_size=99)
+    Manifest(store.dtype, small, store.manifest.shards).write(store.path)
+    [fault] = verify(store.path)
+    assert "holds token 99, beyond the vocabulary of 99" in str(fault)
+
+
+def test_files_of_several_blocks_are_checked_to_their_end(tmp_path: Path) -> None:
+    tokens = np.full((3 << 20) + 1, 5)
+    tokens[-1] = 98
+    store = write_store(tmp_path / "s", [tokens], vocab_size=99)
+    assert not verify(store.path)
+    small = dataclasses.replace(store.manifest.tokenizer, vocab_size=98)
+    Manifest(store.dtype, small, store.manifest.shards).write(store.path)
+    assert "holds token 98" in str(verify(store.path)[0])
