@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from datakit.inputs import WorkItem
@@ -143,6 +144,8 @@ class _Sealer:
 def _import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if (Path.home() / ".ray" / "auth_token").exists():  # `ray start` then asks for it, but a driver does not offer it
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError:

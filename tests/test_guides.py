@@ -1,0 +1,117 @@
+"""The guides: every command in them is run, section by section, in a folder with a corpus, a tokenizer and a store."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from datakit import Recipe, preprocess, train_tokenizer
+from tests.datakit.conftest import write_jsonl
+from threefold.storage import open_storage
+
+ROOT = Path(__file__).parents[1]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+SET_UP_ELSEWHERE = re.compile(r"^(pip install|export AWS_).*\n", re.MULTILINE)
+
+
+def sections() -> list[object]:
+    """Each guide's sections that have commands: the guide's name, the title, the commands."""
+    found = []
+    for guide in GUIDES:
+        for section in guide.read_text().split("\n## ")[1:]:
+            commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+            if commands:
+                title = section.partition("\n")[0]
+                found.append(pytest.param(guide.stem, title, commands, id=f"{guide.stem}: {title}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the guides take as given: `corpus`, `tok.json` and `store`."""
+    folder = tmp_path_factory.mktemp("guides")
+    texts = [f"document {number}: " + "The store holds tokens. " * (number % 50) for number in range(600)]
+    for part in range(2):
+        (folder / "corpus" / f"part-{part:02}").mkdir(parents=True)
+        write_jsonl(folder / "corpus" / f"part-{part:02}" / "a.jsonl", texts[part::2])
+    write_jsonl(folder / "corpus" / "b.jsonl", texts[:50])
+    train_tokenizer([str(folder / "corpus")], str(folder / "tok.json"), vocab_size=500)
+    return folder
+
+
+def make_store(folder: Path) -> None:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        preprocess(["corpus"], "store", Recipe("tok.json", append_eod=True))
+    finally:
+        os.chdir(before)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("guide", "title", "commands"), sections())
+def test_every_command_of_a_guide_runs(
+    guide: str, title: str, commands: str, prepared: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    if " --output store " not in commands:
+        make_store(folder)
+    url = ""
+    if "s3://bucket" in commands:
+        url = request.getfixturevalue("s3_url")
+        for path in (folder / "corpus").rglob("*.jsonl"):
+            open_storage(f"{url}/corpus").write(str(path.relative_to(folder / "corpus")), path.read_bytes())
+        if "s3://bucket/store" in commands and "--output s3://bucket/store" not in commands:
+            preprocess([str(folder / "corpus")], f"{url}/store", Recipe(str(folder / "tok.json"), append_eod=True))
+    if "ray start" in commands:
+        pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+    port = free_port()
+    head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
+    given = SET_UP_ELSEWHERE.sub("", commands)
+    given = given.replace("s3://bucket", url).replace(" /data/", f" {tmp_path}/")
+    given = (
+        given.replace("HOST:6379", f"127.0.0.1:{port}")
+        .replace("ray start --head --port 6379", head)
+        .replace("--workers 64", "--workers 2")
+    )
+    if "#SBATCH" in given:  # an array of two tasks, of 16 cores each where there are so many
+        job, rest = given.split("#!/bin/bash\n")[1].split("datakit merge")
+        given = "".join(f"(\nSLURM_ARRAY_TASK_ID={task}\n{job})\n" for task in range(2)) + f"datakit merge{rest}"
+        given = given.replace("--workers 16", "--workers 2")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    (folder / "bin").mkdir()
+    for program in ("datakit", "ray"):
+        module = {"datakit": "datakit", "ray": "ray.scripts.scripts"}[program]
+        (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        (folder / "bin" / program).chmod(0o755)
+    try:
+        run = subprocess.run(
+            ["bash", "-euxo", "pipefail", "-c", given], cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=200, check=False,
+        )  # fmt: skip
+    finally:
+        if "ray start" in commands:
+            subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_guide_has_commands_and_each_verb_is_known() -> None:
+    from datakit.cli import build_parser
+
+    [verbs] = [action.choices for action in build_parser()._actions if action.choices]
+    shown = " ".join(guide.read_text() for guide in GUIDES)
+    assert {param.values[0] for param in sections()} == {guide.stem for guide in GUIDES}  # type: ignore[attr-defined]
+    assert set(re.findall(r"^datakit ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)
