@@ -27,7 +27,7 @@ from datakit.rank_file import (
     is_rank_file,
     read_rank_file,
 )
-from datakit.tokenizer import Ids, TextFault, Tokenizer, open_tokenizer
+from datakit.tokenizer import Ids, TextFault, Tokenizer, gave_up, open_tokenizer
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
@@ -119,16 +119,31 @@ class GigatokenEncoder:
             self._num_characters = 0
             if resident_bytes() > self._limit_bytes:
                 self._load()
-        encode = self._engine.encode
         if not is_doubtful("".join(texts)):
-            return [encode(text) for text in texts]
-        return [self._encode_surely(text) if is_doubtful(text) else encode(text) for text in texts]
+            try:
+                return [self._engine.encode(text) for text in texts]
+            except BaseException as error:
+                if not gave_up(error):
+                    raise
+        return [self._encode(number, text) for number, text in enumerate(texts)]
 
-    def _encode_surely(self, text: str) -> Ids:
+    def _encode(self, number: int, text: str) -> Ids:
+        """The ids of one text, the reference's where it is doubtful or the engine gives up on it."""
+        try:
+            if not is_doubtful(text):
+                ids: Ids = self._engine.encode(text)
+                return ids
+        except BaseException as error:
+            if not gave_up(error):
+                raise
+            self._load()
         if self._reference is None:
             self._reference = open_tokenizer(self._path)
-        [ids] = self._reference.encode_batch([text])
-        return ids
+        try:
+            return self._reference.encode_batch([text])[0]
+        except TextFault as fault:
+            fault.number = number
+            raise
 
     def _load(self) -> None:
         self._engine = None  # its cache goes before the new one comes

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from unicodedata import normalize
 
+_MAX_TOKENS_EVERYWHERE = 2_000
 _MAX_OVERLAPS, _MAX_OVERLAP_CHARACTERS = 10_000, 64
 
 PROBE = (
@@ -24,8 +25,12 @@ PROBE = (
 
 
 def texts_of_tokens(tokens: Sequence[str]) -> Iterator[str]:
-    """Each token by itself, beside text, space and marks, in other letters and cut in two; and where two overlap."""
-    for token in tokens:
+    """Each token by itself, beside text, space and marks, in other letters and cut in two; and where two overlap.
+
+    Of more than some thousand tokens, the later ones are only put beside text and space.
+    """
+    yield from (f"a{token} {token}b" for token in tokens[_MAX_TOKENS_EVERYWHERE:])
+    for token in tokens[:_MAX_TOKENS_EVERYWHERE]:
         half, composed, decomposed = len(token) // 2, normalize("NFC", token), normalize("NFD", token)
         yield from (
             token, f"a{token} {token}b", f"  {token}  ", f"{token * 2} 1{token}1", f"\n{token}\n\té{token}é",

@@ -105,7 +105,7 @@ class JsonTokenizer:
         try:
             return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
         except BaseException as error:
-            if not _gave_up(error):
+            if not gave_up(error):
                 raise
         return [self._encode(number, text) for number, text in enumerate(texts)]
 
@@ -219,7 +219,7 @@ def _told(kind: str, number: int, text: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _gave_up(error):
+        if not gave_up(error):
             raise
         raise TextFault(
             f"{kind} gives up on a text of {len(text):,} characters that begins {text[:40]!r}: "
@@ -229,8 +229,9 @@ def _told(kind: str, number: int, text: str) -> Iterator[None]:
         ) from None
 
 
-def _gave_up(error: BaseException) -> bool:
-    is_panic = type(error).__name__ == "PanicException"  # of Rust; it is no Exception, and no module exports it
+def gave_up(error: BaseException) -> bool:
+    """Whether what a library raised is about the text that it was given: an Exception, or a panic of Rust."""
+    is_panic = type(error).__name__ == "PanicException"  # it is no Exception, and no module exports it
     return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from datakit import encoder
 from datakit.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder
 from datakit.probe import PROBE
-from datakit.tokenizer import JsonTokenizer, open_tokenizer
+from datakit.tokenizer import JsonTokenizer, TextFault, open_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import UserError
 
@@ -104,6 +105,33 @@ def test_a_text_with_a_doubtful_character_goes_to_the_reference(
     sure = [Library.from_file(tokenizer_path).encode(text).ids for text in texts]
     assert [ids.tolist() for ids in engine.encode_batch(texts)] == sure
     assert seen == texts[2:]
+
+
+class PanicException(BaseException):
+    """Named as what the engines written in Rust raise."""
+
+
+def test_where_the_engine_gives_up_the_reference_steps_in(tokenizer_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def encode(self, text: str) -> np.ndarray:
+            raise PanicException(text)
+
+    monkeypatch.setattr(encoder, "_open_engine", lambda _: Engine())
+    sure = open_tokenizer(tokenizer_path).encode_batch(["the store", "größe"])
+    engine = GigatokenEncoder(Path(tokenizer_path))
+    assert [ids.tolist() for ids in engine.encode_batch(["the store", "größe"])] == [ids.tolist() for ids in sure]
+    monkeypatch.setattr(Engine, "encode", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit):
+        engine.encode_batch(["the store"])
+
+
+def test_a_fault_of_the_reference_names_its_text_in_the_batch(tmp_path: Path, tokenizer_path: str) -> None:
+    library = Library.from_file(tokenizer_path)
+    library.add_tokens([AddedToken("<", lstrip=True, rstrip=True), AddedToken("\n", lstrip=True)])
+    library.save(str(tmp_path / "t.json"))
+    with pytest.raises(TextFault) as caught:
+        GigatokenEncoder(tmp_path / "t.json").encode_batch(["fine", "größe", "\u0378<\n "])
+    assert caught.value.number == 2
 
 
 def test_a_cache_that_grew_is_dropped(tokenizer_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
