@@ -50,18 +50,16 @@ class ExactReader:
         for _ in self._blocks(size_bytes):
             pass
 
+    def unpacking(self, size_bytes: int) -> "ExactReader":
+        """A reader of what the next bytes hold, which zstd packed."""
+        return ExactReader(self.path, _unpacked(self.read(size_bytes)))
+
     def unpack(self, size_bytes: int) -> "tuple[ExactReader, int]":
         """A reader of what the next bytes hold, which zstd packed, and its size."""
-        packed = ExactReader(self.path, _unpacked(self.read(size_bytes)))
-        content = bytearray()
+        packed, content = self.unpacking(size_bytes), bytearray()
         while (block := packed._take(_BLOCK_BYTES)) and len(content) <= MAX_PIECE_BYTES:
             content += block
         return ExactReader(self.path, BytesIO(content)), len(content)
-
-    def frame(self, at_bytes: int) -> "ExactReader":
-        """A reader of the one zstd frame that begins at a byte of an uncompressed file; this one is then elsewhere."""
-        self._stream.seek(at_bytes)
-        return ExactReader(self.path, _unpacked(self._stream, one_frame=True))
 
     def finish(self) -> None:
         """Make sure that nothing follows, and that the hashes hold."""
@@ -99,8 +97,10 @@ class ExactReader:
 def open_exactly(path: Path, compression: str = "", hashes: Mapping[str, str] | None = None) -> Iterator[ExactReader]:
     """Open a file, compressed as one of `COMPRESSIONS` says."""
     with open_binary(path) as file:
-        streams = {"": lambda: file, "gz": lambda: gzip.GzipFile(fileobj=file), "zstd": lambda: _unpacked(file)}
-        yield ExactReader(path, streams[compression](), hashes)
+        stream: Any = file
+        if compression:
+            stream = gzip.GzipFile(fileobj=file) if compression == "gz" else _unpacked(file)
+        yield ExactReader(path, stream, hashes)
 
 
 @contextmanager
@@ -116,9 +116,8 @@ def open_binary(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _unpacked(packed: BinaryIO | bytes, *, one_frame: bool = False) -> Any:
-    decompressor: Any = zstandard.ZstdDecompressor()  # its stubs know no sources but files
-    return decompressor.stream_reader(packed, read_across_frames=not one_frame, closefd=False)
+def _unpacked(packed: BinaryIO | bytes) -> Any:
+    return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True, closefd=False)
 
 
 def _hasher(name: str) -> Any:

@@ -1,14 +1,15 @@
 """ForeignStore: a store made of documents that other programs tokenized; every token is checked, none is changed.
 
 Whoever knows a format gives its files as `ForeignFile`s. Their samples become documents one by one, or are joined and
-cut after the end-of-document token. Files are sealed in groups of about 256 MiB (whole streams where samples are joined):
-a killed run continues after the last sealed group. Memory is one sample, one document and 24 bytes a document of a shard.
+cut after the end-of-document token. Files are sealed in groups of about 256 MiB (whole streams where samples are
+joined): a killed run continues after the last sealed group. Memory is one sample, one document and 24 bytes for each
+document of a shard.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,7 +170,8 @@ def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
         return False
     if not all(file.has_borders for file in files):
         return True
-    probed = [tokens for tokens, _ in islice(files[0].samples(), _PROBED_SAMPLES)]
+    samples = chain.from_iterable(file.samples() for file in files)
+    probed = [tokens for tokens, _ in islice(samples, _PROBED_SAMPLES)]
     equal = len(probed) >= _MIN_EQUAL_SAMPLES and len({len(tokens) for tokens in probed}) == 1
     return equal and any(bool((tokens == eod_id).any()) for tokens in probed)
 

@@ -2,7 +2,8 @@
 
 A chunk is u32 items, u32 offsets of the items and of the end, then the items: of a TokensLoader the tokens alone, else
 the u32 sizes of the leaves and the leaves. zstd packs whole chunks, batches of items (a directory before them) or
-single items. Memory is one item and 4 bytes for each of a chunk. Pickled and encrypted items are refused.
+single items. Memory is one item (or packed batch) and 4 bytes for each of a chunk. Pickled and encrypted items are
+refused.
 """
 
 import os
@@ -205,15 +206,18 @@ class _Chunk:
         offsets, item = self._offsets(chunk, num_items), 0
         if num_frames > num_items:
             raise CheckFailed(f"{self.path} has {num_frames} batches of {num_items} items", hint=AGAIN)
-        for first, count, at_bytes, _, content_bytes in _FRAME.iter_unpack(chunk.read(_FRAME.size * num_frames)):
+        for first, count, at_bytes, size_bytes, content_bytes in _FRAME.iter_unpack(
+            chunk.read(_FRAME.size * num_frames)
+        ):
             sizes = np.diff(offsets[first : first + count + 1]).tolist()
-            if first != item or len(sizes) != count or not count or sum(sizes) != content_bytes:
+            if (first, at_bytes) != (item, chunk.at) or not count == len(sizes) > 0 or sum(sizes) != content_bytes:
                 raise CheckFailed(f"{self.path}: its batch of items from {first} does not fit them", hint=AGAIN)
-            frame = chunk.frame(at_bytes)
-            for size_bytes in sizes:
-                yield frame, size_bytes, int(offsets[first])
+            frame = chunk.unpacking(size_bytes)
+            for item_bytes in sizes:
+                yield frame, item_bytes, int(offsets[first])
             frame.finish()
             item += count
+        chunk.finish()
         if item != num_items:
             raise CheckFailed(f"{self.path}: its batches hold {item} of {num_items} items", hint=AGAIN)
 

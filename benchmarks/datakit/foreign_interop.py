@@ -1,7 +1,7 @@
 """Does `datakit convert` give the documents that datatrove, MosaicML streaming and litdata wrote? One line a check.
 
---python names an interpreter that has those packages (and torch); this one needs none of them. Each writes real datasets of
-the same documents in every layout that is read; the stores made of them are compared token by token with the documents and
+--python names an interpreter that has those packages (and torch); this one needs none. Each writes real datasets of the
+same documents in every layout that is read; the stores made of them are compared token by token with the documents, and
 verified. Ends with exit code 1 if any check fails.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from datakit import train_tokenizer, verify
@@ -26,6 +25,11 @@ ROW_TOKENS = 64
 EOD = 0
 Documents = list[list[int]]
 Cases = Iterator[tuple[str, dict[str, Any], Documents | str]]  # dataset, choices, documents or words of the error
+
+VERSIONS = """
+import importlib.metadata, sys
+print(*(f"{name} {importlib.metadata.version(name)}" for name in sys.argv[1:]), sep=", ")
+"""
 
 DATATROVE = """
 import json, sys
@@ -85,7 +89,7 @@ def write(name, fn, inputs, chunk_bytes=1 << 14, **options):
 def tensor(tokens): return torch.tensor(tokens, dtype=torch.int64)
 def narrow(tokens): return torch.tensor(tokens, dtype=torch.uint16)
 def array(tokens): return np.array(tokens, dtype="uint16")
-def table(tokens): return {"text": "t" * len(tokens), "tokens": tensor(tokens), "mask": torch.ones(3, dtype=torch.int32)}
+def table(tokens): return {"text": "t" * len(tokens), "tokens": tensor(tokens), "mask": torch.ones(3).int()}
 def square(tokens): return {"ids": torch.tensor([tokens], dtype=torch.int32)}
 def numpy_square(tokens): return np.array([tokens], dtype="int32")
 def raw(tokens): return np.array(tokens, dtype="int32").tobytes()
@@ -102,6 +106,7 @@ if __name__ == "__main__":
     write("raw", raw, documents)
     for level in ("chunk", "batch", "sample"):
         write(f"zstd-{level}", tensor, documents, compression="zstd", compression_level=level)
+    write("small-batches", tensor, documents, compression="zstd:9", compression_batch_size=8)
     write("pickled", pickled, documents)
 """
 
@@ -112,9 +117,8 @@ def main() -> int:
         "--python", required=True, help="interpreter with datatrove, mosaicml-streaming, litdata, torch"
     )
     python = parser.parse_args().python
-    packages = ["datatrove", "mosaicml-streaming", "litdata", "torch"]
-    names = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in %r), sep=', ')" % packages
-    print(subprocess.run([python, "-c", names], capture_output=True, text=True, check=True).stdout.strip())
+    command = [python, "-c", VERSIONS, "datatrove", "mosaicml-streaming", "litdata", "torch"]
+    print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -193,6 +197,7 @@ def mds_cases(documents: Documents, rows: Documents) -> Cases:
 def litdata_cases(documents: Documents, rows: Documents) -> Cases:
     yield from ((name, {}, documents) for name in ("tokens", "narrow", "tree", "array", "square", "numpy"))
     yield from ((f"zstd-{level}", {}, documents) for level in ("chunk", "batch", "sample"))
+    yield "small-batches", {}, documents
     yield "packed", {}, cut(rows)
     yield "table", {"column": "tokens"}, documents
     yield "table", {}, "more than one leaf"
@@ -224,7 +229,7 @@ def check(
 
 def traced(origin: Any, tokens: Sequence[int]) -> bool:
     """Whether a document's first token stands, in some width, where its origin says (in files that are not packed)."""
-    if "zstd" in origin.path or origin.path.endswith((".zstd", ".gz")):
+    if any(word in origin.path for word in ("zstd", "batches", ".gz")):
         return True
     with open(origin.path, "rb") as file:
         file.seek(origin.offset_bytes)
