@@ -168,7 +168,13 @@ def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
     eod_id = identify_tokenizer(choices).eod_id
     if eod_id is None:
         return False
-    if not all(file.has_borders for file in files):
+    streams = [file.path for file in files if not file.has_borders]
+    if 0 < len(streams) < len(files):
+        raise UserError(
+            f"{streams[0]} has no borders between documents, other sources have",
+            hint="convert them apart and merge the stores, or choose --documents eod for all",
+        )
+    if streams:
         return True
     samples = chain.from_iterable(file.samples() for file in files)
     probed = [tokens for tokens, _ in islice(samples, _PROBED_SAMPLES)]

@@ -81,6 +81,8 @@ def test_a_file_without_index_is_cut_after_the_end_of_document_token(
     assert [store.origin(number).offset_bytes for number in range(5)] == [0, 6, 8, 14, 0]
     whole = from_datatrove([source], tmp_path / "w", Choices(tokenizer_path, documents="items"))
     assert documents_of(whole) == [[3, 1, 0, 0, 5, 5, 0, 7, 7]]
+    with pytest.raises(UserError, match=r"a\.ds has no borders between documents, other sources have"):
+        from_datatrove([source, write_ds(tmp_path / "c.ds", [[1]])], tmp_path / "m", Choices(tokenizer_path))
 
 
 def test_the_size_of_tokens_must_be_told_by_something(tmp_path: Path, tokenizer_path: str) -> None:

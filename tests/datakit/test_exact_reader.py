@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import exact_reader
-from datakit.exact_reader import open_exactly
+from datakit.exact_reader import ExactReader, open_exactly
 from threefold.errors import CheckFailed, UserError
 
 PACK = {"": bytes, "gz": gzip.compress, "zstd": zstandard.compress}
@@ -36,6 +36,11 @@ def test_pieces_come_as_they_are(
             reader.finish()
 
 
+def read_all(reader: ExactReader, size_bytes: int) -> None:
+    reader.read(size_bytes)
+    reader.finish()
+
+
 @pytest.mark.parametrize("compression", PACK)
 def test_every_cut_and_every_surplus_is_named(tmp_path: Path, compression: str) -> None:
     path, content = tmp_path / "a", bytes(range(100)) * 3
@@ -43,8 +48,7 @@ def test_every_cut_and_every_surplus_is_named(tmp_path: Path, compression: str) 
     for size_bytes in range(len(packed)):
         path.write_bytes(packed[:size_bytes])
         with open_exactly(path, compression) as reader, pytest.raises(CheckFailed, match=str(path)):
-            reader.read(len(content))
-            reader.finish()
+            read_all(reader, len(content))
     path.write_bytes(PACK[compression](content + b"1"))
     with open_exactly(path, compression) as reader:
         reader.read(len(content))
