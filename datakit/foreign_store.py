@@ -29,7 +29,7 @@ from threefold.errors import CheckFailed, UserError
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 ANEW = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
 _GROUP_BYTES = 256 << 20
-_PROBED_SAMPLES, _MIN_EQUAL_SAMPLES = 100, 16
+_PROBED_SAMPLES, _MIN_EQUAL_SAMPLES, _MIN_ZEROS = 100, 16, 16
 Fill = Callable[[Assembly, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
 
 
@@ -176,18 +176,29 @@ def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
         )
     if streams:
         return True
-    samples = chain.from_iterable(file.samples() for file in files)
-    probed = [tokens for tokens, _ in islice(samples, _PROBED_SAMPLES)]
-    equal = len(probed) >= _MIN_EQUAL_SAMPLES and len({len(tokens) for tokens in probed}) == 1
-    return equal and any(bool((tokens == eod_id).any()) for tokens in probed)
+    lengths, has_eod = [], False
+    for tokens in _probed(files):
+        lengths.append(len(tokens))
+        has_eod = has_eod or bool((tokens == eod_id).any())
+    return has_eod and len(lengths) >= _MIN_EQUAL_SAMPLES and len(set(lengths)) == 1
 
 
 def _refuse_narrow(files: Sequence[ForeignFile], dtype: str) -> None:
     """UserError where a dtype that the user gave is narrower than the tokens: every second one is then 0."""
-    for file in files[:1]:
-        probed = np.concatenate([np.empty(0, dtype), *(found for found, _ in islice(file.samples(), _PROBED_SAMPLES))])
-        if len(probed) > 1 and probed.any() and not probed[1::2].any():
-            raise UserError(f"{file.path} holds no {dtype}: every second token is 0", hint="--dtype of twice the size")
+    num_zeros, has_others = 0, False
+    for tokens in _probed(files):
+        if tokens[1::2].any():
+            return
+        num_zeros += len(tokens) // 2
+        has_others = has_others or bool(tokens.any())
+    if has_others and num_zeros >= _MIN_ZEROS:
+        raise UserError(f"{files[0].path} holds no {dtype}: every second token is 0", hint="--dtype of twice the size")
+
+
+def _probed(files: Sequence[ForeignFile]) -> Iterator[Tokens]:
+    """The first samples, one at a time."""
+    samples = chain.from_iterable(file.samples() for file in files)
+    return (tokens for tokens, _ in islice(samples, _PROBED_SAMPLES))
 
 
 def _streams(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:

@@ -136,7 +136,7 @@ class _MdsFile:
         return offsets
 
     def _tokens(self, reader: ExactReader, number: int, size_bytes: int) -> tuple[Tokens, int]:
-        begin, stop = reader.at, reader.at + size_bytes
+        stop = reader.at + size_bytes
         num_sizes = self.fixed_sizes.count(None)
         if 4 * num_sizes > size_bytes:
             raise self._damaged(number, f"has {size_bytes} bytes, too few for the sizes of its columns")
@@ -147,7 +147,6 @@ class _MdsFile:
         reader.skip(sum(sizes[: self.column.number]))
         at, data = reader.at, reader.read(sizes[self.column.number])
         reader.skip(stop - reader.at)
-        assert begin <= at <= stop
         tokens = self._decode(number, data)
         return tokens, at + len(data) - tokens.nbytes
 

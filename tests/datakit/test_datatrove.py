@@ -86,13 +86,16 @@ def test_a_file_without_index_is_cut_after_the_end_of_document_token(
 
 
 def test_the_size_of_tokens_must_be_told_by_something(tmp_path: Path, tokenizer_path: str) -> None:
-    bare = write_ds(tmp_path / "a.ds", [[1, 2, 0, 3]], 4, index=False, metadata=None)
+    bare = write_ds(tmp_path / "a.ds", [[1, 2, 0, *[3] * 20]], 4, index=False, metadata=None)
     with pytest.raises(UserError, match="neither metadata nor an index"):
         from_datatrove([bare], tmp_path / "s", Choices(tokenizer_path))
     with pytest.raises(UserError, match="every second token is 0"):
         from_datatrove([bare], tmp_path / "s", Choices(tokenizer_path, dtype="uint16"))
     store = from_datatrove([bare], tmp_path / "s", Choices(tokenizer_path, dtype="uint32"))
-    assert documents_of(store) == [[1, 2, 0], [3]]
+    assert documents_of(store) == [[1, 2, 0], [3] * 20]
+    few = write_ds(tmp_path / "few.ds", [[7, 0]] * 15, index=False, metadata=None)
+    short = from_datatrove([few], tmp_path / "f", Choices(tokenizer_path, dtype="uint16"))
+    assert documents_of(short) == [[7, 0]] * 15  # too few zeros to tell
     told = write_ds(tmp_path / "b.ds", [[1]], 2)
     with pytest.raises(UserError, match="has uint16 tokens, not uint32"):
         from_datatrove([told], tmp_path / "t", Choices(tokenizer_path, dtype="uint32"))
