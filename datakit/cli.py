@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from datakit import archive_verbs, store_verbs
+from datakit import archive_verbs, convert_verb, store_verbs
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
@@ -83,7 +83,7 @@ def build_parser() -> Parser:
     check.set_defaults(handler=_verify)
     store_verbs.add_stats(verbs)
     store_verbs.add_merge(verbs)
-    store_verbs.add_convert(verbs)
+    convert_verb.add_convert(verbs)
     store_verbs.add_diff(verbs)
     archive_verbs.add_archive(verbs)
     archive_verbs.add_unarchive(verbs)

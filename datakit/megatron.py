@@ -12,61 +12,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import xxhash
 
 from datakit.assembly import Assembly, assembling, remove_work
-from datakit.manifest import FILE_NAME, STORE_DTYPES, WORK_FOLDER, Manifest, ShardEntry, TokenizerIdentity
+from datakit.foreign_store import ANEW, Choices, check_tokens, make_store
+from datakit.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry, TokenizerIdentity
 from datakit.origins import document_check, origins_head
 from datakit.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, flush_to_disk, writing
 from datakit.store import TokenStore
-from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from threefold.errors import CheckFailed, StorageError, UserError
 
 _WINDOW_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 8 << 20
-_ANEW = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
 
 
 def from_megatron(
-    prefixes: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
-    tokenizer: str,
-    *,
-    eod_token: str = DEFAULT_EOD,
-    copy: bool = False,
+    prefixes: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], choices: Choices, *, copy: bool = False
 ) -> TokenStore:
-    """Make a store of the datasets `<prefix>.bin` and `<prefix>.idx`, one shard each; `tokenizer` is the file of the
-    one that made them.
+    """Make a store of the datasets `<prefix>.bin` and `<prefix>.idx`, one shard each.
 
-    UserError where a store cannot hold what they hold, or a token is beyond the vocabulary. The same call continues
-    after a kill, and gives the store where that is complete.
+    UserError where a store cannot hold what they hold, CheckFailed where a token is beyond the vocabulary. The same
+    call continues after a kill, and gives the store where that is complete.
     """
-    identity = identify(open_tokenizer(tokenizer), tokenizer, eod_token, required=eod_token != DEFAULT_EOD)
-    datasets, folder = [_Dataset.open(prefix) for prefix in prefixes], Path(output)
+    datasets = [_Dataset.open(prefix) for prefix in prefixes]
     dtype = _common_dtype(datasets)
     files = [file for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)]
-    sizes = [[str(file), file.stat().st_size] for file in files]
-    settings: dict[str, Any] = {
-        "converted_from": "megatron",
-        "input": {
-            "num_files": len(files),
-            "size_bytes": sum(size_bytes for _, size_bytes in sizes),
-            "xxh3_64": xxhash.xxh3_64_hexdigest(orjson.dumps(sizes)),
-        },
-    }
-    if (folder / FILE_NAME).exists():
-        found = Manifest.read(folder)
-        if (found.tokenizer, found.settings) == (identity, settings):
-            remove_work(folder)
-            return TokenStore.open(folder)
-    times = [file.stat().st_mtime_ns for file in files]
-    made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}
-    with assembling(folder, made_of, copy=copy) as assembly:
-        entries = [_add(assembly, number, dataset, identity) for number, dataset in enumerate(datasets)]
-        assembly.sync()
-        Manifest(dtype, identity, tuple(entries), settings).write(folder)
-    return TokenStore.open(folder)
+
+    def fill(assembly: Assembly, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
+        return dtype, [_add(assembly, number, dataset, identity) for number, dataset in enumerate(datasets)]
+
+    return make_store("megatron", files, output, choices, fill, copy=copy)
 
 
 def to_megatron(path: str | os.PathLike[str], output: str | os.PathLike[str], *, copy: bool = False) -> list[Path]:
@@ -112,9 +87,9 @@ class _Dataset:
         index = shard.index
         text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)
         if index.path.stat().st_size != text_bytes:
-            raise UserError(f"{index.path} has modes: it is multimodal, a store holds text alone", hint=_ANEW)
+            raise UserError(f"{index.path} has modes: it is multimodal, a store holds text alone", hint=ANEW)
         if index.num_documents >= 1 << 32:
-            raise UserError(f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=_ANEW)
+            raise UserError(f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=ANEW)
         return cls(prefix, shard)
 
     def windows(self) -> Iterator[tuple[int, Int64s]]:
@@ -135,7 +110,7 @@ class _Dataset:
             if len(wrong):
                 raise CheckFailed(
                     f"{index.path}: document {start + int(wrong[0])} does not begin where the one before it ends",
-                    hint=_ANEW,
+                    hint=ANEW,
                 )
             yield start, lengths
             at_bytes = int(ends[-1])
@@ -146,7 +121,7 @@ class _Dataset:
         if document is not None and document >= 0:
             first, last = (int(boundary) for boundary in index.document_index[document : document + 2])
             what += f": document {document} has {last - first}"
-        return UserError(f"{index.path} has {what}; a store's document is one sequence", hint=_ANEW)
+        return UserError(f"{index.path} has {what}; a store's document is one sequence", hint=ANEW)
 
 
 def _common_dtype(datasets: Sequence[_Dataset]) -> str:
@@ -156,7 +131,7 @@ def _common_dtype(datasets: Sequence[_Dataset]) -> str:
         return dtypes[0]
     lines = ["the datasets' tokens must all be uint16 or all be int32:"]
     lines += [f"  {dataset.prefix}: {dtype}" for dataset, dtype in zip(datasets, dtypes)]
-    raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them anew: {_ANEW}")
+    raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them anew: {ANEW}")
 
 
 def _add(assembly: Assembly, number: int, dataset: _Dataset, identity: TokenizerIdentity) -> ShardEntry:
@@ -218,7 +193,7 @@ def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[in
                 begin = int(ends[first - 1]) if first else 0
                 last = max(int(np.searchsorted(ends, begin + _BLOCK_BYTES, side="right")), first + 1)
                 block = file.read(int(ends[last - 1]) - begin)
-                _check_tokens(shard, block, start + first, ends[first:last] - begin, vocab_size)
+                _check_block(shard, block, start + first, ends[first:last] - begin, vocab_size)
                 stops = (ends[first:last] - begin).tolist()
                 pointers = shard.index.pointers[start + first : start + last].tolist()
                 checks = [
@@ -237,16 +212,12 @@ def _reading(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
-def _check_tokens(shard: TokenShard, block: bytes, first: int, ends: Int64s, vocab_size: int) -> None:
-    """UserError where a token of the documents from `first` on, which end at these bytes, is beyond the vocabulary."""
+def _check_block(shard: TokenShard, block: bytes, first: int, ends: Int64s, vocab_size: int) -> None:
+    """CheckFailed where the documents from `first` on, which end at these bytes, hold a token beyond the vocabulary."""
     if len(block) != ends[-1]:
         raise CheckFailed(f"{shard.bin_path} was cut short while it was read", hint=f"ls -l {shard.bin_path}")
     tokens = np.frombuffer(block, shard.dtype)
-    if not len(tokens) or (tokens.max() < vocab_size and tokens.min() >= 0):
-        return
-    at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
-    document = first + int(np.searchsorted(ends, at * shard.dtype.itemsize, side="right"))
-    raise UserError(
-        f"{shard.bin_path}: document {document} holds token {tokens[at]}, beyond the vocabulary of {vocab_size}",
-        hint="name the tokenizer that made the dataset with --tokenizer",
-    )
+    if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+        at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
+        document = first + int(np.searchsorted(ends, at * shard.dtype.itemsize, side="right"))
+        check_tokens(shard.bin_path, document, tokens[at : at + 1], vocab_size)

@@ -144,12 +144,13 @@ def add_merge(verbs: "Verbs") -> None:
     parser = verbs.add_parser("merge", help="make one store of several", description=_merge.__doc__)
     parser.add_argument("stores", nargs="+", metavar="STORE", help="stores of one tokenizer, in this order")
     parser.add_argument("--output", required=True, metavar="STORE", help="folder of the store; a rerun continues in it")
-    _add_copy_flag(parser)
+    add_copy_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(handler=_merge)
 
 
-def _add_copy_flag(parser: argparse.ArgumentParser) -> None:
+def add_copy_flag(parser: argparse.ArgumentParser) -> None:
+    """Let a verb copy files in place of linking them."""
     parser.add_argument(
         "--copy", action="store_true", help="copy the files, not link them: a link changes with its source"
     )
@@ -177,48 +178,6 @@ def print_store(store: "TokenStore", as_json: bool) -> None:
         print_json({"path": str(store.path), **counts, "fingerprint": store.fingerprint})
     else:
         print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {num_shards} shards")
-
-
-def add_convert(verbs: "Verbs") -> None:
-    """Add the verb `convert`."""
-    parser = verbs.add_parser("convert", help="Megatron's datasets to a store and back", description=_convert.__doc__)
-    parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="prefixes of PREFIX.bin and PREFIX.idx, or a store"
-    )
-    parser.add_argument("--to", choices=["store", "megatron"], default="store", help="what to make")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make; a rerun continues in it")
-    parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer that made the datasets; for --to store")
-    parser.add_argument("--eod-token", metavar="TOKEN", help="its end-of-document token, else <|endoftext|>")
-    _add_copy_flag(parser)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.set_defaults(handler=_convert)
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    """Make a store of Megatron's indexed datasets, one shard each, or indexed datasets of a store's shards. The tokens'
-    files are linked or copied as they are; into a store, every token is checked."""
-    from datakit.megatron import from_megatron, to_megatron
-    from datakit.tokenizer import DEFAULT_EOD
-
-    if arguments.to == "store":
-        if not arguments.tokenizer:
-            raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer tok.json")
-        eod_token = arguments.eod_token or DEFAULT_EOD
-        store = from_megatron(
-            arguments.sources, arguments.output, arguments.tokenizer, eod_token=eod_token, copy=arguments.copy
-        )
-        print_store(store, arguments.json)
-        return EXIT_OK
-    if len(arguments.sources) != 1 or arguments.tokenizer or arguments.eod_token:
-        raise UserError(
-            "--to megatron takes one store and no tokenizer", hint="datakit convert STORE --to megatron --output DIR"
-        )
-    prefixes = [str(prefix) for prefix in to_megatron(arguments.sources[0], arguments.output, copy=arguments.copy)]
-    if arguments.json:
-        print_json({"path": arguments.output, "prefixes": prefixes})
-    else:
-        print(*prefixes, sep="\n")
-    return EXIT_OK
 
 
 def add_diff(verbs: "Verbs") -> None:

@@ -2,17 +2,20 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from hypothesis import settings
+from hypothesis import strategies as st
 
+from datakit import TokenStore, verify
 from datakit.cli import main
 from datakit.rank_file import GPT2_PATTERN, sidecar_path
 from datakit.tokenizer import DEFAULT_EOD
 from datakit.tokenizer_training import train_tokenizer
+from threefold.errors import UserError
 
 Cli = Callable[..., int]
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
@@ -88,3 +91,42 @@ def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, by its path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def mutate(data: st.DataObject, folder: Path, names: Sequence[str]) -> None:
+    """Damage one of these files: cut it short, let it go on, or change bytes of it."""
+    path = folder / data.draw(st.sampled_from(list(names)))
+    content = bytearray(path.read_bytes())
+    how = data.draw(st.sampled_from(["cut", "more", "bytes", "words"]))
+    if how == "cut":
+        del content[data.draw(st.integers(0, len(content))) :]
+    elif how == "more":
+        content += data.draw(st.binary(min_size=1, max_size=9))
+    else:
+        value = (
+            st.binary(min_size=1, max_size=1)
+            if how == "bytes"
+            else st.sampled_from([b"\xff" * 4, b"\xff" * 8, b"\0" * 4])
+        )
+        for _ in range(data.draw(st.integers(1, 4))):
+            new = data.draw(value)
+            at = data.draw(st.integers(0, max(len(content) - len(new), 0)))
+            content[at : at + len(new)] = new
+    path.write_bytes(content)
+
+
+def named_or_sound(folder: Path, convert: Callable[[], TokenStore]) -> None:
+    """Damaged files of a folder give an error that names one of them, or a store of sound files."""
+    try:
+        store = convert()
+    except UserError as error:
+        if str(folder) not in error.message:
+            raise
+    else:
+        assert not verify(store.path)
+
+
+def documents_of(store: TokenStore) -> list[list[int]]:
+    """All documents of a store whose files are sound."""
+    assert not verify(store.path)
+    return [store.document(number).tolist() for number in range(store.num_documents)]

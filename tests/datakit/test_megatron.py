@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from datakit import TokenShard, TokenStore, megatron, verify, write_store
 from datakit.assembly import Assembly
+from datakit.foreign_store import Choices
 from datakit.megatron import from_megatron, to_megatron
 from datakit.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
 from tests.datakit.conftest import Cli, files_of
@@ -48,7 +49,7 @@ def test_datasets_become_a_store_and_datasets_again(
         for name, documents in (("b_text_document", DOCUMENTS), ("a", [[1, 2, 3]]), ("empty", []))
     ]
     spelled = [f"{prefixes[0]}.bin", f"{prefixes[1]}.idx", prefixes[2]]
-    store = from_megatron(spelled, tmp_path / "s", tokenizer_path, copy=copy)
+    store = from_megatron(spelled, tmp_path / "s", Choices(tokenizer_path), copy=copy)
     assert not verify(store.path)
     assert (store.dtype, store.num_documents, len(store.manifest.shards)) == (dtype, 7, 3)
     assert [store.document(number).tolist() for number in range(7)] == [*DOCUMENTS, [1, 2, 3]]
@@ -65,7 +66,7 @@ def test_datasets_become_a_store_and_datasets_again(
     for prefix, back in zip(prefixes, found, strict=True):
         for kind in ("bin", "idx"):
             assert Path(f"{prefix}.{kind}").read_bytes() == Path(f"{back}.{kind}").read_bytes()
-    again = from_megatron(found, tmp_path / "again", tokenizer_path)
+    again = from_megatron(found, tmp_path / "again", Choices(tokenizer_path))
     assert again.fingerprint == store.fingerprint
 
 
@@ -77,10 +78,10 @@ def test_blocks_and_windows_change_nothing(
     documents = [[(i + j) % 300 for j in range(length)] for i, length in enumerate(lengths)]
     prefix = write_dataset(folder / "d", documents)
     with pytest.MonkeyPatch.context() as patch:
-        whole = from_megatron([prefix], folder / "whole", tokenizer_path)
+        whole = from_megatron([prefix], folder / "whole", Choices(tokenizer_path))
         patch.setattr(megatron, "_WINDOW_DOCUMENTS", window)
         patch.setattr(megatron, "_BLOCK_BYTES", block_bytes)
-        cut = from_megatron([prefix], folder / "cut", tokenizer_path)
+        cut = from_megatron([prefix], folder / "cut", Choices(tokenizer_path))
     assert files_of(whole.path) == files_of(cut.path)
     assert not verify(cut.path)
     origins = cut.origins(0)
@@ -92,7 +93,7 @@ def test_a_killed_conversion_is_continued(
     tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, copy: bool
 ) -> None:
     prefixes = [write_dataset(tmp_path / name, DOCUMENTS) for name in "ab"]
-    whole = files_of(from_megatron(prefixes, tmp_path / "whole", tokenizer_path, copy=copy).path)
+    whole = files_of(from_megatron(prefixes, tmp_path / "whole", Choices(tokenizer_path), copy=copy).path)
     place, adopt, left = Assembly.place, Assembly.adopt, 0
 
     def step() -> None:
@@ -116,48 +117,50 @@ def test_a_killed_conversion_is_continued(
             patch.setattr(Assembly, "place", place_some)
             patch.setattr(Assembly, "adopt", adopt_some)
             with pytest.raises(KeyboardInterrupt):
-                from_megatron(prefixes, output, tokenizer_path, copy=copy)
+                from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
         with pytest.raises(UserError, match="was begun of other sources"):
-            from_megatron(prefixes[:1], output, tokenizer_path, copy=copy)
-        from_megatron(prefixes, output, tokenizer_path, copy=copy)
+            from_megatron(prefixes[:1], output, Choices(tokenizer_path), copy=copy)
+        from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
         assert files_of(output) == whole
 
 
 @pytest.mark.parametrize("token", [300, 65535])
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, tokenizer_path: str, token: int) -> None:
     store = write_store(tmp_path / "s", [[1]], vocab_size=400)
-    vocab_size = from_megatron([store.path / "shard-000000-000"], tmp_path / "m", tokenizer_path).vocab_size
+    vocab_size = from_megatron([store.path / "shard-000000-000"], tmp_path / "m", Choices(tokenizer_path)).vocab_size
     prefix = write_dataset(tmp_path / "d", [*DOCUMENTS, [], [0, max(token, vocab_size)]])
     with pytest.raises(UserError, match=f"document 7 holds token {max(token, vocab_size)}, beyond the vocabulary"):
-        from_megatron([prefix], tmp_path / "o", tokenizer_path)
-    from_megatron([write_dataset(tmp_path / "good", DOCUMENTS)], tmp_path / "o", tokenizer_path)  # it was left free
+        from_megatron([prefix], tmp_path / "o", Choices(tokenizer_path))
+    from_megatron(
+        [write_dataset(tmp_path / "good", DOCUMENTS)], tmp_path / "o", Choices(tokenizer_path)
+    )  # it was left free
     negative = write_dataset(tmp_path / "n", [[1], [-1]], "int32")
     with pytest.raises(UserError, match="document 1 holds token -1"):
-        from_megatron([negative], tmp_path / "p", tokenizer_path)
+        from_megatron([negative], tmp_path / "p", Choices(tokenizer_path))
 
 
 def test_what_a_store_cannot_hold_is_refused(tmp_path: Path, tokenizer_path: str) -> None:
     several = write_raw(tmp_path / "several", [2, 2, 2, 2], [0, 1, 3, 4])
     with pytest.raises(UserError, match="4 sequences in 3 documents: document 1 has 2; a store's document is one"):
-        from_megatron([several], tmp_path / "o1", tokenizer_path)
+        from_megatron([several], tmp_path / "o1", Choices(tokenizer_path))
     assert TokenShard(several).num_documents == 3
     swapped = write_raw(tmp_path / "swapped", [2, 2, 2, 2], [0, 1, 1, 3, 4])
     with pytest.raises(UserError, match="document 1 has 0"):
-        from_megatron([swapped], tmp_path / "o2", tokenizer_path)
+        from_megatron([swapped], tmp_path / "o2", Choices(tokenizer_path))
     outside = write_raw(tmp_path / "outside", [2, 2], [0, 1])
     with pytest.raises(UserError, match="2 sequences in 1 documents; a store's"):
-        from_megatron([outside], tmp_path / "o3", tokenizer_path)
+        from_megatron([outside], tmp_path / "o3", Choices(tokenizer_path))
     modes = write_raw(tmp_path / "modes", [2, 2], [0, 1, 2], modes=b"\0\1")
     with pytest.raises(UserError, match="has modes"):
-        from_megatron([modes], tmp_path / "o4", tokenizer_path)
+        from_megatron([modes], tmp_path / "o4", Choices(tokenizer_path))
     gap = write_raw(tmp_path / "gap", [2, 2], [0, 1, 2], first_byte=2)
     with pytest.raises(CheckFailed, match="document 0 does not begin"):
-        from_megatron([gap], tmp_path / "o5", tokenizer_path)
+        from_megatron([gap], tmp_path / "o5", Choices(tokenizer_path))
     bytes_only, wide = write_dataset(tmp_path / "u8", [[1]], "uint8"), write_dataset(tmp_path / "w", [[1]], "int32")
     with pytest.raises(UserError, match="uint8"):
-        from_megatron([bytes_only], tmp_path / "o6", tokenizer_path)
+        from_megatron([bytes_only], tmp_path / "o6", Choices(tokenizer_path))
     with pytest.raises(UserError) as caught:
-        from_megatron([wide, write_dataset(tmp_path / "d", [[1]])], tmp_path / "o7", tokenizer_path)
+        from_megatron([wide, write_dataset(tmp_path / "d", [[1]])], tmp_path / "o7", Choices(tokenizer_path))
     assert caught.value.message.splitlines()[1:] == [f"  {wide}: int32", f"  {tmp_path / 'd'}: uint16"]
 
 
@@ -167,7 +170,7 @@ def test_an_output_that_holds_something_is_refused(tmp_path: Path, tokenizer_pat
         with pytest.raises(UserError, match="is not empty"):
             to_megatron(store.path, store.path)
         with pytest.raises(UserError, match="is not empty"):
-            from_megatron([store.path / "shard-000000-000"], store.path, tokenizer_path)
+            from_megatron([store.path / "shard-000000-000"], store.path, Choices(tokenizer_path))
     assert not verify(store.path)
 
 

@@ -1,0 +1,126 @@
+"""ExactReader: the uncompressed bytes of a file, front to back, in pieces whose sizes something else has promised.
+
+Whatever ends too early, goes on too long or cannot be unpacked is a CheckFailed that names the file. Memory is one
+piece, and never more of it than the file really gives.
+"""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+import zstandard
+
+from datakit.shard import Int64s
+from threefold.errors import CheckFailed, StorageError, UserError
+
+MAX_PIECE_BYTES = 1 << 30
+COMPRESSIONS = ("", "gz", "zstd")
+AGAIN = "copy or download it again"
+_BLOCK_BYTES = 1 << 20
+
+
+class ExactReader:
+    """Reads pieces of known sizes from a stream; `at` is the offset in the uncompressed bytes."""
+
+    def __init__(self, path: Path, stream: BinaryIO, hashes: Mapping[str, str] | None = None) -> None:
+        """`hashes` are hexadecimal digests of all bytes by algorithm; `finish` compares those it can compute."""
+        self.path, self.at = path, 0
+        self._stream = stream
+        self._expected = dict(hashes or {})
+        self._hashers = {name: hasher for name in self._expected if (hasher := _hasher(name)) is not None}
+
+    def read(self, size_bytes: int) -> bytes:
+        """The next bytes, so many of them."""
+        if size_bytes > MAX_PIECE_BYTES:
+            raise CheckFailed(
+                f"{self.path}: {size_bytes} bytes in one piece at byte {self.at}, more than {MAX_PIECE_BYTES}",
+                hint=AGAIN,
+            )
+        return b"".join(self._blocks(size_bytes))
+
+    def skip(self, size_bytes: int) -> None:
+        """Pass over bytes."""
+        for _ in self._blocks(size_bytes):
+            pass
+
+    def unpacking(self, size_bytes: int) -> "ExactReader":
+        """A reader of what the next bytes hold, which zstd packed."""
+        return ExactReader(self.path, _unpacked(self.read(size_bytes)))
+
+    def unpack(self, size_bytes: int) -> "tuple[ExactReader, int]":
+        """A reader of what the next bytes hold, which zstd packed, and its size."""
+        packed, content = self.unpacking(size_bytes), bytearray()
+        while (block := packed._take(_BLOCK_BYTES)) and len(content) <= MAX_PIECE_BYTES:
+            content += block
+        return ExactReader(self.path, BytesIO(content)), len(content)
+
+    def finish(self) -> None:
+        """Make sure that nothing follows, and that the hashes hold."""
+        if self._take(1):
+            raise CheckFailed(f"{self.path} goes on after byte {self.at}, where it should end", hint=AGAIN)
+        for name, hasher in self._hashers.items():
+            if hasher.hexdigest() != self._expected[name]:
+                raise CheckFailed(f"{self.path} is damaged: its {name} does not hold", hint=AGAIN)
+
+    def offsets(self, count: int) -> Int64s:
+        """A table of u32 offsets; its count must have been checked against the size of the file."""
+        return np.frombuffer(self.read(4 * count), "<u4").astype(np.int64)
+
+    def _blocks(self, size_bytes: int) -> Iterator[bytes]:
+        while size_bytes:
+            block = self._take(min(size_bytes, _BLOCK_BYTES))
+            if not block:
+                raise CheckFailed(f"{self.path} is truncated: {size_bytes} bytes are missing at {self.at}", hint=AGAIN)
+            for hasher in self._hashers.values():
+                hasher.update(block)
+            self.at += len(block)
+            size_bytes -= len(block)
+            yield block
+
+    def _take(self, size_bytes: int) -> bytes:
+        try:
+            return self._stream.read(size_bytes)
+        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
+            raise CheckFailed(f"{self.path} is truncated or damaged: {error}", hint=AGAIN) from None
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}", hint=f"ls -l {self.path}") from error
+
+
+@contextmanager
+def open_exactly(path: Path, compression: str = "", hashes: Mapping[str, str] | None = None) -> Iterator[ExactReader]:
+    """Open a file, compressed as one of `COMPRESSIONS` says."""
+    with open_binary(path) as file:
+        stream: Any = file
+        if compression:
+            stream = gzip.GzipFile(fileobj=file) if compression == "gz" else _unpacked(file)
+        yield ExactReader(path, stream, hashes)
+
+
+@contextmanager
+def open_binary(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; UserError where it is missing, StorageError where it cannot be read."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing", hint=f"ls -l {path.parent}") from None
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+    with file:
+        yield file
+
+
+def _unpacked(packed: BinaryIO | bytes) -> Any:
+    return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True, closefd=False)
+
+
+def _hasher(name: str) -> Any:
+    if name in xxhash.algorithms_available:
+        return getattr(xxhash, name)()
+    return hashlib.new(name) if name in hashlib.algorithms_available and not name.startswith("shake") else None
