@@ -27,6 +27,7 @@ from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry, Token
 from datakit.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.shard import writing
 from datakit.store_writer import store_dtype
+from datakit.tags import require_matches
 from datakit.task import Task
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from datakit.worker_pool import WorkerPool
@@ -89,7 +90,9 @@ def preprocess(
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
     started_s = time.monotonic()
-    job = _Job(Path(output), recipe, find_inputs(inputs), item_bytes)
+    files = find_inputs(inputs)
+    require_matches(recipe.tags, [file.path for file in files])
+    job = _Job(Path(output), recipe, files, item_bytes)
     if job.is_complete():
         report(f"{output} is complete already")
         return job.summary([], 0.0)

@@ -9,6 +9,7 @@ from datakit.encoder import open_encoder
 from datakit.item import ItemEncoder
 from datakit.manifest import TokenizerIdentity
 from datakit.recipe import Recipe
+from datakit.tags import Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,6 @@ class Task:
     def from_line(cls, line: bytes) -> "Task":
         """The task of such a line."""
         raw = orjson.loads(line)
-        split = raw["recipe"]["split"]
-        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split)})
+        split, tags = raw["recipe"]["split"], raw["recipe"]["tags"]
+        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split), "tags": tuple(Tag(**tag) for tag in tags)})
         return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"])
