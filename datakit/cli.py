@@ -54,6 +54,11 @@ def build_parser() -> Parser:
         help="put fractions of the documents, by a hash of their text, into STORE/train and STORE/valid",
     )
     make.add_argument(
+        "--dedup",
+        action="store_true",
+        help="keep of all documents of equal text the first; reads the input twice",
+    )
+    make.add_argument(
         "--tag",
         action="append",
         type=_tag,
@@ -145,6 +150,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         skip_empty=arguments.skip_empty,
         max_chars=arguments.max_chars,
         tags=tuple(arguments.tags or ()),
+        dedup=arguments.dedup,
     )
     summary = preprocess(
         arguments.inputs,

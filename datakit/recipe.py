@@ -22,8 +22,8 @@ class Recipe:
     """How text becomes tokens: the tokenizer's file, its end-of-document token, and how documents are found and shared.
 
     `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
-    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py). `tags` name
-    parts of the input (see tags.py).
+    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), `dedup` those
+    whose text an earlier document of the input has (see duplicates.py). `tags` name parts of the input (see tags.py).
     """
 
     tokenizer: str
@@ -36,6 +36,7 @@ class Recipe:
     skip_empty: bool = False
     max_chars: int | None = None
     tags: tuple[Tag, ...] = ()
+    dedup: bool = False
 
     def __post_init__(self) -> None:
         if self.split is not None and (min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6):
@@ -66,6 +67,7 @@ class Recipe:
             "skip_empty": self.skip_empty,
             "max_chars": self.max_chars,
             "tags": [[tag.name, tag.pattern] for tag in self.tags],
+            "dedup": self.dedup,
         }
         return {
             "append_eod": self.append_eod,

@@ -1,15 +1,28 @@
 """Task: what all work items of a preprocessing run have in common, as it travels to the workers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import orjson
 
 from datakit.encoder import open_encoder
-from datakit.item import ItemEncoder
+from datakit.inputs import WorkItem
+from datakit.item import ItemEncoder, Progress
+from datakit.item_hashes import ItemHasher
 from datakit.manifest import TokenizerIdentity
 from datakit.recipe import Recipe
 from datakit.tags import Tag
+
+HASH = "hash"  # in place of a backend: the documents are only hashed
+
+
+class Sealer(Protocol):
+    """What does a run's work, item by item."""
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None]) -> None:
+        """Do all of an item's work and record it, or leave nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +34,10 @@ class Task:
     identity: TokenizerIdentity
     backend: str
 
-    def encoder(self) -> ItemEncoder:
+    def sealer(self) -> Sealer:
         """What seals the run's items, in the process that calls this."""
+        if self.backend == HASH:
+            return ItemHasher(Path(self.output), self.recipe.rules)
         return ItemEncoder(
             Path(self.output), self.recipe, open_encoder(self.recipe.tokenizer, self.backend), self.identity
         )

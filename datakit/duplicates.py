@@ -1,0 +1,191 @@
+"""Duplicates: the documents whose text an earlier one has, found by 128-bit hashes of all documents of all work items.
+
+The hashes are shuffled into buckets that fit into memory, each bucket tells its repeats, and these are shuffled back
+into the order of the input: O(documents) of sequential reading and writing, about 300 MiB of memory for any number of
+documents and of repeats. What comes out is one file, which tells each item the ordinals of its duplicates.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from datakit.documents import Document
+from datakit.manifest import WORK_FOLDER
+from datakit.shard import Int64s, blocks_of, flush_to_disk, writing
+from datakit.shuffle import MAX_BUCKETS, Shuffle, UInt64s
+from threefold.errors import UserError
+from threefold.storage.local import sync_folder
+
+HASH_BYTES = 16
+_HEADER = Struct("<8sQQ")  # magic, identity of the hashes, number of items
+_MAGIC = b"TFDUPLIC"
+_ITEM = np.dtype([("begin", "<u8"), ("num_duplicates", "<u8"), ("num_documents", "<u8")])
+_ROW_BYTES = 24  # a hash and the document's number in the corpus
+_BUCKET_BYTES, _HASH_RUN_BYTES, _PLACE_RUN_BYTES = 64 << 20, 128 << 20, 64 << 20
+_GROUP_DOCUMENTS = 1 << 22
+_READ_ORDINALS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ItemHashes:
+    """The file of the XXH3-128 of an item's documents in order (16 bytes each), their number, and its XXH3-64."""
+
+    path: Path
+    num_documents: int
+    xxh3_64: str
+
+    def blocks(self) -> Iterator[UInt64s]:
+        """The hashes in order, as rows of two numbers, some MiB at a time."""
+        for block in blocks_of(self.path):
+            yield np.frombuffer(block, "<u8").reshape(-1, 2)
+
+
+def duplicates_path(output: Path) -> Path:
+    """Where the duplicates of an output's input lie while it is made."""
+    return output / WORK_FOLDER / "duplicates"
+
+
+def find_repeats(hashes: UInt64s) -> npt.NDArray[np.bool_]:
+    """Which rows (of two numbers) equal a row before them."""
+    found = np.zeros(len(hashes), bool)
+    first = np.ascontiguousarray(hashes[:, 0])
+    order = np.argsort(first)
+    tied = np.flatnonzero(first[order[1:]] == first[order[:-1]])
+    suspects = found.copy()  # few, unless much repeats: only they are sorted by the whole row, and stably
+    suspects[order[tied]] = suspects[order[tied + 1]] = True
+    at = np.flatnonzero(suspects)
+    rows = hashes[at]
+    order = np.lexsort((rows[:, 1], rows[:, 0]))
+    repeats = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
+    found[at[order[1:][repeats]]] = True
+    return found
+
+
+def write_duplicates(path: Path, items: Sequence[ItemHashes]) -> int:
+    """Write the file of the duplicates of these items, whole or not at all; gives how many there are in all."""
+    starts = np.concatenate([[0], np.cumsum([item.num_documents for item in items], dtype=np.int64)])
+    num_groups = _groups(int(starts[-1]), _GROUP_DOCUMENTS)
+    group_documents = np.uint64(max(_GROUP_DOCUMENTS, -(-int(starts[-1]) // num_groups)))
+    temporary = path.with_name(f".{path.name}.tmp")
+    with Shuffle(path.parent, num_groups, 1, run_bytes=_PLACE_RUN_BYTES) as places:
+        for repeats in _repeats(path.parent, items, starts):
+            places.add(repeats // group_documents, repeats[:, None])
+        places.finish()
+        table = np.zeros(len(items), _ITEM)
+        table["num_documents"] = np.diff(starts)
+        with writing(path):
+            with temporary.open("wb") as file:
+                file.seek(_HEADER.size + table.nbytes)
+                for group in range(num_groups):
+                    numbers = [rows[:, 0] for rows in places.read(group, _PLACE_RUN_BYTES)]
+                    at = np.sort(np.concatenate(numbers)).astype(np.int64) if numbers else np.zeros(0, np.int64)
+                    owners = np.searchsorted(starts, at, side="right") - 1
+                    table["num_duplicates"] += np.bincount(owners, minlength=len(items)).astype(np.uint64)
+                    file.write((at - starts[owners]).astype("<u4").data)
+                table["begin"][1:] = np.cumsum(table["num_duplicates"])[:-1]
+                file.seek(0)
+                file.write(_HEADER.pack(_MAGIC, _identity(items), len(items)) + table.tobytes())
+                flush_to_disk(file)
+            temporary.replace(path)
+            sync_folder(path.parent)
+    return int(table["num_duplicates"].sum())
+
+
+def are_duplicates_of(path: Path, items: Sequence[ItemHashes]) -> bool:
+    """Whether a file of duplicates is there, and of these hashes."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+    except FileNotFoundError:
+        return False
+    return head == _HEADER.pack(_MAGIC, _identity(items), len(items))
+
+
+class Duplicates:
+    """An open file of duplicates, memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file that `write_duplicates` made."""
+        with path.open("rb") as file:
+            _, _, num_items = _HEADER.unpack(file.read(_HEADER.size))
+        self._items = np.memmap(path, _ITEM, "r", _HEADER.size, (num_items,))
+        begin = _HEADER.size + self._items.nbytes
+        has_any = path.stat().st_size > begin  # nothing can be mapped of nothing
+        self._ordinals = np.memmap(path, "<u4", "r", begin) if has_any else np.zeros(0, "<u4")
+
+    def of_item(self, number: int) -> "ItemDuplicates":
+        """The duplicates of one item, to be left out once."""
+        item = self._items[number]
+        begin, end = int(item["begin"]), int(item["begin"]) + int(item["num_duplicates"])
+        blocks = (self._ordinals[at : min(at + _READ_ORDINALS, end)] for at in range(begin, end, _READ_ORDINALS))
+        return ItemDuplicates((ordinal for block in blocks for ordinal in block.tolist()), int(item["num_documents"]))
+
+
+class ItemDuplicates:
+    """Leaves the duplicates out of an item's documents, and counts them."""
+
+    def __init__(self, ordinals: Iterator[int], num_documents: int) -> None:
+        """`ordinals` are those of the duplicates among the item's documents, ascending."""
+        self._ordinals, self._num_documents = ordinals, num_documents
+        self._next = next(ordinals, None)
+        self._passed = 0
+        self.num_left_out = 0
+
+    def leave_out(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Those of the item's next documents that are the first of their text."""
+        for document in documents:
+            is_duplicate = self._passed == self._next
+            self._passed += 1
+            if is_duplicate:
+                self.num_left_out += 1
+                self._next = next(self._ordinals, None)
+            else:
+                yield document
+
+    def require_all(self, path: str) -> None:
+        """UserError where the documents were not as many as were hashed; `path` names the item."""
+        if self._passed != self._num_documents:
+            raise UserError(
+                f"{path} changed while it was read: {self._num_documents} documents, then {self._passed}",
+                hint="rerun the same command when the input is complete",
+            )
+
+
+def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Iterator[UInt64s]:
+    """The numbers, in the whole corpus, of the documents that repeat an earlier one."""
+    num_buckets = _groups(int(starts[-1]), _BUCKET_BYTES // _ROW_BYTES)
+    with Shuffle(folder, num_buckets, 3, run_bytes=_HASH_RUN_BYTES) as shuffle:
+        for item, start in zip(items, starts.tolist()):
+            at = start
+            for hashes in item.blocks():
+                numbers = np.arange(at, at + len(hashes), dtype=np.uint64)
+                shuffle.add(_buckets(hashes[:, 0], num_buckets), np.column_stack([hashes, numbers]))
+                at += len(hashes)
+        shuffle.finish()
+        for bucket in range(num_buckets):
+            firsts = np.empty((0, 3), np.uint64)
+            for rows in shuffle.read(bucket, 2 * _BUCKET_BYTES):  # more than one only where some text repeats a lot
+                known = np.concatenate([firsts, rows])
+                is_repeat = find_repeats(known[:, :2])
+                yield known[is_repeat, 2]
+                firsts = known[~is_repeat]
+
+
+def _buckets(hashes: UInt64s, num_buckets: int) -> UInt64s:
+    """The bucket of each hash: its high 32 bits, as a fraction, of the buckets."""
+    return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
+
+
+def _groups(count: int, group: int) -> int:
+    """How many groups of a size some things make, at least one and no more than a shuffle can have."""
+    return min(max(-(-count // group), 1), MAX_BUCKETS)
+
+
+def _identity(items: Sequence[ItemHashes]) -> int:
+    return xxhash.xxh3_64_intdigest(orjson.dumps([[item.num_documents, item.xxh3_64] for item in items]))
