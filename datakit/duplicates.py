@@ -1,7 +1,7 @@
 """Duplicates: the documents whose text an earlier one has, found by 128-bit hashes of all documents of all work items.
 
 The hashes are shuffled into buckets that fit into memory, each bucket tells its repeats, and these are shuffled back
-into the order of the input: O(documents) of sequential reading and writing, about 300 MiB of memory for any number of
+into the order of the input: O(documents) of sequential reading and writing, 200 to 500 MiB of memory for any number of
 documents and of repeats. What comes out is one file, which tells each item the ordinals of its duplicates.
 """
 
@@ -27,7 +27,7 @@ _HEADER = Struct("<8sQQ")  # magic, identity of the hashes, number of items
 _MAGIC = b"TFDUPLIC"
 _ITEM = np.dtype([("begin", "<u8"), ("num_duplicates", "<u8"), ("num_documents", "<u8")])
 _ROW_BYTES = 24  # a hash and the document's number in the corpus
-_BUCKET_BYTES, _HASH_RUN_BYTES, _PLACE_RUN_BYTES = 64 << 20, 128 << 20, 64 << 20
+_BUCKET_BYTES, _HASH_RUN_BYTES, _PLACE_RUN_BYTES = 48 << 20, 128 << 20, 64 << 20
 _GROUP_DOCUMENTS = 1 << 22
 _READ_ORDINALS = 1 << 16
 
@@ -170,8 +170,8 @@ def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Itera
         shuffle.finish()
         for bucket in range(num_buckets):
             firsts = np.empty((0, 3), np.uint64)
-            for rows in shuffle.read(bucket, 2 * _BUCKET_BYTES):  # more than one only where some text repeats a lot
-                known = np.concatenate([firsts, rows])
+            for rows in shuffle.read(bucket, _BUCKET_BYTES * 5 // 4):  # again only where some text repeats a lot
+                known = np.concatenate([firsts, rows]) if len(firsts) else rows
                 is_repeat = find_repeats(known[:, :2])
                 yield known[is_repeat, 2]
                 firsts = known[~is_repeat]

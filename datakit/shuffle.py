@@ -60,19 +60,21 @@ class Shuffle:
     def read(self, bucket: int, max_bytes: int) -> Iterator[UInt64s]:
         """The rows of a bucket, in the order they were put in, at most `max_bytes` at a time."""
         max_rows = max(max_bytes // self._row_bytes, 1)
-        pieces: list[UInt64s] = []
-        room = max_rows
+        left = sum(int(begins[bucket + 1] - begins[bucket]) for _, begins in self._runs)
+        rows, filled = self._room(min(left, max_rows)), 0
         for first_row, begins in self._runs:
             at, stop = first_row + int(begins[bucket]), first_row + int(begins[bucket + 1])
             while at < stop:
-                count = min(stop - at, room)
-                pieces.append(self._read_rows(at, count))
-                at, room = at + count, room - count
-                if not room:
-                    yield np.concatenate(pieces)
-                    pieces, room = [], max_rows
-        if pieces:
-            yield np.concatenate(pieces)
+                count = min(stop - at, len(rows) - filled)
+                self._read_rows(at, rows[filled : filled + count])
+                at, filled = at + count, filled + count
+                if filled == len(rows):
+                    yield rows
+                    left -= filled
+                    rows, filled = self._room(min(left, max_rows)), 0
+
+    def _room(self, num_rows: int) -> UInt64s:
+        return np.empty((num_rows, self._rows.shape[1]), np.uint64)
 
     def _write_run(self) -> None:
         count, self._filled = self._filled, 0
@@ -85,15 +87,13 @@ class Shuffle:
         self._runs.append((self._first_row, begins))
         self._first_row += count
 
-    def _read_rows(self, first: int, count: int) -> UInt64s:
-        size_bytes = count * self._row_bytes
+    def _read_rows(self, first: int, rows: UInt64s) -> None:
         try:
-            data = os.pread(self._file.fileno(), size_bytes, first * self._row_bytes)
+            num_bytes = os.preadv(self._file.fileno(), [rows.data], first * self._row_bytes)
         except OSError as error:
             raise StorageError(f"cannot read a temporary file in {self._folder}: {error.strerror}") from error
-        if len(data) != size_bytes:
-            raise StorageError(f"a temporary file in {self._folder} gave {len(data)} bytes of {size_bytes}")
-        return np.frombuffer(data, np.uint64).reshape(count, -1)
+        if num_bytes != rows.nbytes:
+            raise StorageError(f"a temporary file in {self._folder} gave {num_bytes} bytes of {rows.nbytes}")
 
     def __enter__(self) -> "Shuffle":
         return self

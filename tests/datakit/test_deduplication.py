@@ -1,5 +1,6 @@
 """Deduplication: the first of equal texts of a whole corpus is kept, with any workers, rules and splits, and kills."""
 
+import glob
 import json
 import os
 import shutil
@@ -170,7 +171,7 @@ def command(corpus: Path, output: Path, tokenizer_path: str, *flags: str) -> lis
     ]  # fmt: skip
 
 
-def test_killed_at_every_step_to_disk_and_rerun_gives_the_same_bytes(
+def test_killed_at_one_write_to_disk_after_the_other_and_rerun_gives_the_same_bytes(
     tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli
 ) -> None:
     if shutil.which("strace") is None:
@@ -179,7 +180,7 @@ def test_killed_at_every_step_to_disk_and_rerun_gives_the_same_bytes(
     assert cli(*command(corpus, tmp_path / "whole", tokenizer_path, *flags)[3:]) == 0
     codes: list[int] = []
     while 0 not in codes:  # by turns the command itself, and whichever of its processes comes so far first
-        fault = f"inject=fsync,rename,unlink:signal=KILL:when={3 + 2 * len(codes)}"
+        fault = f"inject=fsync:signal=KILL:when={2 + len(codes)}"
         strace = ["strace", *["-f"] * (len(codes) % 2), "-qq", "-o", "/dev/null", "-e", fault]
         words = [*strace, *command(corpus, tmp_path / "killed", tokenizer_path, *flags)]
         codes.append(subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode)
@@ -195,23 +196,25 @@ def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i % 60} {text}" for i in range(100) for text in documents[:300]])
     flags = ["--workers", "2", "--item-size", "256KiB"]
-    begun_s = time.monotonic()
     subprocess.run(command(source, tmp_path / "whole", tokenizer_path, *flags), check=True, cwd=ROOT, timeout=300)
-    took_s = time.monotonic() - begun_s
-    killed: set[str] = set()
-    for attempt in range(12):
-        words = command(source, tmp_path / "killed", tokenizer_path, *flags)
-        process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        time.sleep(0.4 + took_s * 0.07 * attempt)
-        work = tmp_path / "killed" / ".work"
-        killed |= {"tokenizing" if (work / "duplicates").exists() else "hashing"} if work.exists() else set()
+    work, killed = tmp_path / "killed" / ".work", set[str]()
+
+    def num_records() -> int:
+        return len(glob.glob(f"{work}/*/*.json"))  # which bears that files go meanwhile
+
+    for attempt in range(40):
+        before = num_records()
+        process = subprocess.Popen(command(source, tmp_path / "killed", tokenizer_path, *flags), cwd=ROOT)
+        while process.poll() is None and num_records() < before + 12:
+            time.sleep(0.001 * attempt)  # from 0: a moment of its own in each attempt
+        if process.poll() is not None:
+            break
+        killed.add("tokenizing" if (work / "duplicates").exists() else "hashing")
         workers = psutil.Process(process.pid).children()
         chosen = process.pid if victim == "parent" or not workers else workers[attempt % len(workers)].pid
         os.kill(chosen, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.wait(timeout=60)
         psutil.wait_procs(workers, timeout=20)
-        if process.returncode == 0:
-            break
     subprocess.run(command(source, tmp_path / "killed", tokenizer_path, *flags), check=True, cwd=ROOT, timeout=300)
     assert killed == {"hashing", "tokenizing"}
     whole = files_of(tmp_path / "whole")
