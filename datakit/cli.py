@@ -5,10 +5,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from datakit import archive_verbs, convert_verb, store_verbs
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
+
+if TYPE_CHECKING:
+    from datakit.tags import Tag
 
 INPUT_HELP = "files, folders, globs or URLs of such, of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
 STORED_HELP = "a store or an archive, in a folder, on s3:// or at any fsspec URL"
@@ -53,6 +57,19 @@ def build_parser() -> Parser:
         type=_fractions,
         metavar="A,B",
         help="put fractions of the documents, by a hash of their text, into STORE/train and STORE/valid",
+    )
+    make.add_argument(
+        "--dedup",
+        action="store_true",
+        help="keep of all documents of equal text the first; reads the input twice",
+    )
+    make.add_argument(
+        "--tag",
+        action="append",
+        type=_tag,
+        dest="tags",
+        metavar="NAME=GLOB",
+        help="name a part of the input, a folder or glob of files, for stats and inspect; the first match counts",
     )
     make.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
     make.add_argument("--engine", choices=["local", "ray"], default="local", help="processes here, or actors on Ray")
@@ -139,6 +156,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         skip_invalid=arguments.skip_invalid,
         skip_empty=arguments.skip_empty,
         max_chars=arguments.max_chars,
+        tags=tuple(arguments.tags or ()),
+        dedup=arguments.dedup,
     )
     summary = preprocess(
         arguments.inputs,
@@ -255,6 +274,15 @@ def _fractions(text: str) -> tuple[float, float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no pair of fractions like 0.99,0.01") from None
     return first, second
+
+
+def _tag(text: str) -> "Tag":
+    from datakit.tags import Tag
+
+    try:
+        return Tag.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _size(text: str) -> int:

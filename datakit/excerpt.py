@@ -18,12 +18,13 @@ _REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no whole charac
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens [start, start + num_tokens) of one document, and where that document came from."""
+    """The tokens [start, start + num_tokens) of one document, where that document came from, and the tag it has."""
 
     document: int
     start: int
     num_tokens: int
     origin: Origin
+    tag: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
             hint=f"datakit inspect {store.path} --document {max(store.num_documents - 1, 0)}",
         )
     tokens = store.document(number)
-    return Excerpt(store.first_token(number), tokens, (Part(number, 0, len(tokens), store.origin(number)),))
+    return Excerpt(store.first_token(number), tokens, (_part(store, number, 0, len(tokens)),))
 
 
 def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
@@ -103,5 +104,9 @@ def _parts(store: TokenStore, start: int, stop: int) -> Iterator[Part]:
         document = store.document_at(at)
         first = store.first_token(document)
         end = min(stop, first + len(store.document(document)))
-        yield Part(document, at - first, end - at, store.origin(document))
+        yield _part(store, document, at - first, end - at)
         at = end
+
+
+def _part(store: TokenStore, document: int, start: int, num_tokens: int) -> Part:
+    return Part(document, start, num_tokens, store.origin(document), store.tag(document))

@@ -7,7 +7,7 @@ most the item's work, and two encoders at the same item, as after a node that wa
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from datakit.documents import Document, DocumentReader
+from datakit.duplicates import Duplicates
 from datakit.encoder import Encoder
 from datakit.inputs import FileSlice, WorkItem
 from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity
@@ -27,6 +28,7 @@ from threefold.errors import UserError
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
+RECORDS_FOLDER = f"{WORK_FOLDER}/items"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class ItemEncoder:
         self._output, self._recipe, self._encoder = output, recipe, encoder
         self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
         self._eod_id = identity.eod_id if recipe.append_eod else None
+        self._duplicates = Duplicates(output) if recipe.dedup else None
         self._scratch = output.scratch / secrets.token_hex(8)
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
@@ -62,10 +65,11 @@ class ItemEncoder:
         writers = {part: _ShardSequence(self._work(part), item.number, self._dtype.name) for part in self._recipe.parts}
         num_lines = input_bytes = num_tokens = 0
         skipped: Counter[str] = Counter()
+        duplicates = self._duplicates and self._duplicates.of_item(item.number)
         try:
             for part in item.slices:
                 reader = DocumentReader(part, self._recipe.rules)
-                for batch in _batches(reader):
+                for batch in _batches(duplicates.leave_out(reader) if duplicates else reader):
                     encoded = self._encode(part, batch)
                     for document, ids in zip(batch, encoded, strict=True):
                         target = writers[self._recipe.part_of(document.text)].current()
@@ -75,6 +79,9 @@ class ItemEncoder:
                     report(Progress(input_bytes, num_tokens))
                 num_lines += reader.num_lines
                 skipped += reader.skipped
+            if duplicates:
+                duplicates.require_all(item.slices[0].file.path)
+                skipped += Counter(duplicate=duplicates.num_left_out)
             shards = {part: writer.finish() for part, writer in writers.items()}
         except BaseException:
             for writer in writers.values():
@@ -146,7 +153,7 @@ def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord |
 
 
 def _record_key(item: WorkItem) -> str:
-    return f"{WORK_FOLDER}/items/{item.number:06}.json"
+    return f"{RECORDS_FOLDER}/{item.number:06}.json"
 
 
 def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
@@ -174,7 +181,7 @@ def _shard_entry(raw: dict[str, object]) -> ShardEntry:
     return ShardEntry(**raw, **digests)  # type: ignore[arg-type]
 
 
-def _batches(documents: DocumentReader) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
     for document in documents:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from datakit.inputs import open_file
 from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest
 from datakit.remote_file import is_url
 from datakit.shard import blocks_of, writing
@@ -28,7 +29,7 @@ from threefold.storage.repeating import open_repeating, repeating
 NOTE = f"{WORK_FOLDER}/recipe.json"
 LOCK_PATIENCE_S = 5.0
 UPLOAD_MEMORY_BYTES = 48 << 20
-_NUM_READERS = 16
+_NUM_READERS, _BLOCK_BYTES = 16, 4 << 20
 
 
 class Output:
@@ -78,22 +79,33 @@ class Output:
                 found = self.read(NOTE)
         return found or note
 
-    def adopt(self, part: str, files: Iterable[Path]) -> None:
-        """Move finished, durable files into one of the output's stores."""
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of a file of the output."""
+        [content] = self._storage.read_ranges(key, [(start, stop)])
+        return content
+
+    def blocks(self, key: str) -> Iterator[bytes]:
+        """The bytes of a file of the output, some MiB at a time."""
+        with open_file(f"{self.place}/{key}") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+
+    def adopt(self, folder: str, files: Iterable[Path]) -> None:
+        """Move finished, durable files into one of the output's stores, or another folder of it."""
         if self.folder is None:
             for file in files:
-                self._upload(file, key_of(part, file.name))
+                self._upload(file, key_of(folder, file.name))
             return
-        store = self.folder / part
-        with writing(store):
-            store.mkdir(parents=True, exist_ok=True)
+        target = self.folder / folder
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
             for file in files:
-                file.replace(store / file.name)
-            sync_folder(store)
+                file.replace(target / file.name)
+            sync_folder(target)
 
-    def sizes(self, part: str = "") -> dict[str, int]:
-        """The size in bytes of all that is there, by key."""
-        return {info.key: info.size_bytes for info in self._storage.list(key_of(part, ""))}
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """The size in bytes of all that is there, or below a folder, by key."""
+        return {info.key: info.size_bytes for info in self._storage.list(key_of(folder, ""))}
 
     def remove_shards(self, part: str, *, but: set[str]) -> None:
         """Remove the shards of one of the output's stores, except those of these names."""
@@ -101,10 +113,14 @@ class Output:
         names = [name for name in keys if name.startswith("shard-") and Path(name).stem not in but]
         self._storage.delete([key_of(part, name) for name in names])
 
+    def remove_folder(self, folder: str) -> None:
+        """Remove all files below a folder of the output."""
+        self._storage.delete(list(self.sizes(folder)))
+
     def remove_work(self) -> None:
         """Remove all that only an unfinished output needs."""
         if self.folder is None:
-            self._storage.delete(list(self.sizes(WORK_FOLDER)))
+            self.remove_folder(WORK_FOLDER)
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextmanager

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from datakit.deduplication import find_duplicates
 from datakit.documents import DocumentReader
 from datakit.encoder import AUTO, choose_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
@@ -24,7 +26,8 @@ from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
 from datakit.output import Output, key_of
 from datakit.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.store_writer import store_dtype
-from datakit.task import Task
+from datakit.tags import require_matches
+from datakit.task import HASH, Task
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from datakit.worker_pool import WorkerPool
 from threefold.errors import StorageError, UserError
@@ -84,15 +87,20 @@ def preprocess(
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
     started_s = time.monotonic()
-    job = _Job(Output(os.fspath(output)), recipe, find_inputs(inputs), item_bytes)
+    files = find_inputs(inputs)
+    require_matches(recipe.tags, [file.path for file in files])
+    job = _Job(Output(os.fspath(output)), recipe, files, item_bytes)
     if job.is_complete():
         report(f"{output} is complete already")
         return job.summary([], 0.0)
     with job.output.locked() as lock:
         job.begin()
+        open_pool = partial(_open_pool, engine, num_workers, lock, ray_address)
+        if recipe.dedup:
+            find_duplicates(job.output, job.items, partial(_hash, job, open_pool, report), report)
         missing = job.missing()
         if missing:
-            with _open_pool(engine, min(num_workers, len(missing)), lock, ray_address) as pool:
+            with open_pool(len(missing)) as pool:
                 choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
                 report(f"tokenizing with {choice.backend}: {choice.reason}")
                 _seal(job, missing, Task(job.output.place, recipe, job.identity, choice.backend), pool, report)
@@ -112,12 +120,27 @@ def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
     return texts
 
 
-def _open_pool(engine: str, num_workers: int, lock: int, ray_address: str | None) -> "WorkerPool | RayPool":
+def _open_pool(
+    engine: str, num_workers: int, lock: int, ray_address: str | None, num_items: int
+) -> "WorkerPool | RayPool":
+    num_workers = min(num_workers, num_items)
     if engine == "local":
         return WorkerPool(num_workers, keep_open=lock)
     from datakit.ray_pool import RayPool
 
     return RayPool(num_workers, address=ray_address)
+
+
+def _hash(
+    job: "_Job",
+    open_pool: Callable[[int], "WorkerPool | RayPool"],
+    report: Callable[[str], None],
+    items: list[WorkItem],
+) -> None:
+    """Let workers hash the items' documents."""
+    with open_pool(len(items)) as pool:
+        task = Task(job.output.place, job.recipe, job.identity, HASH)
+        _seal(job, items, task, pool, lambda line: report(f"reading for duplicates: {line}"))
 
 
 def _seal(
@@ -163,8 +186,9 @@ class _Meter:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
         megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
         return (
-            f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB, {megabytes / elapsed_s:.1f} MB/s, "
-            f"{tokens / elapsed_s:,.0f} tokens/s" + self._left(elapsed_s)
+            f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB, {megabytes / elapsed_s:.1f} MB/s"
+            + (f", {tokens / elapsed_s:,.0f} tokens/s" if tokens else "")
+            + self._left(elapsed_s)
         )
 
     def _left(self, elapsed_s: float) -> str:

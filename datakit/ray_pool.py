@@ -130,7 +130,7 @@ class _Sealer:
 
     def __init__(self, task: Task, folder: str) -> None:
         os.chdir(folder)  # relative paths mean what they mean to the user
-        self._encoder = task.encoder()
+        self._sealer = task.sealer()
 
     def is_placed(self) -> bool:
         """Answers once the actor runs."""
@@ -138,7 +138,7 @@ class _Sealer:
 
     def seal(self, item: WorkItem) -> dict[str, Any]:
         """Seal one item; the message that tells how that went."""
-        return seal_item(self._encoder, item, lambda _: None)
+        return seal_item(self._sealer, item, lambda _: None)
 
 
 def _import_ray() -> Any:

@@ -10,6 +10,7 @@ import xxhash
 from datakit.documents import DocumentRules
 from datakit.inputs import InputFile
 from datakit.manifest import TokenizerIdentity
+from datakit.tags import Tag
 from datakit.tokenizer import DEFAULT_EOD
 from threefold.errors import UserError
 
@@ -21,7 +22,8 @@ class Recipe:
     """How text becomes tokens: the tokenizer's file, its end-of-document token, and how documents are found and shared.
 
     `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
-    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py).
+    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), `dedup` those
+    whose text an earlier document of the input has (see duplicates.py). `tags` name parts of the input (see tags.py).
     """
 
     tokenizer: str
@@ -33,6 +35,8 @@ class Recipe:
     skip_invalid: bool = False
     skip_empty: bool = False
     max_chars: int | None = None
+    tags: tuple[Tag, ...] = ()
+    dedup: bool = False
 
     def __post_init__(self) -> None:
         if self.split is not None and (min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6):
@@ -57,15 +61,21 @@ class Recipe:
         return TRAIN if xxhash.xxh3_64_intdigest(text.encode()) < self.split[0] * 2**64 else VALID
 
     def settings(self, part: str) -> dict[str, Any]:
-        """What a store's manifest says of its making, paths and machine left out; of skipping, only what is on."""
-        skipping = {"skip_invalid": self.skip_invalid, "skip_empty": self.skip_empty, "max_chars": self.max_chars}
+        """What a store's manifest says of its making, paths and machine left out; of options, only what is on."""
+        options = {
+            "skip_invalid": self.skip_invalid,
+            "skip_empty": self.skip_empty,
+            "max_chars": self.max_chars,
+            "tags": [[tag.name, tag.pattern] for tag in self.tags],
+            "dedup": self.dedup,
+        }
         return {
             "append_eod": self.append_eod,
             "text_key": self.text_key,
             "txt_split": self.txt_split,
             "split": None if self.split is None else list(self.split),
             "part": part,
-            **{name: value for name, value in skipping.items() if value},
+            **{name: value for name, value in options.items() if value},
         }
 
 

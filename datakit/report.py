@@ -68,12 +68,19 @@ def render_report(statistics: Statistics) -> str:
     ]
     body += [
         _table(["length", "documents", "tokens"], rows),
+        *_tags(statistics),
         "<h2>Tokens by source file</h2>",
         _bars("tokens", [_short(name) for name, _, _ in sources], [tokens for _, _, tokens in sources], lying=True),
         _table(["source", "documents", "tokens"], sources),
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _tags(statistics: Statistics) -> list[str]:
+    """The part on tags, where there are any."""
+    rows = [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in statistics.tags]
+    return ["<h2>Tokens by tag</h2>", _table(["tag", "documents", "tokens"], rows)] if rows else []
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str | int]]) -> str:

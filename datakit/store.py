@@ -6,14 +6,16 @@ are mapped at first use; at most `MAX_OPEN_SHARDS` stay mapped, so that stores o
 
 import os
 from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
-from datakit.manifest import Manifest, ShardEntry
+from datakit.manifest import FILE_NAME, Manifest, ShardEntry
 from datakit.origins import Origin, Origins
 from datakit.shard import FileDigest, Int64s, Tokens, TokenShard
+from datakit.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError
 
 MAX_OPEN_SHARDS = 4096
@@ -117,6 +119,16 @@ class TokenStore:
         """Where one document came from."""
         shard, first = self._locate_document(number)
         return self.origins(shard)[number - first]
+
+    @cached_property
+    def tags(self) -> StoreTags:
+        """The tags of its source files."""
+        return StoreTags(self.manifest, self.path / FILE_NAME)
+
+    def tag(self, number: int) -> str | None:
+        """The tag of the file that one document came from, None where it has none."""
+        shard, _ = self._locate_document(number)
+        return self.tags.of(shard, self.origin(number).path)
 
     def origins(self, shard: int) -> Origins:
         """The origins of one shard's documents."""

@@ -1,4 +1,4 @@
-"""Statistics of stores: how long documents are and which files the tokens came from; exact, in one pass over the index.
+"""Statistics of stores: how long documents are and where the tokens came from; exact, in one pass over the index.
 
 O(documents), without reading a token. Memory is one table of 8 MiB, windows of a million documents, and the counts of
 each source file: lengths below 2^20 tokens are counted in the table, the few documents beyond one by one.
@@ -63,6 +63,15 @@ class SourceCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TagCounts:
+    """What came from the source files of one tag; `name` is None for those without."""
+
+    name: str | None
+    num_documents: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class OtherSources:
     """What came from all source files that are not named."""
 
@@ -73,7 +82,10 @@ class OtherSources:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What is known of some stores together; `sources` are those of most tokens, `other_sources` all others."""
+    """What is known of some stores together; `sources` are those of most tokens, `other_sources` all others.
+
+    `tags` are all that have documents, those of most tokens first, and then what has none; empty where nothing has one.
+    """
 
     stores: tuple[StoreCounts, ...]
     num_documents: int
@@ -83,6 +95,7 @@ class Statistics:
     histogram: tuple[Bucket, ...]
     sources: tuple[SourceCounts, ...]
     other_sources: OtherSources
+    tags: tuple[TagCounts, ...]
 
 
 def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
@@ -102,6 +115,7 @@ def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
         histogram=tuple(lengths.histogram()),
         sources=named,
         other_sources=others,
+        tags=sources.tags(),
     )
 
 
@@ -113,13 +127,14 @@ def _count_shard(store: TokenStore, number: int, lengths: "_LengthCounts", sourc
         what = f"{index.num_sequences} sequences, its manifest says {entry.num_documents} documents"
         raise _damaged(store, index.path, what)
     num_tokens, paths = 0, origins.sources()
+    tags = [store.tags.of(number, path) for path in paths] if store.tags else [None] * len(paths)
     for start in range(0, index.num_sequences, _WINDOW_DOCUMENTS):
         window = index.lengths[start : start + _WINDOW_DOCUMENTS].astype(np.int64)
         if window.min() < 0:
             raise _damaged(store, index.path, f"a document of {window.min()} tokens")
         num_tokens += int(window.sum())
         lengths.add(window)
-        sources.add(paths, origins, start, window)
+        sources.add(paths, tags, origins, start, window)
     if num_tokens != entry.num_tokens:
         raise _damaged(store, index.path, f"{num_tokens} tokens, its manifest says {entry.num_tokens}")
 
@@ -170,14 +185,16 @@ class _LengthCounts:
 
 
 class _SourceCounts:
-    """Documents and tokens of each source file."""
+    """Documents and tokens of each source file and of each tag."""
 
     def __init__(self) -> None:
+        self._tag_documents: Counter[str | None] = Counter()
+        self._tag_tokens: Counter[str | None] = Counter()
         self._documents: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
 
-    def add(self, paths: list[str], origins: Origins, start: int, lengths: Int64s) -> None:
-        """Count the documents from `start` on of a shard, which have these lengths."""
+    def add(self, paths: list[str], tags: Sequence[str | None], origins: Origins, start: int, lengths: Int64s) -> None:
+        """Count the documents from `start` on of a shard, which have these lengths; each path has its tag."""
         numbers = origins.source_numbers[start : start + len(lengths)].astype(np.int64)
         if numbers.max() >= len(paths):
             what = f"{origins.path} is damaged: a document names source {numbers.max()} of {len(paths)}"
@@ -188,6 +205,8 @@ class _SourceCounts:
         for number, num_documents, num_tokens in zip(found.tolist(), np.bincount(inverse).tolist(), tokens.tolist()):
             self._documents[paths[number]] += num_documents
             self._tokens[paths[number]] += num_tokens
+            self._tag_documents[tags[number]] += num_documents
+            self._tag_tokens[tags[number]] += num_tokens
 
     def ranked(self) -> tuple[tuple[SourceCounts, ...], OtherSources]:
         """The sources of most tokens, the first by name among equals, and the sum of the others."""
@@ -201,6 +220,12 @@ class _SourceCounts:
             num_tokens=self._tokens.total() - sum(source.num_tokens for source in named),
         )
         return named, others
+
+    def tags(self) -> tuple[TagCounts, ...]:
+        """The tags of most tokens first, the first by name among equals; what has none last."""
+        names = sorted(filter(None, self._tag_tokens), key=lambda name: (-self._tag_tokens[name], name))
+        every = [*names, *([None] if names and None in self._tag_tokens else [])]
+        return tuple(TagCounts(name, self._tag_documents[name], self._tag_tokens[name]) for name in every)
 
 
 def _damaged(store: TokenStore, file: Path, what: str) -> CheckFailed:

@@ -63,7 +63,13 @@ def inspect_excerpt(arguments: argparse.Namespace) -> int:
             "ids": excerpt.tokens.tolist(),
             "text": tokenizer.decode(excerpt.tokens) if tokenizer else None,
             "sources": [
-                {"document": part.document, "start": part.start, "num_tokens": part.num_tokens, **asdict(part.origin)}
+                {
+                    "document": part.document,
+                    "start": part.start,
+                    "num_tokens": part.num_tokens,
+                    **asdict(part.origin),
+                    "tag": part.tag,
+                }
                 for part in excerpt.parts
             ],
         }
@@ -79,6 +85,7 @@ def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
         print(
             f"document {part.document:,}, tokens {part.start:,} to {part.start + part.num_tokens:,}: "
             f"{origin.path or 'no source'}, line {origin.line:,}, byte {origin.offset_bytes:,}"
+            + (f", tag {part.tag}" if part.tag else "")
         )
         if tokenizer is None:
             print(*ids.tolist())
@@ -99,7 +106,7 @@ def add_stats(verbs: "Verbs") -> None:
 
 
 def _stats(arguments: argparse.Namespace) -> int:
-    """Count documents and tokens by length and by source file, exactly, from the indices alone."""
+    """Count documents and tokens by length, by tag and by source file, exactly, from the indices alone."""
     from datakit.report import require_plots, write_report
     from datakit.store_statistics import statistics
 
@@ -131,6 +138,10 @@ def _print_statistics(found: "Statistics") -> None:
     for bucket in found.histogram:
         length = f"{bucket.min_length:,} to {bucket.max_length:,}" if bucket.max_length > 1 else f"{bucket.max_length}"
         print(f"{length:>21}  {bucket.num_documents:>14,}  {bucket.num_tokens:>18,}")
+    if found.tags:
+        print(f"\n{'tokens':>18}  {'documents':>14}  tag")
+    for tag in found.tags:
+        print(f"{tag.num_tokens:>18,}  {tag.num_documents:>14,}  {tag.name or 'no tag'}")
     print(f"\n{'tokens':>18}  {'documents':>14}  source")
     for source in found.sources:
         print(f"{source.num_tokens:>18,}  {source.num_documents:>14,}  {source.path or 'no source'}")

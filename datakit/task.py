@@ -1,14 +1,28 @@
 """Task: what all work items of a preprocessing run have in common, as it travels to the workers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import orjson
 
 from datakit.encoder import open_encoder
-from datakit.item import ItemEncoder
+from datakit.inputs import WorkItem
+from datakit.item import ItemEncoder, Progress
+from datakit.item_hashes import ItemHasher
 from datakit.manifest import TokenizerIdentity
 from datakit.output import Output
 from datakit.recipe import Recipe
+from datakit.tags import Tag
+
+HASH = "hash"  # in place of a backend: the documents are only hashed
+
+
+class Sealer(Protocol):
+    """What does a run's work, item by item."""
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None]) -> None:
+        """Do all of an item's work and record it, or leave nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +34,12 @@ class Task:
     identity: TokenizerIdentity
     backend: str
 
-    def encoder(self) -> ItemEncoder:
+    def sealer(self) -> Sealer:
         """What seals the run's items, in the process that calls this."""
-        encoder = open_encoder(self.recipe.tokenizer, self.backend)
-        return ItemEncoder(Output(self.output), self.recipe, encoder, self.identity)
+        output = Output(self.output)
+        if self.backend == HASH:
+            return ItemHasher(output, self.recipe.rules)
+        return ItemEncoder(output, self.recipe, open_encoder(self.recipe.tokenizer, self.backend), self.identity)
 
     def to_line(self) -> bytes:
         """The task as one line of JSON."""
@@ -33,6 +49,6 @@ class Task:
     def from_line(cls, line: bytes) -> "Task":
         """The task of such a line."""
         raw = orjson.loads(line)
-        split = raw["recipe"]["split"]
-        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split)})
+        split, tags = raw["recipe"]["split"], raw["recipe"]["tags"]
+        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split), "tags": tuple(Tag(**tag) for tag in tags)})
         return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"])

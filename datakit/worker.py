@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from datakit.inputs import FileSlice, InputFile, WorkItem
-from datakit.item import ItemEncoder, Progress
-from datakit.task import Task
+from datakit.item import Progress
+from datakit.task import Sealer, Task
 from threefold.errors import StorageError, UserError
 
 PROGRESS_INTERVAL_S = 0.5
@@ -32,9 +32,9 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may mix with the messages
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(messages,), daemon=True).start()
-    encoder = Task.from_line(messages.get()).encoder()
+    sealer = Task.from_line(messages.get()).sealer()
     while True:
-        _serve(encoder, _parse_item(orjson.loads(messages.get())), answers)
+        _serve(sealer, _parse_item(orjson.loads(messages.get())), answers)
 
 
 def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
@@ -43,7 +43,7 @@ def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
     os._exit(1)  # the parent is gone
 
 
-def seal_item(encoder: ItemEncoder, item: WorkItem, progress: Callable[[Progress], None]) -> dict[str, Any]:
+def seal_item(sealer: Sealer, item: WorkItem, progress: Callable[[Progress], None]) -> dict[str, Any]:
     """Seal one item; the message that says so, or says what is wrong with it."""
     latest = Progress(0, 0)
 
@@ -53,7 +53,7 @@ def seal_item(encoder: ItemEncoder, item: WorkItem, progress: Callable[[Progress
         progress(found)
 
     try:
-        encoder.seal(item, report)
+        sealer.seal(item, report)
     except OSError as error:
         return {"error": {"io": True, "message": str(error), "hint": None}}
     except UserError as error:
@@ -61,7 +61,7 @@ def seal_item(encoder: ItemEncoder, item: WorkItem, progress: Callable[[Progress
     return {"sealed": item.number, "progress": asdict(latest)}
 
 
-def _serve(encoder: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
+def _serve(sealer: Sealer, item: WorkItem, answers: BinaryIO) -> None:
     reported_s = time.monotonic()
 
     def report(progress: Progress) -> None:
@@ -70,7 +70,7 @@ def _serve(encoder: ItemEncoder, item: WorkItem, answers: BinaryIO) -> None:
             reported_s = time.monotonic()
             _send(answers, {"progress": progress})
 
-    _send(answers, seal_item(encoder, item, report))
+    _send(answers, seal_item(sealer, item, report))
 
 
 def _send(answers: BinaryIO, message: dict[str, Any]) -> None:
