@@ -20,7 +20,7 @@ from datakit.inputs import FileSlice, is_lines, open_file
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
-_READ_BYTES = 1 << 20
+_READ_BYTES = 256 << 10  # well below what an allocator takes from the system anew each time
 _ZSTD_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
 _ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; memory is what a file's own window takes
 

@@ -18,7 +18,7 @@ from datakit.tokenizer import Ids, Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
-MAX_CACHE_BYTES, CHECK_CHARACTERS = 32 << 20, 4 << 20
+MAX_CACHE_BYTES, CHECK_CHARACTERS = 96 << 20, 4 << 20
 
 PROBE = (
     "", " ", "\n", "\t \n\n  x", "  two  spaces   three ", "a\r\nb\r\r\n", "trailing \n ", "\x00\x01\x7f", "x" * 3000,
@@ -87,7 +87,7 @@ def probe_fault(path: str, reference: Tokenizer, texts: Sequence[str]) -> str | 
 
 
 class GigatokenEncoder:
-    """gigatoken over a `tokenizer.json` or a sentencepiece `.model`; its cache is kept below about 32 MiB."""
+    """gigatoken over a `tokenizer.json` or a sentencepiece `.model`; its cache is kept below about 96 MiB."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
