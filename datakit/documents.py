@@ -10,7 +10,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import BytesIO
+from typing import BinaryIO, NamedTuple
 
 import orjson
 import zstandard
@@ -21,13 +22,12 @@ from datakit.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
-_READ_BYTES = 1 << 20
+_READ_BYTES = 256 << 10  # well below what an allocator takes from the system anew each time
 _ZSTD_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
 _ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; memory is what a file's own window takes
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A text and where it stands: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input.
 
     In files of columns the line is the row, the offset 0, and the bytes are those of the text.
@@ -175,15 +175,16 @@ def _lines(part: FileSlice) -> Iterator[tuple[int, bytes]]:
     rest: list[bytes] = []  # a line that goes on in the next block
     rest_bytes = 0
     for block in _blocks(part):
-        at = 0
-        while (newline := block.find(b"\n", at)) >= 0:
-            rest.append(block[at : newline + 1])
-            content = b"".join(rest)
+        for content in BytesIO(block):
+            if not content.endswith(b"\n"):
+                rest.append(content)
+                rest_bytes += len(content)
+                continue
+            if rest:
+                content = b"".join([*rest, content])
+                rest, rest_bytes = [], 0
             yield offset, content
             offset += len(content)
-            rest, rest_bytes, at = [], 0, newline + 1
-        rest.append(block[at:])
-        rest_bytes += len(block) - at
         if rest_bytes > MAX_LINE_BYTES:
             raise UserError(
                 f"{part.file.path}: the line at byte {offset} is longer than {MAX_LINE_BYTES} bytes",

@@ -31,7 +31,7 @@ from datakit.tokenizer import Ids, TextFault, Tokenizer, gave_up, open_tokenizer
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
-MAX_CACHE_BYTES, CHECK_CHARACTERS = 32 << 20, 4 << 20
+MAX_CACHE_BYTES, CHECK_CHARACTERS = 96 << 20, 4 << 20
 
 SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
     GPT2_PATTERN: "gpt2",
@@ -104,7 +104,7 @@ def probe_fault(path: str, reference: Tokenizer, texts: Sequence[str]) -> str | 
 
 
 class GigatokenEncoder:
-    """gigatoken over a file of any kind; its cache is kept below about 32 MiB, and doubtful texts from it."""
+    """gigatoken over a file of any kind; its cache is kept below about 96 MiB, and doubtful texts from it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -26,7 +27,7 @@ from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Ids, TextFault
 from threefold.errors import UserError
 
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 16, 1024
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
 RECORDS_FOLDER = f"{WORK_FOLDER}/items"
 
@@ -62,7 +63,8 @@ class ItemEncoder:
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
         """Make the item's shards and its record, or nothing."""
-        writers = {part: _ShardSequence(self._work(part), item.number, self._dtype.name) for part in self._recipe.parts}
+        end = [] if self._eod_id is None else [self._eod_id]
+        writers = {part: _ShardSequence(self._work(part), item.number, self._dtype, end) for part in self._recipe.parts}
         num_lines = input_bytes = num_tokens = 0
         skipped: Counter[str] = Counter()
         duplicates = self._duplicates and self._duplicates.of_item(item.number)
@@ -71,11 +73,13 @@ class ItemEncoder:
                 reader = DocumentReader(part, self._recipe.rules)
                 for batch in _batches(duplicates.leave_out(reader) if duplicates else reader):
                     encoded = self._encode(part, batch)
+                    shares: dict[str, list[tuple[Document, Ids]]] = {}
                     for document, ids in zip(batch, encoded, strict=True):
-                        target = writers[self._recipe.part_of(document.text)].current()
-                        target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
-                        input_bytes += document.input_bytes
-                        num_tokens += len(ids)
+                        shares.setdefault(self._recipe.part_of(document.text), []).append((document, ids))
+                    input_bytes += sum(document.input_bytes for document in batch)
+                    num_tokens += sum(map(len, encoded))
+                    for store, share in shares.items():
+                        writers[store].extend(share, part.file.path)
                     report(Progress(input_bytes, num_tokens))
                 num_lines += reader.num_lines
                 skipped += reader.skipped
@@ -99,13 +103,6 @@ class ItemEncoder:
             place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
             raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
 
-    def _token_bytes(self, ids: Ids) -> bytes:
-        tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
-        tokens[: len(ids)] = ids
-        if self._eod_id is not None:
-            tokens[-1] = self._eod_id
-        return tokens.tobytes()
-
     def _work(self, part: str) -> Path:
         folder = self._scratch / part
         with writing(folder):
@@ -114,20 +111,37 @@ class ItemEncoder:
 
 
 class _ShardSequence:
-    """The shards that one item puts into one store: the next begins where one is full."""
+    """The shards that one item puts into one store, each document with `end` after it; the next where one is full."""
 
-    def __init__(self, folder: Path, item_number: int, dtype: str) -> None:
+    def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: list[int]) -> None:
         self._folder, self._item_number, self._dtype = folder, item_number, dtype
+        self._end = np.array(end, dtype)
         self._open: StoreShardWriter | None = None
         self._finished: list[ShardEntry] = []
 
-    def current(self) -> StoreShardWriter:
+    def extend(self, documents: list[tuple[Document, Ids]], path: str) -> None:
+        """Append documents of one file."""
+        while documents:
+            lengths = [len(ids) + len(self._end) for _, ids in documents]
+            target = self._current()
+            count = target.room(lengths)
+            pieces = [piece for _, ids in documents[:count] for piece in (ids, self._end)]
+            target.extend(
+                np.concatenate(pieces, dtype=self._dtype, casting="unsafe").tobytes(),
+                lengths[:count],
+                path,
+                [document.offset_bytes for document, _ in documents[:count]],
+                [document.line for document, _ in documents[:count]],
+            )
+            documents = documents[count:]
+
+    def _current(self) -> StoreShardWriter:
         if self._open is not None and self._open.is_full:
             self._finished.append(self._open.finish())
             self._open = None
         if self._open is None:
             name = f"shard-{self._item_number:06}-{len(self._finished):03}"
-            self._open = StoreShardWriter(self._folder / name, self._dtype)
+            self._open = StoreShardWriter(self._folder / name, self._dtype.name)
         return self._open
 
     def finish(self) -> list[ShardEntry]:

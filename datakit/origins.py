@@ -7,6 +7,7 @@ layout stands in docs/formats/token-store.md.
 
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,11 +96,20 @@ class OriginsWriter:
 
     def add(self, path: str, offset_bytes: int, line: int, tokens: bytes) -> None:
         """Append one document; `line` counts from 0 within the work item."""
+        self.extend(path, [offset_bytes], [line], tokens, [len(tokens)])
+
+    def extend(
+        self, path: str, offsets: Sequence[int], lines: Sequence[int], tokens: bytes, sizes: Sequence[int]
+    ) -> None:
+        """Append documents of one source: a column of each, the bytes of all their tokens, and how many each has."""
         source = self._paths.setdefault(path, len(self._paths))
-        self._offsets.append(offset_bytes)
-        self._sources.append(source)
-        self._lines.append(line)
-        self._checks.append(document_check(tokens, offset_bytes, source, line))
+        self._offsets.extend(offsets)
+        self._sources.extend([source] * len(offsets))
+        self._lines.extend(lines)
+        at = 0
+        for offset_bytes, line, size_bytes in zip(offsets, lines, sizes, strict=True):
+            self._checks.append(document_check(tokens[at : at + size_bytes], offset_bytes, source, line))
+            at += size_bytes
 
     def encode(self) -> bytes:
         """The content of the `.origin` file."""

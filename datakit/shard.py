@@ -8,7 +8,7 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,14 +124,17 @@ class ShardWriter:
 
     def add(self, tokens: bytes) -> None:
         """Append one document, given as the little-endian bytes of its tokens."""
-        num_tokens = len(tokens) // self.dtype.itemsize
-        if num_tokens > MAX_DOCUMENT_TOKENS:
-            raise UserError(f"a document of {num_tokens} tokens; the index holds up to {MAX_DOCUMENT_TOKENS} each")
+        self.extend(tokens, [len(tokens) // self.dtype.itemsize])
+
+    def extend(self, tokens: bytes, lengths: Sequence[int]) -> None:
+        """Append documents of these many tokens each, given as the little-endian bytes of them all."""
+        if (longest := max(lengths, default=0)) > MAX_DOCUMENT_TOKENS:
+            raise UserError(f"a document of {longest} tokens; the index holds up to {MAX_DOCUMENT_TOKENS} each")
         with writing(self.bin_path):
             self._file.write(tokens)
         self._hash.update(tokens)
-        self._lengths.append(num_tokens)
-        self.num_tokens += num_tokens
+        self._lengths.extend(lengths)
+        self.num_tokens += sum(lengths)
 
     def finish(self) -> tuple[FileDigest, FileDigest]:
         """Write the index, make both files durable, and give the digests of `.bin` and `.idx`."""

@@ -35,13 +35,25 @@ class StoreShardWriter:
     @property
     def is_full(self) -> bool:
         """Whether a next document belongs into a new shard."""
-        size_bytes = self._tokens.num_tokens * self._tokens.dtype.itemsize
-        return self._tokens.num_documents >= MAX_SHARD_DOCUMENTS or size_bytes >= MAX_SHARD_BYTES
+        return self.room([0]) == 0
+
+    def room(self, lengths: Sequence[int]) -> int:
+        """How many of the next documents, of these many tokens each, belong into this shard."""
+        shard = self._tokens
+        sizes_before = (shard.num_tokens + np.cumsum(lengths) - lengths) * shard.dtype.itemsize
+        return min(int(np.count_nonzero(sizes_before < MAX_SHARD_BYTES)), MAX_SHARD_DOCUMENTS - shard.num_documents)
 
     def add(self, tokens: bytes, path: str, offset_bytes: int, line: int) -> None:
         """Append one document: its tokens' little-endian bytes, its file, offset, and line from 0 in the work item."""
-        self._tokens.add(tokens)
-        self._origins.add(path, offset_bytes, line, tokens)
+        self.extend(tokens, [len(tokens) // self._tokens.dtype.itemsize], path, [offset_bytes], [line])
+
+    def extend(
+        self, tokens: bytes, lengths: Sequence[int], path: str, offsets: Sequence[int], lines: Sequence[int]
+    ) -> None:
+        """Append documents of one file, one after the other: the bytes of all their tokens, and a column of each."""
+        self._tokens.extend(tokens, lengths)
+        itemsize = self._tokens.dtype.itemsize
+        self._origins.extend(path, offsets, lines, tokens, [length * itemsize for length in lengths])
 
     def finish(self) -> ShardEntry:
         """Make all three files durable and give the manifest's entry for them."""

@@ -16,12 +16,14 @@ from datakit.inputs import WorkItem
 from datakit.task import Task
 from threefold.errors import StorageError, UserError
 
-# One thread each; and large frees go back to the system: glibc would keep a long document's memory for ever.
+# One thread each; and large frees go back to the system: glibc would keep a long document's memory for ever. A few free
+# MiB stay (glibc's 128 KiB are too few where thresholds are set), or every batch would fault its memory in again.
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
 }
 
 
