@@ -1,4 +1,4 @@
-"""One work item: its documents are read, tokenized and sealed as shards; memory is 64 KiB of text or one document.
+"""One work item: its documents are read, tokenized and sealed as shards; memory is 256 KiB of text or one document.
 
 An item is sealed in three moves: its shards are written in a scratch folder of the encoder's own, moved or uploaded
 into their store, and then recorded, all durably. Only the record makes an item done, so a kill at any moment costs at
