@@ -64,15 +64,20 @@ def open_encoder(path: str | os.PathLike[str], backend: str) -> Encoder:
     return GigatokenEncoder(Path(path)) if backend == FAST else open_tokenizer(path)
 
 
+def require_backend(asked: str, path: str, reference: Tokenizer) -> None:
+    """UserError where a backend cannot read a tokenizer file for its kind alone."""
+    if asked not in (AUTO, FAST, reference.kind):
+        raise UserError(f"{path} is read by {reference.kind}, not by {asked}", hint=f"--tokenizer-backend {AUTO}")
+
+
 def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[str]) -> Choice:
     """The backend for a tokenizer file: what was asked for, or for "auto" the fastest that passes the probe.
 
     `texts` are some of the input's own. UserError where the backend that was asked for reads no such file, or fails.
     """
+    require_backend(asked, path, reference)
     if asked == reference.kind:
         return Choice(asked, "as asked for")
-    if asked not in (AUTO, FAST):
-        raise UserError(f"{path} is read by {reference.kind}, not by {asked}", hint=f"--tokenizer-backend {AUTO}")
     probe = [*PROBE, *texts_of_tokens(reference.added_tokens()), *texts]
     fault = probe_fault(path, reference, probe)
     if fault is None:

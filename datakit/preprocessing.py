@@ -19,7 +19,7 @@ import orjson
 
 from datakit.deduplication import find_duplicates
 from datakit.documents import DocumentReader
-from datakit.encoder import AUTO, choose_backend
+from datakit.encoder import AUTO, choose_backend, require_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.item import ItemRecord, read_records
 from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
@@ -90,6 +90,7 @@ def preprocess(
     files = find_inputs(inputs)
     require_matches(recipe.tags, [file.path for file in files])
     job = _Job(Output(os.fspath(output)), recipe, files, item_bytes)
+    require_backend(backend, recipe.tokenizer, job.tokenizer)
     if job.is_complete():
         report(f"{output} is complete already")
         return job.summary([], 0.0)

@@ -88,8 +88,9 @@ def test_the_size_of_an_item_depends_on_the_input_alone() -> None:
         return default_item_bytes([InputFile("a", "jsonl", "", num_bytes, 0)])
 
     assert size_of(1) == MIN_ITEM_BYTES
-    assert size_of(10**9) == 32 << 20
+    assert size_of(10**9) == 16 << 20
     assert size_of(10**13) == MAX_ITEM_BYTES
+    assert all(2 * size_of(num_bytes) < num_bytes / 20 for num_bytes in range(4 * 10**8, 10**10, 7_654_321))
 
 
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,11 +129,12 @@ def test_an_object_store_that_fails_gives_the_same_bytes(
 def test_a_killed_run_continues_on_the_object_store(
     s3_url: str, s3_proxy: FaultProxy, tmp_path: Path, corpus: Path, tokenizer_path: str
 ) -> None:
-    recipe = Recipe(tokenizer_path, append_eod=True)
+    recipe = Recipe(tokenizer_path, append_eod=True, dedup=True)
     whole = preprocess([str(corpus)], f"{s3_url}/whole", recipe, item_bytes=10_000)
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.2)  # so that there is a middle to kill in
     command = [sys.executable, "-m", "datakit", "preprocess", str(corpus), "--output", f"{s3_url}/killed",
-               "--tokenizer", tokenizer_path, "--append-eod", "--item-size", "10000", "--workers", "2"]  # fmt: skip
+               "--tokenizer", tokenizer_path, "--append-eod", "--dedup", "--item-size", "10000",
+               "--workers", "2"]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
     storage = open_storage(f"{s3_url}/killed")
     while sum(1 for _ in storage.list(".work/items/")) < 3:
@@ -144,6 +145,7 @@ def test_a_killed_run_continues_on_the_object_store(
     s3_proxy.fault = Fault()
     assert storage.info("manifest.json") is None
     summary = preprocess([str(corpus)], f"{s3_url}/killed", recipe, item_bytes=10_000)
+    assert summary.skipped["duplicate"] > 600
     assert 3 <= summary.num_items_done_before < summary.num_items == whole.num_items
     assert objects_of(f"{s3_url}/killed") == objects_of(f"{s3_url}/whole")
     again = preprocess([str(corpus)], f"{s3_url}/killed/", recipe, item_bytes=10_000)

@@ -43,9 +43,10 @@ def kill_tree(process: psutil.Process) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
     """The address of two nodes on loopback, and the second one's process."""
     pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token of other clusters may lie in the home folder
     address = f"127.0.0.1:{free_port()}"
     nodes = [start_node("--head", f"--port={address[10:]}", "--include-dashboard=false")]
     try:
@@ -75,7 +76,7 @@ def wait_for(address: str, num_nodes: int) -> None:
 
 def preprocess(store: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "datakit", "preprocess", "a.jsonl", "--output", str(store), "--tokenizer",
-               "tok.json", "--append-eod", "--workers", "2", "--item-size", "64KiB", *flags]  # fmt: skip
+               "tok.json", "--append-eod", "--dedup", "--workers", "2", "--item-size", "64KiB", *flags]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=store.parent, env=environment, stderr=subprocess.PIPE, text=True)
 
