@@ -66,7 +66,7 @@ class ItemEncoder:
             for part in item.slices:
                 reader = DocumentReader(part, self._recipe.rules)
                 for batch in _batches(reader):
-                    encoded = self._encode(part, batch)
+                    encoded = self._encode(part, batch, skipped)
                     for document, ids in zip(batch, encoded, strict=True):
                         target = writers[self._recipe.part_of(document.text)].current()
                         target.add(self._token_bytes(ids), part.file.path, document.offset_bytes, document.line)
@@ -85,12 +85,17 @@ class ItemEncoder:
         record = ItemRecord(item, num_lines, input_bytes, shards, skipped)
         self._output.write(_record_key(item), orjson.dumps(record))
 
-    def _encode(self, part: FileSlice, batch: list[Document]) -> list[Ids]:
-        try:
-            return self._encoder.encode_batch([document.text for document in batch])
-        except TextFault as fault:
-            place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
-            raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
+    def _encode(self, part: FileSlice, batch: list[Document], skipped: Counter[str]) -> list[Ids]:
+        """The ids of each document; one on which the tokenizer gives up leaves the batch where invalid ones may."""
+        while True:
+            try:
+                return self._encoder.encode_batch([document.text for document in batch])
+            except TextFault as fault:
+                if not self._recipe.skip_invalid:
+                    place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
+                    raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
+                skipped["invalid"] += 1
+                del batch[fault.number]
 
     def _token_bytes(self, ids: Ids) -> bytes:
         tokens = np.empty(len(ids) + (self._eod_id is not None), self._dtype)
