@@ -116,7 +116,7 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
         help="key (parquet, arrow: column) of the text; the texts of several are joined by blank lines",
     )
     parser.add_argument("--txt-split", choices=["file", "line"], default="file", help="what is a document in .txt")
-    parser.add_argument("--skip-invalid", action="store_true", help="go on past documents that cannot be read")
+    parser.add_argument("--skip-invalid", action="store_true", help="skip documents that cannot be read or tokenized")
     parser.add_argument("--eod-token", default=DEFAULT_EOD, metavar="TOKEN", help="the end-of-document token")
 
 

@@ -72,7 +72,7 @@ class ItemEncoder:
             for part in item.slices:
                 reader = DocumentReader(part, self._recipe.rules)
                 for batch in _batches(duplicates.leave_out(reader) if duplicates else reader):
-                    encoded = self._encode(part, batch)
+                    encoded = self._encode(part, batch, skipped)
                     shares: dict[str, list[tuple[Document, Ids]]] = {}
                     for document, ids in zip(batch, encoded, strict=True):
                         shares.setdefault(self._recipe.part_of(document.text), []).append((document, ids))
@@ -96,12 +96,17 @@ class ItemEncoder:
         record = ItemRecord(item, num_lines, input_bytes, shards, skipped)
         self._output.write(_record_key(item), orjson.dumps(record))
 
-    def _encode(self, part: FileSlice, batch: list[Document]) -> list[Ids]:
-        try:
-            return self._encoder.encode_batch([document.text for document in batch])
-        except TextFault as fault:
-            place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
-            raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
+    def _encode(self, part: FileSlice, batch: list[Document], skipped: Counter[str]) -> list[Ids]:
+        """The ids of each document; one on which the tokenizer gives up leaves the batch where invalid ones may."""
+        while True:
+            try:
+                return self._encoder.encode_batch([document.text for document in batch])
+            except TextFault as fault:
+                if not self._recipe.skip_invalid:
+                    place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
+                    raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
+                skipped["invalid"] += 1
+                del batch[fault.number]
 
     def _work(self, part: str) -> Path:
         folder = self._scratch / part

@@ -224,7 +224,7 @@ def _told(kind: str, number: int, text: str) -> Iterator[None]:
         raise TextFault(
             f"{kind} gives up on a text of {len(text):,} characters that begins {text[:40]!r}: "
             f"{' '.join(str(error).split())[:200]}",
-            hint="leave it out of the input, or --tokenizer-backend gigatoken where that reads such a file",
+            hint="--skip-invalid, or --tokenizer-backend gigatoken where that reads such a file",
             number=number,
         ) from None
 

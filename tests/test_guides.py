@@ -1,23 +1,77 @@
 """The guides: every command in them is run, section by section, in a folder with a corpus, a tokenizer and a store."""
 
+import itertools
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from datakit import Recipe, preprocess, train_tokenizer
-from tests.datakit.conftest import write_jsonl
+from datakit import Recipe, preprocess, train_tokenizer, verify
+from datakit.rank_file import LLAMA3_PATTERN
+from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
+from tests.datakit.test_datatrove import write_ds
+from tests.datakit.test_litdata import spec, write_litdata
+from tests.datakit.test_megatron import write_dataset
+from tests.datakit.test_mosaic import tokens_only, write_mds
 from threefold.storage import open_storage
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 SET_UP_ELSEWHERE = re.compile(r"^(pip install|export AWS_).*\n", re.MULTILINE)
+
+DOCUMENTS = [[1 + (number * place) % 499 for place in range(number % 60)] + [0] for number in range(200)]
+STREAM = [token for document in DOCUMENTS for token in document]
+ROWS = [STREAM[at : at + 64] for at in range(0, len(STREAM) - 63, 64)]  # of one length, cut out of the stream
+
+
+def write_llama3(folder: Path) -> None:
+    """A rank file of as many tokens as Llama 3's, most of them made up: the special tokens follow at 128,000."""
+    ranks = ranks_of(str(folder / "tok.json"))
+    unused = (token for token in map(bytes, itertools.product(range(256), repeat=3)) if token not in ranks)
+    ranks |= {token: rank for rank, token in zip(range(len(ranks), 128_000), unused)}
+    write_ranks(folder / "tokenizer.model", ranks, LLAMA3_PATTERN, {})
+
+
+def write_megatron(folder: Path) -> None:
+    for name in ("data", "en", "de"):
+        write_dataset(folder / f"{name}_text_document", DOCUMENTS)
+
+
+def write_datatrove(folder: Path) -> None:
+    for part in range(2):
+        write_ds(folder / "tokenized" / f"{part:05}_unshuffled.ds", DOCUMENTS[part::2])
+    write_ds(folder / "old.ds", DOCUMENTS, index=False, metadata=None)
+
+
+def write_mosaic(folder: Path) -> None:
+    write_mds(folder / "mds", {"tokens": "ndarray"}, tokens_only(DOCUMENTS))
+    two = [{"tokens": document, "lengths": [len(document)]} for document in DOCUMENTS]
+    write_mds(folder / "columns", {"tokens": "ndarray:uint16", "lengths": "ndarray"}, two)
+    raw = [{"tokens": np.array(row, "<i8").tobytes()} for row in ROWS]
+    write_mds(folder / "raw", {"tokens": "bytes"}, raw, compression="zstd:7")
+
+
+def write_lightning(folder: Path) -> None:
+    write_litdata(folder / "optimized", ROWS, config={"item_loader": "TokensLoader"})
+    names = {"data_spec": spec(["lengths", "tokens"])}
+    write_litdata(folder / "table", DOCUMENTS, ["no_header_numpy:2", "no_header_numpy:2"], config=names)
+
+
+TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
+    "Rank files": write_llama3,
+    "From Megatron": write_megatron,
+    "From datatrove": write_datatrove,
+    "From MosaicML streaming (MDS)": write_mosaic,
+    "From litdata": write_lightning,
+}
 
 
 def sections() -> list[object]:
@@ -69,6 +123,8 @@ def test_every_command_of_a_guide_runs(
     shutil.copytree(prepared, folder)
     if " --output store " not in commands:
         make_store(folder)
+    if title in TAKEN_AS_GIVEN:
+        TAKEN_AS_GIVEN[title](folder)
     url = ""
     if "s3://bucket" in commands:
         url = request.getfixturevalue("s3_url")
@@ -106,6 +162,8 @@ def test_every_command_of_a_guide_runs(
         if "ray start" in commands:
             subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], capture_output=True, check=False)
     assert run.returncode == 0, run.stderr
+    for manifest in tmp_path.rglob("manifest.json"):
+        assert not verify(manifest.parent)
 
 
 def test_every_guide_has_commands_and_each_verb_is_known() -> None:
@@ -113,5 +171,7 @@ def test_every_guide_has_commands_and_each_verb_is_known() -> None:
 
     [verbs] = [action.choices for action in build_parser()._actions if action.choices]
     shown = " ".join(guide.read_text() for guide in GUIDES)
-    assert {param.values[0] for param in sections()} == {guide.stem for guide in GUIDES}  # type: ignore[attr-defined]
+    found = [param.values for param in sections()]  # type: ignore[attr-defined]
+    assert {guide for guide, _, _ in found} == {guide.stem for guide in GUIDES}
+    assert TAKEN_AS_GIVEN.keys() <= {title for _, title, _ in found}
     assert set(re.findall(r"^datakit ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)

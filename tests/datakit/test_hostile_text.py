@@ -291,11 +291,18 @@ def test_doubtful_characters_are_those_on_which_engines_differ(engines: tuple[Gi
     assert all(np.array_equal(ids, library.encode(text).ids) for ids, text in zip(fast.encode_batch(texts), texts))
 
 
+# Where categories and normal forms vary: two planes, compatibility ideographs, tags and selectors. The rest are
+# ideographs, private and unassigned code points, each like its neighbours: all for one kind of tokenizer, else some.
+VARIED = [range(0x20000), range(0x2F800, 0x2FA20), range(0xE0000, 0xE01F0)]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_every_character_of_unicode(engines: tuple[GigatokenEncoder, Library]) -> None:
+@pytest.mark.timeout(600)
+def test_every_character_of_unicode(engines: tuple[GigatokenEncoder, Library], request: pytest.FixtureRequest) -> None:
     fast, library = engines
-    codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    step = 1 if request.node.callspec.params["engines"] == "gpt2" else 61
+    codes = [code for code in range(0x110000) if code % step == 0 or any(code in part for part in VARIED)]
+    codes = [code for code in codes if not 0xD800 <= code < 0xE000]
     for start in range(0, len(codes), 256):
         texts = [contexts(chr(code)) for code in codes[start : start + 256]]
         for code, ids, sure in zip(codes[start:], fast.encode_batch(texts), library.encode_batch_fast(texts)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from datakit import Recipe, TokenShard
@@ -61,6 +62,25 @@ def test_a_fault_in_the_last_line_leaves_nothing_of_the_item(tmp_path: Path, tok
     with pytest.raises(UserError, match="line 2001: no key 'text'"):
         seal(tmp_path, source, Recipe(tokenizer_path, split=(0.5, 0.5)))
     assert set(files_of(tmp_path)) == {"a.jsonl"}
+
+
+@pytest.mark.parametrize("good", [["fine", "good"], []])
+def test_texts_on_which_the_tokenizer_gives_up_are_invalid(
+    tmp_path: Path, tokenizer_path: str, good: list[str]
+) -> None:
+    library = Library.from_file(tokenizer_path)
+    library.add_tokens([AddedToken("<", lstrip=True, rstrip=True), AddedToken("\n", lstrip=True)])
+    library.save(str(tmp_path / "tok.json"))
+    hard = "<\n "
+    source = write_jsonl(tmp_path / "a.jsonl", [hard, *good[:1], hard, hard, *good[1:], hard])
+    with pytest.raises(UserError, match="the document at byte 0: tokenizers gives up") as caught:
+        seal(tmp_path, source, Recipe(str(tmp_path / "tok.json")))
+    assert "--skip-invalid" in str(caught.value.hint)
+    record, _ = seal(tmp_path, source, Recipe(str(tmp_path / "tok.json"), skip_invalid=True))
+    assert (record.skipped, record.num_lines) == ({"invalid": 4}, 4 + len(good))
+    shards = [TokenShard(tmp_path / entry.name) for entry in record.shards[""]]
+    found = [shard.document(i).tolist() for shard in shards for i in range(shard.num_documents)]
+    assert found == [library.encode(text).ids for text in good]
 
 
 def test_an_item_whose_shard_was_lost_or_whose_input_changed_is_not_sealed(tmp_path: Path, tokenizer_path: str) -> None:
