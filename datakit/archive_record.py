@@ -53,11 +53,8 @@ class ArchiveRecord:
     @classmethod
     def parse(cls, place: str, data: bytes) -> "ArchiveRecord":
         """Check the content of the `archive.json` that lies at `place`."""
-        try:
-            raw = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise CheckFailed(f"{place} is damaged: {error}") from error
-        fields = Fields(place, "", raw)
+        fields = Fields.parse(place, data)
+        raw = fields.raw
         if fields.text("format") != FORMAT:
             raise CheckFailed(f"{place} is no archive's record: format {raw['format']!r}")
         if fields.number("version") != VERSION:

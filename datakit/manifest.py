@@ -114,11 +114,8 @@ class Manifest:
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> "Manifest":
         """Check the content of a manifest's file, which lies at `path` or under this URL; CheckFailed names it."""
-        try:
-            raw = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise _fault(f"{path} is damaged: {error}") from error
-        fields = Fields(path, "", raw)
+        fields = Fields.parse(path, data)
+        raw = fields.raw
         if fields.text("format") != FORMAT:
             raise _fault(f"{path} is no token store's manifest: format {reprlib.repr(raw['format'])}")
         if fields.number("version") != VERSION:
@@ -131,10 +128,14 @@ class Manifest:
         manifest = cls(
             dtype,
             _tokenizer(fields.table("tokenizer")),
-            tuple(_shard(shard, dtype) for shard in fields.tables("shards")),
+            tuple(map(shard_entry, fields.tables("shards"))),
             fields.table("settings").raw,
             fields.counts("skipped"),
         )
+        for shard in manifest.shards:
+            if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
+                what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
+                raise _fault(f"{path}: {what}")
         found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
         for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
             if value != getattr(manifest, name):
@@ -155,7 +156,7 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
 
 
 class Fields:
-    """One JSON object being checked field by field; faults name the file and the field."""
+    """One JSON object being checked field by field; faults are CheckFailed and name the file and the field."""
 
     def __init__(self, path: Path | str, place: str, raw: Any) -> None:
         if not isinstance(raw, dict):
@@ -188,6 +189,14 @@ class Fields:
         table = self.table(name) if name in self.raw else None
         return {key: table.number(key) for key in table.raw} if table else {}
 
+    @classmethod
+    def parse(cls, path: Path | str, data: bytes) -> "Fields":
+        """The object that these bytes of a file are."""
+        try:
+            return cls(path, "", orjson.loads(data))
+        except orjson.JSONDecodeError as error:
+            raise _fault(f"{path} is damaged: {error}") from None
+
     def _unexpected(self, name: str, expected: str) -> CheckFailed:
         return _fault(f"{self.path}: {self.place}{name} is {reprlib.repr(self.raw.get(name))}, {expected} expected")
 
@@ -202,7 +211,8 @@ def _tokenizer(fields: Fields) -> TokenizerIdentity:
     )
 
 
-def _shard(fields: Fields, dtype: str) -> ShardEntry:
+def shard_entry(fields: Fields) -> ShardEntry:
+    """The entry of one shard that `asdict` made JSON of."""
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is no shard's name")
@@ -211,12 +221,9 @@ def _shard(fields: Fields, dtype: str) -> ShardEntry:
         for kind in ("bin", "idx", "origin")
         for digest in [fields.table(kind)]
     }
-    shard = ShardEntry(
+    return ShardEntry(
         name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
     )
-    if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
-        raise _fault(f"{fields.path}: {shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {name}")
-    return shard
 
 
 def _fault(message: str) -> CheckFailed:
