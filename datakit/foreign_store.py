@@ -20,7 +20,8 @@ import xxhash
 
 from datakit.assembly import Assembly, assembling, remove_work
 from datakit.exact_reader import MAX_PIECE_BYTES
-from datakit.manifest import FILE_NAME, Fields, Manifest, ShardEntry, TokenizerIdentity, replace_durably, shard_entry
+from datakit.fields import Fields
+from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity, replace_durably, shard_entry
 from datakit.shard import Tokens
 from datakit.store import TokenStore
 from datakit.store_writer import StoreShardWriter, store_dtype

@@ -18,8 +18,9 @@ import orjson
 from datakit.documents import Document, DocumentReader
 from datakit.duplicates import Duplicates
 from datakit.encoder import Encoder
+from datakit.fields import Fields
 from datakit.inputs import FileSlice, WorkItem
-from datakit.manifest import WORK_FOLDER, Fields, ShardEntry, TokenizerIdentity, shard_entry
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, shard_entry
 from datakit.output import Output
 from datakit.recipe import Recipe
 from datakit.shard import writing

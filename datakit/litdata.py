@@ -93,7 +93,7 @@ def _layout(config: ForeignIndex, choices: Choices, has_dim: bool) -> _Layout:
             f"{place} has compression {compression!r}; zstd is read", hint="optimize with compression='zstd'"
         )
     if level not in ("chunk", "batch", "sample"):
-        raise UserError(f"{place} has compression_level {level!r}; chunk, batch and sample are read")
+        raise UserError(f"{place} has compression_level {level!r}; chunk, batch and sample are read", hint=_HOW)
     formats = config.texts("data_format")
     names = _leaf_names(config, len(formats))
     leaf = _choose_leaf(place, names, formats, choices)
@@ -121,7 +121,7 @@ def _choose_leaf(place: str, names: list[str], formats: list[str], choices: Choi
     fitting = [number for number, form in enumerate(formats) if _fits(form)]
     if choices.column is not None:
         if choices.column not in names:
-            raise UserError(f"{place} has no leaf {choices.column!r}, it has {shown}")
+            raise UserError(f"{place} has no leaf {choices.column!r}, it has {shown}", hint="choose another --column")
         number = names.index(choices.column)
         if number not in fitting:
             why = "pickle is never loaded" if "pickle" in formats[number] else "tokens are tensors, arrays or bytes"
@@ -172,7 +172,7 @@ class _Chunk:
         if not path.is_file():
             raise UserError(f"{table.path} names {path.name}, which is missing", hint=f"ls -l {path.parent}")
         stream = str(path.parent / path.name.rpartition("-")[0])
-        return cls(path, stream, table.get("chunk_size", int), table.get("chunk_bytes", int), layout)
+        return cls(path, stream, table.number("chunk_size"), table.number("chunk_bytes"), layout)
 
     def samples(self) -> Iterator[tuple[Tokens, int]]:
         with open_exactly(self.path, "zstd" if self.layout.packing == "chunk" else "") as chunk:
@@ -261,7 +261,7 @@ class _Chunk:
         if head + count * found.itemsize != len(data) or (shape is not None and prod(shape) != count):
             raise self._damaged(number, f"has {len(data) - head} bytes of {dtype}" + f" of shape {shape}" * bool(shape))
         if shape is not None and count and max(shape, default=1) != count:
-            raise UserError(f"{self.path}: item {number} has tokens of shape {shape}, one dimension is wanted")
+            raise UserError(f"{self.path}: item {number} has tokens of shape {shape}, one is wanted", hint=_HOW)
         return np.frombuffer(data, found, count, head)
 
     def _damaged(self, number: int, what: str) -> CheckFailed:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from datakit.fields import Fields
 from datakit.shard import RESTORE_HINT, FileDigest, write_durably, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.local import sync_folder
@@ -153,52 +154,6 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
     with writing(path):
         temporary.replace(path)
         sync_folder(path.parent)
-
-
-class Fields:
-    """One JSON object being checked field by field; faults are CheckFailed and name the file and the field."""
-
-    def __init__(self, path: Path | str, place: str, raw: Any) -> None:
-        if not isinstance(raw, dict):
-            raise _fault(f"{path}: {place or 'its content'} is no JSON object")
-        self.path, self.place, self.raw = path, place, raw
-
-    def text(self, name: str) -> str:
-        value = self.raw.get(name)
-        if not isinstance(value, str):
-            raise self._unexpected(name, "a string")
-        return value
-
-    def number(self, name: str) -> int:
-        value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-            raise self._unexpected(name, "a number from 0")
-        return value
-
-    def table(self, name: str) -> "Fields":
-        return Fields(self.path, f"{self.place}{name}.", self.raw.get(name))
-
-    def tables(self, name: str) -> "list[Fields]":
-        value = self.raw.get(name)
-        if not isinstance(value, list):
-            raise self._unexpected(name, "a list")
-        return [Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
-
-    def counts(self, name: str) -> dict[str, int]:
-        """A table of numbers, empty where it is left out."""
-        table = self.table(name) if name in self.raw else None
-        return {key: table.number(key) for key in table.raw} if table else {}
-
-    @classmethod
-    def parse(cls, path: Path | str, data: bytes) -> "Fields":
-        """The object that these bytes of a file are."""
-        try:
-            return cls(path, "", orjson.loads(data))
-        except orjson.JSONDecodeError as error:
-            raise _fault(f"{path} is damaged: {error}") from None
-
-    def _unexpected(self, name: str, expected: str) -> CheckFailed:
-        return _fault(f"{self.path}: {self.place}{name} is {reprlib.repr(self.raw.get(name))}, {expected} expected")
 
 
 def _tokenizer(fields: Fields) -> TokenizerIdentity:

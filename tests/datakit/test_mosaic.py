@@ -162,6 +162,7 @@ def test_rows_of_other_shapes(tmp_path: Path, tokenizer_path: str) -> None:
         ({"raw_data": {"basename": "/etc/passwd", "bytes": 1}}, "is no file of this folder"),
         ({"raw_data": {"basename": "gone", "bytes": 1}}, "names gone, which is missing"),
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "bytes, its index says 1"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1, "hashes": ["sha1"]}}, "hashes is no JSON object"),
         ({"raw_data": None}, "raw_data is no JSON object"),
         ({"column_encodings": ["ndarray:float32"]}, "no column that may hold tokens"),
     ],

@@ -148,7 +148,7 @@ def test_a_damaged_note_of_what_was_begun_is_told(
     file = tmp_path / "s" / ".work" / "recipe.json"
     file.parent.mkdir(parents=True)
     file.write_bytes(note)
-    with pytest.raises(CheckFailed, match="recipe.json is damaged"):
+    with pytest.raises(CheckFailed, match=r"recipe\.json is damaged"):
         preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
 
 
