@@ -18,6 +18,7 @@ from datakit.foreign_index import FILE_NAME, ForeignIndex
 from datakit.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.shard import Int64s, Tokens
 from datakit.store import TokenStore
+from datakit.token_column import choose_column, require_dtype
 from threefold.errors import CheckFailed, UserError
 
 _ANEW = "write the tokens as a column ndarray:int32 with streaming's MDSWriter, or begin with text: datakit preprocess"
@@ -185,31 +186,13 @@ class _MdsFile:
 def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _Column:
     """The column named by `choices`, else the only one that may hold tokens."""
     place = f"{shard.path}: {shard.place.rstrip('.')}"
-    shown = ", ".join(f"{name} ({encoding})" for name, encoding in zip(names, encodings)) or "none"
-    fitting = [number for number, encoding in enumerate(encodings) if _fits(encoding)]
-    if choices.column is not None:
-        if choices.column not in names:
-            raise UserError(f"{place} has no column {choices.column!r}, it has {shown}", hint="choose another --column")
-        number = names.index(choices.column)
-        if number not in fitting:
-            why = "pickle is never loaded" if encodings[number] == "pkl" else "tokens are ndarray or bytes"
-            raise UserError(f"{place}: column {choices.column!r} is {encodings[number]}; {why}", hint=_ANEW)
-    elif len(fitting) == 1:
-        number = fitting[0]
-    else:
-        what = "more than one column" if fitting else "no column"
-        hint = f"--column {names[fitting[0]]}" if fitting else "write the tokens as ndarray:int32"
-        raise UserError(f"{place} has {what} that may hold tokens: {shown}", hint=hint)
-    is_raw, (_, dtype, shape) = encodings[number] == "bytes", (f"{encodings[number]}::").split(":")[:3]
-    if is_raw and choices.dtype is None:
-        raise UserError(
-            f"{place}: column {names[number]!r} is raw bytes, which do not tell the tokens' dtype",
-            hint="--dtype int64, or what the writer called tobytes() on",
-        )
-    if not is_raw and choices.dtype is not None and choices.dtype != dtype:
-        raise UserError(f"{place}: column {names[number]!r} is {encodings[number]}", hint="leave out --dtype")
+    columns = list(zip(names, encodings))
+    number = choose_column(place, "column", columns, _fits, choices, kinds="ndarray or bytes", how=_ANEW)
+    name, encoding = columns[number]
+    is_raw, (_, dtype, shape) = encoding == "bytes", f"{encoding}::".split(":")[:3]
+    require_dtype(f"{place}: column {name!r}", dtype or encoding, choices, is_raw=is_raw)
     dims = tuple(int(dim) for dim in shape.split(",")) if shape else None
-    return _Column(names[number], number, choices.dtype if is_raw else dtype or None, dims, is_raw)
+    return _Column(name, number, choices.dtype if is_raw else dtype or None, dims, is_raw)
 
 
 def _fits(encoding: str) -> bool:

@@ -170,6 +170,9 @@ def take_lock(descriptor: int, path: Path, output: str, *, patience_s: float = 0
             if time.monotonic() > deadline_s:
                 raise StorageError(f"another run is writing {output}", hint=f"lsof {path}") from None
             time.sleep(0.1)
+        except OSError as error:  # some network and parallel file systems are mounted without locks
+            hint = "mount it with locks (Lustre: -o flock), or choose another --output"
+            raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
     if not os.fstat(descriptor).st_nlink:
         raise StorageError(f"another run has just completed {output}", hint=f"datakit inspect {output}")
 

@@ -135,7 +135,7 @@ def test_raw_bytes_need_their_dtype(tmp_path: Path, tokenizer_path: str) -> None
     assert documents_of(store) == DOCUMENTS
     assert store.manifest.settings["dtype"] == "int64"
     array = write_mds(tmp_path / "array", {"tokens": "ndarray:int32"}, tokens_only())
-    with pytest.raises(UserError, match="'tokens' is ndarray:int32"):
+    with pytest.raises(UserError, match="'tokens' is int32, not int64"):
         from_mds([array], tmp_path / "t", Choices(tokenizer_path, dtype="int64"))
 
 

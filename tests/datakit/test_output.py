@@ -1,5 +1,6 @@
 """Output: one run at a time, and what a run that is refused must leave alone."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -24,6 +25,18 @@ def test_a_run_that_is_refused_leaves_the_other_runs_unsealed_shards(
             pass
         assert shard.read_bytes() == b"tokens"
     assert not output.scratch.exists()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(StorageError, match=r"cannot lock .*/s/\.work/lock: Function not"),
+        Output(str(tmp_path / "s")).locked(),
+    ):
+        pass
 
 
 def test_folders_are_durable_before_what_is_put_into_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
