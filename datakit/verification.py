@@ -60,7 +60,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
 
 
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+    return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _shard_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator[Fault]:
