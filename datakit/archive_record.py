@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import xxhash
 
-from datakit.manifest import WORK_FOLDER, Fields, Manifest, content_checksum
-from datakit.seekable_zstd import MAX_FRAME_BYTES
+from datakit.fields import Fields
+from datakit.manifest import WORK_FOLDER, Manifest, content_checksum
+from datakit.seekable_zstd import DAMAGE_HINT, MAX_FRAME_BYTES
 from datakit.shard import FileDigest
-from threefold.errors import CheckFailed
 
 RECORD_NAME = "archive.json"
 PLAN_KEY = f"{WORK_FOLDER}/{RECORD_NAME}"  # there while an archive is unfinished
@@ -21,6 +21,10 @@ SUFFIX = ".zst"
 FORMAT = "threefold-archive"
 VERSION = 1
 MAX_RECORD_BYTES = 512 << 20
+
+
+class _RecordFields(Fields):
+    hint = DAMAGE_HINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +57,17 @@ class ArchiveRecord:
     @classmethod
     def parse(cls, place: str, data: bytes) -> "ArchiveRecord":
         """Check the content of the `archive.json` that lies at `place`."""
-        try:
-            raw = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise CheckFailed(f"{place} is damaged: {error}") from error
-        fields = Fields(place, "", raw)
+        fields = _RecordFields.parse(place, data)
+        raw = fields.raw
         if fields.text("format") != FORMAT:
-            raise CheckFailed(f"{place} is no archive's record: format {raw['format']!r}")
+            raise fields.fault(f"no archive's record: format {raw['format'][:80]!r}")
         if fields.number("version") != VERSION:
-            raise CheckFailed(f"{place} has version {raw['version']}, this program reads version {VERSION}")
+            raise fields.fault(f"it has version {raw['version']}, this program reads version {VERSION}")
         if fields.text("checksum") != content_checksum(raw):
-            raise CheckFailed(f"{place} is damaged: its checksum does not hold")
+            raise fields.fault("it is damaged: its checksum does not hold")
         frame_bytes = fields.number("frame_bytes")
         if not 0 < frame_bytes <= MAX_FRAME_BYTES:
-            raise CheckFailed(f"{place}: frames of {frame_bytes} bytes, at most {MAX_FRAME_BYTES} expected")
+            raise fields.fault(f"frames of {frame_bytes} bytes, at most {MAX_FRAME_BYTES} expected")
         files = {entry.text("name"): _digest(entry) for entry in fields.tables("files")}
         return cls(fields.number("level"), frame_bytes, _digest(fields.table("manifest")), files)
 

@@ -18,7 +18,7 @@ from datakit.manifest import WORK_FOLDER, replace_durably
 from datakit.output import take_lock
 from datakit.shard import FileDigest, blocks_of, flush_to_disk, writing
 from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage.local import sync_folder
+from threefold.storage.local import make_folders, sync_folder
 
 _NOTE, _LOCK = "assembly.json", "lock"
 
@@ -88,7 +88,7 @@ def assembling(
     note = assembly.work / _NOTE
     _check_free(output)
     with writing(output):
-        assembly.work.mkdir(parents=True, exist_ok=True)
+        make_folders(assembly.work)
         lock = os.open(assembly.work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         take_lock(lock, assembly.work / _LOCK, str(output))

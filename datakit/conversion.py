@@ -10,7 +10,6 @@ from datakit.megatron import from_megatron
 from datakit.store import TokenStore
 from threefold.errors import UserError
 
-FORMATS = ("megatron", "datatrove", "mds", "litdata")
 _READERS = {"datatrove": datatrove.from_datatrove, "mds": mosaic.from_mds, "litdata": litdata.from_litdata}
 
 

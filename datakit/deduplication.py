@@ -26,7 +26,8 @@ def find_duplicates(
     if missing := [item for item, hashes in zip(items, read_hashes(output, items)) if hashes is None]:
         hash_items(missing)
     hashes = [found for found in read_hashes(output, items) if found]
-    assert len(hashes) == len(items), "every work item is hashed"
+    if len(hashes) < len(items):
+        raise output.vanished(len(items) - len(hashes), len(items))
     if not are_duplicates_of(output, hashes):
         output.remove_folder(RECORDS_FOLDER)
         num_documents = sum(item.num_documents for item in hashes)

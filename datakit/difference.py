@@ -107,7 +107,10 @@ class _Stream:
             if token != self.store.token_starts[number]:
                 raise self._damaged("the lengths of its documents do not sum to its tokens")
         first = document - int(self.store.document_starts[number])
-        return self._index.lengths[first : first + _WINDOW_DOCUMENTS].astype(np.int64)
+        lengths = self._index.lengths[first : first + _WINDOW_DOCUMENTS].astype(np.int64)
+        if lengths.min(initial=0) < 0:
+            raise self._damaged(f"it gives a document {lengths.min()} tokens")
+        return lengths
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """The tokens at addresses [start, stop), which lie in the open shard."""
@@ -117,7 +120,9 @@ class _Stream:
             self._file.seek((start - int(self.store.token_starts[self._number])) * dtype.itemsize)
             found = np.fromfile(self._file, dtype, stop - start)
         except OSError as error:
-            raise StorageError(f"cannot read {self._file.name}: {error.strerror}") from error
+            raise StorageError(
+                f"cannot read {self._file.name}: {error.strerror}", hint=f"ls -l {self._file.name}"
+            ) from error
         if len(found) < stop - start:
             raise self._damaged("its documents reach beyond its tokens")
         return found
@@ -137,7 +142,7 @@ class _Stream:
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
     def _damaged(self, what: str) -> CheckFailed:
         return CheckFailed(f"{self._index.path} is damaged: {what}", hint=f"datakit verify {self.store.path}")

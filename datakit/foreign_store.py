@@ -8,6 +8,7 @@ document of a shard.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -19,8 +20,9 @@ import xxhash
 
 from datakit.assembly import Assembly, assembling, remove_work
 from datakit.exact_reader import MAX_PIECE_BYTES
-from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity, replace_durably
-from datakit.shard import FileDigest, Tokens
+from datakit.fields import Fields
+from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity, replace_durably, shard_entry
+from datakit.shard import Tokens
 from datakit.store import TokenStore
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
@@ -226,7 +228,8 @@ def _sealed(
     """The shards of one group, written and durable in the work folder; those of an earlier run are kept."""
     note = assembly.work / f"group-{number:06}.json"
     if note.exists():
-        return [_entry(raw) for raw in orjson.loads(note.read_bytes())]
+        with suppress(CheckFailed):  # a damaged note: the group is made again
+            return [shard_entry(fields) for fields in Fields.parse(note, note.read_bytes()).tables("shards")]
     documents = _joined(group, eod_id) if eod_id is not None else _single(group)
     entries: list[ShardEntry] = []
     writer: StoreShardWriter | None = None
@@ -246,13 +249,8 @@ def _sealed(
         if writer is not None:
             writer.abandon()
         raise
-    replace_durably(note, orjson.dumps([asdict(entry) for entry in entries]))
+    replace_durably(note, orjson.dumps({"shards": [asdict(entry) for entry in entries]}))
     return entries
-
-
-def _entry(raw: dict[str, Any]) -> ShardEntry:
-    digests = {kind: FileDigest(**raw[kind]) for kind in ("bin", "idx", "origin")}
-    return ShardEntry(**(raw | digests))
 
 
 def _single(group: Iterable[ForeignFile]) -> Iterator[_Document]:

@@ -18,14 +18,15 @@ import orjson
 from datakit.documents import Document, DocumentReader
 from datakit.duplicates import Duplicates
 from datakit.encoder import Encoder
+from datakit.fields import Fields
 from datakit.inputs import FileSlice, WorkItem
-from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity
+from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, shard_entry
 from datakit.output import Output
 from datakit.recipe import Recipe
-from datakit.shard import FileDigest, writing
+from datakit.shard import writing
 from datakit.store_writer import StoreShardWriter, store_dtype
 from datakit.tokenizer import Ids, TextFault
-from threefold.errors import UserError
+from threefold.errors import CheckFailed, UserError
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
 SUFFIXES = (".bin", ".idx", ".origin")
@@ -176,28 +177,36 @@ def _record_key(item: WorkItem) -> str:
 
 
 def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
+    record = fields_of_record(content, item)
+    if record is None:
+        return None
     try:
-        raw = orjson.loads(content)
-    except orjson.JSONDecodeError:
+        stores = record.table("shards")
+        shards = {part: [shard_entry(entry) for entry in stores.tables(part)] for part in stores.raw}
+        found = ItemRecord(
+            item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped")
+        )
+    except CheckFailed:  # damaged: the item is made again
         return None
-    if raw["item"] != orjson.loads(orjson.dumps(item)):
-        return None
-    shards = {part: [_shard_entry(entry) for entry in entries] for part, entries in raw["shards"].items()}
     for part, entries in shards.items():
         for entry in entries:
             for name, digest in zip(_files(entry), (entry.bin, entry.idx, entry.origin)):
                 if sizes.get(f"{part}/{name}".lstrip("/")) != digest.size_bytes:
                     return None
-    return ItemRecord(item, raw["num_lines"], raw["input_bytes"], shards, raw.get("skipped", {}))
+    return found
+
+
+def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
+    """What the record of an item says, None where it is damaged, or of another item or other input."""
+    try:
+        record = Fields.parse("record", content)
+    except CheckFailed:
+        return None
+    return record if record.raw.get("item") == orjson.loads(orjson.dumps(item)) else None
 
 
 def _files(entry: ShardEntry) -> list[str]:
     return [f"{entry.name}{suffix}" for suffix in SUFFIXES]
-
-
-def _shard_entry(raw: dict[str, object]) -> ShardEntry:
-    digests = {kind: FileDigest(**raw.pop(kind)) for kind in ("bin", "idx", "origin")}  # type: ignore[arg-type]
-    return ShardEntry(**raw, **digests)  # type: ignore[arg-type]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -13,10 +13,11 @@ import xxhash
 from datakit.documents import DocumentReader, DocumentRules
 from datakit.duplicates import HASH_BYTES, ItemHashes
 from datakit.inputs import WorkItem
-from datakit.item import Progress
+from datakit.item import Progress, fields_of_record
 from datakit.manifest import WORK_FOLDER
 from datakit.output import Output
 from datakit.shard import flush_to_disk, writing
+from threefold.errors import CheckFailed
 
 FOLDER = f"{WORK_FOLDER}/hashes"
 _BLOCK_BYTES = 64 << 10
@@ -75,14 +76,14 @@ def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | 
 
 
 def _parse(content: bytes, output: Output, item: WorkItem, sizes: dict[str, int]) -> ItemHashes | None:
-    key = f"{FOLDER}/{_names(item)[0]}"
+    key, record = f"{FOLDER}/{_names(item)[0]}", fields_of_record(content, item)
+    if record is None:
+        return None
     try:
-        raw = orjson.loads(content)
-    except orjson.JSONDecodeError:
+        found = ItemHashes(output, key, record.number("num_documents"), record.text("xxh3_64"))
+    except CheckFailed:  # damaged: the item is hashed again
         return None
-    if raw["item"] != orjson.loads(orjson.dumps(item)) or sizes.get(key) != HASH_BYTES * raw["num_documents"]:
-        return None
-    return ItemHashes(output, key, raw["num_documents"], raw["xxh3_64"])
+    return found if sizes.get(key) == HASH_BYTES * found.num_documents else None
 
 
 def _names(item: WorkItem) -> tuple[str, str]:

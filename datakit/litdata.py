@@ -23,6 +23,7 @@ from datakit.foreign_index import FILE_NAME, ForeignIndex
 from datakit.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.shard import Int64s, Tokens
 from datakit.store import TokenStore
+from datakit.token_column import choose_column, require_dtype
 from threefold.errors import CheckFailed, UserError
 
 _TENSOR_DTYPES = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64",
@@ -93,7 +94,7 @@ def _layout(config: ForeignIndex, choices: Choices, has_dim: bool) -> _Layout:
             f"{place} has compression {compression!r}; zstd is read", hint="optimize with compression='zstd'"
         )
     if level not in ("chunk", "batch", "sample"):
-        raise UserError(f"{place} has compression_level {level!r}; chunk, batch and sample are read")
+        raise UserError(f"{place} has compression_level {level!r}; chunk, batch and sample are read", hint=_HOW)
     formats = config.texts("data_format")
     names = _leaf_names(config, len(formats))
     leaf = _choose_leaf(place, names, formats, choices)
@@ -117,34 +118,13 @@ def _leaf_names(config: ForeignIndex, num_leaves: int) -> list[str]:
 
 def _choose_leaf(place: str, names: list[str], formats: list[str], choices: Choices) -> _Leaf:
     """The leaf named by `choices`, else the only one that may hold tokens."""
-    shown = ", ".join(f"{name} ({form})" for name, form in zip(names, formats)) or "none"
-    fitting = [number for number, form in enumerate(formats) if _fits(form)]
-    if choices.column is not None:
-        if choices.column not in names:
-            raise UserError(f"{place} has no leaf {choices.column!r}, it has {shown}")
-        number = names.index(choices.column)
-        if number not in fitting:
-            why = "pickle is never loaded" if "pickle" in formats[number] else "tokens are tensors, arrays or bytes"
-            raise UserError(f"{place}: leaf {choices.column!r} is {formats[number]}; {why}", hint=_HOW)
-    elif len(fitting) == 1:
-        number = fitting[0]
-    elif fitting:
-        raise UserError(
-            f"{place} has more than one leaf that may hold tokens: {shown}", hint=f"--column {names[fitting[0]]}"
-        )
-    else:
-        why = "; pickle is never loaded" if any("pickle" in form for form in formats) else ""
-        raise UserError(f"{place} has no leaf that may hold tokens: {shown}{why}", hint=_HOW)
+    leaves = list(zip(names, formats))
+    number = choose_column(place, "leaf", leaves, _fits, choices, kinds="tensors, arrays or bytes", how=_HOW)
     form, _, code = formats[number].partition(":")
     dtype = _DTYPES[form][int(code)] if form in _DTYPES else None
-    if form == "bytes" and choices.dtype is None:
-        raise UserError(
-            f"{place}: leaf {names[number]!r} is raw bytes, which do not tell the tokens' dtype",
-            hint="--dtype int64, or what the writer called tobytes() on",
-        )
-    if form != "bytes" and choices.dtype not in (None, dtype):
-        raise UserError(f"{place}: leaf {names[number]!r} is {dtype or form}", hint="leave out --dtype")
-    return _Leaf(number, form, choices.dtype if form == "bytes" else dtype)
+    is_raw = form == "bytes"
+    require_dtype(f"{place}: leaf {names[number]!r}", dtype or form, choices, is_raw=is_raw)
+    return _Leaf(number, form, choices.dtype if is_raw else dtype)
 
 
 def _fits(form: str) -> bool:
@@ -172,7 +152,7 @@ class _Chunk:
         if not path.is_file():
             raise UserError(f"{table.path} names {path.name}, which is missing", hint=f"ls -l {path.parent}")
         stream = str(path.parent / path.name.rpartition("-")[0])
-        return cls(path, stream, table.get("chunk_size", int), table.get("chunk_bytes", int), layout)
+        return cls(path, stream, table.number("chunk_size"), table.number("chunk_bytes"), layout)
 
     def samples(self) -> Iterator[tuple[Tokens, int]]:
         with open_exactly(self.path, "zstd" if self.layout.packing == "chunk" else "") as chunk:
@@ -261,7 +241,7 @@ class _Chunk:
         if head + count * found.itemsize != len(data) or (shape is not None and prod(shape) != count):
             raise self._damaged(number, f"has {len(data) - head} bytes of {dtype}" + f" of shape {shape}" * bool(shape))
         if shape is not None and count and max(shape, default=1) != count:
-            raise UserError(f"{self.path}: item {number} has tokens of shape {shape}, one dimension is wanted")
+            raise UserError(f"{self.path}: item {number} has tokens of shape {shape}, one is wanted", hint=_HOW)
         return np.frombuffer(data, found, count, head)
 
     def _damaged(self, number: int, what: str) -> CheckFailed:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from datakit.fields import Fields
 from datakit.shard import RESTORE_HINT, FileDigest, write_durably, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.local import sync_folder
@@ -114,11 +115,8 @@ class Manifest:
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> "Manifest":
         """Check the content of a manifest's file, which lies at `path` or under this URL; CheckFailed names it."""
-        try:
-            raw = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise _fault(f"{path} is damaged: {error}") from error
-        fields = Fields(path, "", raw)
+        fields = Fields.parse(path, data)
+        raw = fields.raw
         if fields.text("format") != FORMAT:
             raise _fault(f"{path} is no token store's manifest: format {reprlib.repr(raw['format'])}")
         if fields.number("version") != VERSION:
@@ -131,10 +129,14 @@ class Manifest:
         manifest = cls(
             dtype,
             _tokenizer(fields.table("tokenizer")),
-            tuple(_shard(shard, dtype) for shard in fields.tables("shards")),
+            tuple(map(shard_entry, fields.tables("shards"))),
             fields.table("settings").raw,
             fields.counts("skipped"),
         )
+        for shard in manifest.shards:
+            if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
+                what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
+                raise _fault(f"{path}: {what}")
         found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
         for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
             if value != getattr(manifest, name):
@@ -154,44 +156,6 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
         sync_folder(path.parent)
 
 
-class Fields:
-    """One JSON object being checked field by field; faults name the file and the field."""
-
-    def __init__(self, path: Path | str, place: str, raw: Any) -> None:
-        if not isinstance(raw, dict):
-            raise _fault(f"{path}: {place or 'its content'} is no JSON object")
-        self.path, self.place, self.raw = path, place, raw
-
-    def text(self, name: str) -> str:
-        value = self.raw.get(name)
-        if not isinstance(value, str):
-            raise self._unexpected(name, "a string")
-        return value
-
-    def number(self, name: str) -> int:
-        value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-            raise self._unexpected(name, "a number from 0")
-        return value
-
-    def table(self, name: str) -> "Fields":
-        return Fields(self.path, f"{self.place}{name}.", self.raw.get(name))
-
-    def tables(self, name: str) -> "list[Fields]":
-        value = self.raw.get(name)
-        if not isinstance(value, list):
-            raise self._unexpected(name, "a list")
-        return [Fields(self.path, f"{self.place}{name}[{i}].", entry) for i, entry in enumerate(value)]
-
-    def counts(self, name: str) -> dict[str, int]:
-        """A table of numbers, empty where it is left out."""
-        table = self.table(name) if name in self.raw else None
-        return {key: table.number(key) for key in table.raw} if table else {}
-
-    def _unexpected(self, name: str, expected: str) -> CheckFailed:
-        return _fault(f"{self.path}: {self.place}{name} is {reprlib.repr(self.raw.get(name))}, {expected} expected")
-
-
 def _tokenizer(fields: Fields) -> TokenizerIdentity:
     return TokenizerIdentity(
         kind=fields.text("kind"),
@@ -202,7 +166,8 @@ def _tokenizer(fields: Fields) -> TokenizerIdentity:
     )
 
 
-def _shard(fields: Fields, dtype: str) -> ShardEntry:
+def shard_entry(fields: Fields) -> ShardEntry:
+    """The entry of one shard that `asdict` made JSON of."""
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is no shard's name")
@@ -211,12 +176,9 @@ def _shard(fields: Fields, dtype: str) -> ShardEntry:
         for kind in ("bin", "idx", "origin")
         for digest in [fields.table(kind)]
     }
-    shard = ShardEntry(
+    return ShardEntry(
         name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
     )
-    if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
-        raise _fault(f"{fields.path}: {shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {name}")
-    return shard
 
 
 def _fault(message: str) -> CheckFailed:

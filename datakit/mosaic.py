@@ -18,8 +18,10 @@ from datakit.foreign_index import FILE_NAME, ForeignIndex
 from datakit.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.shard import Int64s, Tokens
 from datakit.store import TokenStore
+from datakit.token_column import choose_column, require_dtype
 from threefold.errors import CheckFailed, UserError
 
+_ANEW = "write the tokens as a column ndarray:int32 with streaming's MDSWriter, or begin with text: datakit preprocess"
 _DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64",
 }  # fmt: skip
@@ -43,8 +45,8 @@ def index_of(source: Path) -> Path:
 
 def _mds_files(source: Path, choices: Choices) -> "list[_MdsFile]":
     index = ForeignIndex.read(index_of(source))
-    if index.get("version", int) != 2:
-        raise UserError(f"{index.path} has version {index.raw['version']}, this program reads version 2")
+    if index.number("version") != 2:
+        raise UserError(f"{index.path} has version {index.raw['version']}, this program reads version 2", hint=_ANEW)
     return [_MdsFile.open(shard, str(source), choices) for shard in index.tables("shards")]
 
 
@@ -76,11 +78,13 @@ class _MdsFile:
 
     @classmethod
     def open(cls, shard: ForeignIndex, stream: str, choices: Choices) -> "_MdsFile":
-        if shard.get("version", int) != 2 or shard.get("format", str) != "mds":
+        if shard.number("version") != 2 or shard.text("format") != "mds":
             found = f"version {shard.raw['version']}, format {shard.raw['format']!r}"
-            raise UserError(f"{shard.path}: {shard.place.rstrip('.')} is of {found}; version 2, 'mds' is read")
+            raise UserError(
+                f"{shard.path}: {shard.place.rstrip('.')} is of {found}; version 2, 'mds' is read", hint=_ANEW
+            )
         names, encodings = shard.texts("column_names"), shard.texts("column_encodings")
-        sizes = shard.get("column_sizes", list)
+        sizes = shard.values("column_sizes")
         if not len(names) == len(encodings) == len(sizes) or not all(
             size is None or (isinstance(size, int) and 0 < size < 1 << 32) for size in sizes
         ):
@@ -99,9 +103,13 @@ class _MdsFile:
             (packed if packed and kind else raw).file("basename"),
             stream,
             kind,
-            {name: value for name, value in (raw.raw.get("hashes") or {}).items() if isinstance(value, str)},
-            raw.get("bytes", int),
-            shard.get("samples", int),
+            {
+                name: value
+                for name, value in (raw.table("hashes").raw if raw.raw.get("hashes") else {}).items()
+                if isinstance(value, str)
+            },
+            raw.number("bytes"),
+            shard.number("samples"),
             tuple(sizes),
             _choose_column(shard, names, encodings, choices),
         )
@@ -168,7 +176,7 @@ class _MdsFile:
         if head + count * found.itemsize != len(data) or (shape is not None and prod(shape) != count):
             raise self._damaged(number, f"has {len(data) - head} bytes of {dtype} of shape {shape} in {column.name!r}")
         if shape is not None and max(shape, default=1) != count:
-            raise UserError(f"{self.path}: sample {number} has tokens of shape {shape}, one dimension is wanted")
+            raise UserError(f"{self.path}: sample {number} has tokens of shape {shape}, one is wanted", hint=_ANEW)
         return np.frombuffer(data, found, count, head)
 
     def _damaged(self, number: int, what: str) -> CheckFailed:
@@ -178,31 +186,13 @@ class _MdsFile:
 def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _Column:
     """The column named by `choices`, else the only one that may hold tokens."""
     place = f"{shard.path}: {shard.place.rstrip('.')}"
-    shown = ", ".join(f"{name} ({encoding})" for name, encoding in zip(names, encodings)) or "none"
-    fitting = [number for number, encoding in enumerate(encodings) if _fits(encoding)]
-    if choices.column is not None:
-        if choices.column not in names:
-            raise UserError(f"{place} has no column {choices.column!r}, it has {shown}")
-        number = names.index(choices.column)
-        if number not in fitting:
-            why = "pickle is never loaded" if encodings[number] == "pkl" else "tokens are ndarray or bytes"
-            raise UserError(f"{place}: column {choices.column!r} is {encodings[number]}; {why}")
-    elif len(fitting) == 1:
-        number = fitting[0]
-    else:
-        what = "more than one column" if fitting else "no column"
-        hint = f"--column {names[fitting[0]]}" if fitting else "write the tokens as ndarray:int32"
-        raise UserError(f"{place} has {what} that may hold tokens: {shown}", hint=hint)
-    is_raw, (_, dtype, shape) = encodings[number] == "bytes", (f"{encodings[number]}::").split(":")[:3]
-    if is_raw and choices.dtype is None:
-        raise UserError(
-            f"{place}: column {names[number]!r} is raw bytes, which do not tell the tokens' dtype",
-            hint="--dtype int64, or what the writer called tobytes() on",
-        )
-    if not is_raw and choices.dtype is not None and choices.dtype != dtype:
-        raise UserError(f"{place}: column {names[number]!r} is {encodings[number]}", hint="leave out --dtype")
+    columns = list(zip(names, encodings))
+    number = choose_column(place, "column", columns, _fits, choices, kinds="ndarray or bytes", how=_ANEW)
+    name, encoding = columns[number]
+    is_raw, (_, dtype, shape) = encoding == "bytes", f"{encoding}::".split(":")[:3]
+    require_dtype(f"{place}: column {name!r}", dtype or encoding, choices, is_raw=is_raw)
     dims = tuple(int(dim) for dim in shape.split(",")) if shape else None
-    return _Column(names[number], number, choices.dtype if is_raw else dtype or None, dims, is_raw)
+    return _Column(name, number, choices.dtype if is_raw else dtype or None, dims, is_raw)
 
 
 def _fits(encoding: str) -> bool:

@@ -23,7 +23,7 @@ from datakit.remote_file import is_url
 from datakit.shard import blocks_of, writing
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists
-from threefold.storage.local import sync_folder
+from threefold.storage.local import make_folders, sync_folder
 from threefold.storage.repeating import open_repeating, repeating
 
 NOTE = f"{WORK_FOLDER}/recipe.json"
@@ -39,7 +39,7 @@ class Output:
         self.folder = None if is_url(place) else Path(place)
         self.place = str(self.folder or place.rstrip("/"))
         self._storage = open_repeating(self.place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
-        name = f"datakit-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
+        name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else Path(tempfile.gettempdir()) / name
 
     @property
@@ -98,7 +98,7 @@ class Output:
             return
         target = self.folder / folder
         with writing(target):
-            target.mkdir(parents=True, exist_ok=True)
+            make_folders(target)
             for file in files:
                 file.replace(target / file.name)
             sync_folder(target)
@@ -129,15 +129,22 @@ class Output:
         self._check_free()
         lock = self.work / "lock"
         with writing(self.work):
-            self.work.mkdir(parents=True, exist_ok=True)
+            make_folders(self.work)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             take_lock(descriptor, lock, self.place, patience_s=LOCK_PATIENCE_S)
             shutil.rmtree(self.scratch, ignore_errors=True)  # of a run that was killed
-            yield descriptor
+            try:
+                yield descriptor
+            finally:
+                shutil.rmtree(self.scratch, ignore_errors=True)
         finally:
-            shutil.rmtree(self.scratch, ignore_errors=True)
             os.close(descriptor)
+
+    def vanished(self, num_lost: int, num_items: int) -> StorageError:
+        """What to raise where all work items were done, and some no longer are."""
+        what = f"{num_lost} of {num_items} sealed work items have vanished from {self.place}"
+        return StorageError(f"{what}: does another run write there?", hint="rerun the same command to continue")
 
     def _upload(self, file: Path, key: str) -> None:
         repeating(lambda: self._storage.write(key, blocks_of(file)))
@@ -163,6 +170,9 @@ def take_lock(descriptor: int, path: Path, output: str, *, patience_s: float = 0
             if time.monotonic() > deadline_s:
                 raise StorageError(f"another run is writing {output}", hint=f"lsof {path}") from None
             time.sleep(0.1)
+        except OSError as error:  # some network and parallel file systems are mounted without locks
+            hint = "mount it with locks (Lustre: -o flock), or choose another --output"
+            raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
     if not os.fstat(descriptor).st_nlink:
         raise StorageError(f"another run has just completed {output}", hint=f"datakit inspect {output}")
 

@@ -23,14 +23,14 @@ from datakit.encoder import AUTO, choose_backend, require_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.item import ItemRecord, read_records
 from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
-from datakit.output import Output, key_of
+from datakit.output import NOTE, Output, key_of
 from datakit.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.store_writer import store_dtype
 from datakit.tags import require_matches
 from datakit.task import HASH, Task
 from datakit.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from datakit.worker_pool import WorkerPool
-from threefold.errors import StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from datakit.ray_pool import RayPool
@@ -236,8 +236,13 @@ class _Job:
     def begin(self) -> None:
         """Compare with what was begun here, or note what is begun now."""
         wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
-        found = orjson.loads(self.output.begin(orjson.dumps(wanted)))
-        self._compare(TokenizerIdentity(**found["tokenizer"]), found["settings"], wanted["settings"])
+        place = f"{self.output.place}/{NOTE}"
+        try:
+            found = orjson.loads(self.output.begin(orjson.dumps(wanted)))
+            tokenizer, settings = TokenizerIdentity(**found["tokenizer"]), dict(found["settings"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
+        self._compare(tokenizer, settings, wanted["settings"])
 
     def missing(self) -> list[WorkItem]:
         """The items that are not sealed."""
@@ -247,11 +252,7 @@ class _Job:
         """The records of all items, which are all sealed."""
         records = [record for record in read_records(self.output, self.items) if record]
         if len(records) < len(self.items):
-            raise StorageError(
-                f"{len(self.items) - len(records)} of {len(self.items)} sealed work items have vanished from "
-                f"{self.output.place}: does another run write there?",
-                hint="rerun the same command to continue",
-            )
+            raise self.output.vanished(len(self.items) - len(records), len(self.items))
         return records
 
     def finish(self, records: list[ItemRecord], report: Callable[[str], None]) -> None:

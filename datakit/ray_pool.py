@@ -1,7 +1,8 @@
 """RayPool: the workers of a run as actors on a Ray cluster, which take one work item at a time.
 
-Input, tokenizer and output must lie under the same paths on all nodes (a shared file system). The item of an actor that
-dies with its node is given to another; what is sealed stays sealed. No data travels through Ray.
+Input, tokenizer and output must lie under the same paths on all nodes (a shared file system), input and output else
+behind URLs. The item of an actor that dies with its node is given to another; what is sealed stays sealed. No data
+travels through Ray.
 """
 
 import os

@@ -22,8 +22,8 @@ class Recipe:
     """How text becomes tokens: the tokenizer's file, its end-of-document token, and how documents are found and shared.
 
     `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
-    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), the first also
-    those on which the tokenizer gives up, `dedup` those whose text an earlier document of the input has (see
+    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), the first
+    also those on which the tokenizer gives up, `dedup` those whose text an earlier document of the input has (see
     duplicates.py). `tags` name parts of the input (see tags.py).
     """
 

@@ -4,10 +4,12 @@ A read after a seek fetches what it asks for. One that goes on where the last en
 side by side, so that a stream is bound by bandwidth, not by the latency of each request.
 """
 
+import errno
 import io
+import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from threefold.errors import StorageError
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 FIRST_BYTES, BLOCK_BYTES, NUM_AHEAD = 256 << 10, 4 << 20, 3
+_MAX_STORAGES = 64  # each holds a client; an input may lie in any number of folders
 
 
 class RemoteFile(io.RawIOBase):
@@ -44,7 +47,10 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        if position < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as any other file does
+        self._position = position
         return self._position
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
@@ -90,7 +96,7 @@ def storage_of(url: str) -> tuple[Storage, str]:
     return _storage(folder), name
 
 
-@cache
+@lru_cache(_MAX_STORAGES)
 def _storage(folder: str) -> Storage:
     return open_repeating(folder)
 

@@ -20,6 +20,7 @@ FRAME_BYTES = 1 << 20
 MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 5_000_000  # a table of 60 MB; 5 TB of content in frames of FRAME_BYTES
 READ_BYTES = 8 << 20
+DAMAGE_HINT = "restore the file from a copy, or make it anew in another place"
 _TAIL_BYTES = 1 << 16
 _SKIPPABLE_MAGIC, _SEEKABLE_MAGIC = 0x184D2A5E, 0x8F92EAB1
 _HEAD = struct.Struct("<II")  # magic, bytes that follow
@@ -133,7 +134,7 @@ class SeekableReader:
         return table
 
     def _fault(self, what: str) -> CheckFailed:
-        return CheckFailed(f"{self.name}: {what}")
+        return CheckFailed(f"{self.name}: {what}", hint=DAMAGE_HINT)
 
 
 def _cut(blocks: Iterable[bytes], frame_bytes: int) -> Iterator[bytes | memoryview]:

@@ -46,8 +46,10 @@ class TokenStore:
                 try:
                     size_bytes = file.stat().st_size
                 except OSError as error:
-                    other = f"datakit unarchive {folder} --output STORE" if _is_archive(folder) else None
-                    hint = other or f"datakit verify {folder}"
+                    from datakit.store_source import is_plain_folder
+
+                    verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
+                    hint = f"datakit {verb.format(folder)}"
                     raise StorageError(f"cannot read {file}: {error.strerror}", hint=hint) from error
                 if size_bytes != digest.size_bytes:
                     what = f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
@@ -181,12 +183,6 @@ class TokenStore:
         """The shard that an address lies in, and the address of its first element."""
         number = int(np.searchsorted(starts, address, side="right")) - 1
         return number, int(starts[number])
-
-
-def _is_archive(folder: Path) -> bool:
-    from datakit.archive_record import RECORD_NAME
-
-    return (folder / RECORD_NAME).exists()
 
 
 def _starts(counts: list[int]) -> Int64s:

@@ -20,7 +20,7 @@ from datakit.archive_record import (
     store_files,
 )
 from datakit.manifest import FILE_NAME, MAX_BYTES, Manifest
-from datakit.seekable_zstd import READ_BYTES, SeekableReader
+from datakit.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
 from datakit.shard import FileDigest
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
@@ -48,9 +48,9 @@ class StoreSource:
         self.manifest = Manifest.parse(f"{storage.url}/{FILE_NAME}", manifest_bytes)
         digests = store_files(self.manifest)
         if len(digests) != 3 * len(self.manifest.shards):
-            raise CheckFailed(f"{storage.url}/{FILE_NAME} names a shard twice")
+            raise _fault(f"{storage.url}/{FILE_NAME} names a shard twice")
         if record and list(record.files) != [f"{name}{SUFFIX}" for name in digests]:
-            raise CheckFailed(f"{storage.url}/{RECORD_NAME} does not name the files of its store")
+            raise _fault(f"{storage.url}/{RECORD_NAME} does not name the files of its store")
         self.files = [
             SourceFile(name, digest, record.files[f"{name}{SUFFIX}"] if record else None)
             for name, digest in digests.items()
@@ -69,9 +69,9 @@ class StoreSource:
             )
         manifest_bytes = _read_small(storage, FILE_NAME, MAX_BYTES)
         if manifest_bytes is None:
-            raise CheckFailed(f"{storage.url}/{FILE_NAME} is missing") if record else _nothing_there(storage)
+            raise _fault(f"{storage.url}/{FILE_NAME} is missing") if record else _nothing_there(storage)
         if record and record.manifest != digest_of(manifest_bytes):
-            raise CheckFailed(f"{storage.url}/{FILE_NAME} is damaged: its checksum does not hold")
+            raise _fault(f"{storage.url}/{FILE_NAME} is damaged: its checksum does not hold")
         return cls(storage, manifest_bytes, record)
 
     def place_of(self, file: SourceFile) -> str:
@@ -85,7 +85,7 @@ class StoreSource:
             hasher.update(block)
             yield block
         if hasher.hexdigest() != file.digest.xxh3_64:
-            raise CheckFailed(f"{self.place_of(file)} is damaged: its content's checksum does not hold")
+            raise _fault(f"{self.place_of(file)} is damaged: its content's checksum does not hold")
 
     def open_packed(self, file: SourceFile) -> SeekableReader:
         """Random access to the content of a compressed file; CheckFailed where it is not of the recorded sizes."""
@@ -96,9 +96,7 @@ class StoreSource:
             lambda start, stop: self.storage.read_ranges(_key(file), [(start, stop)])[0],
         )
         if reader.size_bytes != file.digest.size_bytes:
-            raise CheckFailed(
-                f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}"
-            )
+            raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")
         return reader
 
     def _packed_blocks(self, file: SourceFile) -> Iterator[bytes]:
@@ -114,7 +112,7 @@ class StoreSource:
             yield content
         hasher.update(reader.table)
         if hasher.hexdigest() != file.packed.xxh3_64:
-            raise CheckFailed(f"{reader.name} is damaged: its checksum does not hold")
+            raise _fault(f"{reader.name} is damaged: its checksum does not hold")
 
     def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
         size_bytes = self._check_size(file, file.digest)
@@ -124,10 +122,10 @@ class StoreSource:
     def _check_size(self, file: SourceFile, digest: FileDigest) -> int:
         info = self.storage.info(_key(file))
         if info is None:
-            raise CheckFailed(f"{self.place_of(file)} is missing")
+            raise _fault(f"{self.place_of(file)} is missing")
         if info.size_bytes != digest.size_bytes:
             record = RECORD_NAME if file.packed else FILE_NAME
-            raise CheckFailed(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
+            raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
         return info.size_bytes
 
 
@@ -142,8 +140,12 @@ def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
     if info is None:
         return None
     if info.size_bytes > max_bytes:
-        raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than the {max_bytes} it may have")
+        raise _fault(f"{storage.url}/{key} has {info.size_bytes} bytes, more than the {max_bytes} it may have")
     return storage.read_ranges(key, [(0, info.size_bytes)])[0]
+
+
+def _fault(message: str) -> CheckFailed:
+    return CheckFailed(message, hint=DAMAGE_HINT)
 
 
 def _nothing_there(storage: Storage) -> UserError:

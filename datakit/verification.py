@@ -2,8 +2,8 @@
 
 A clean store costs one sequential read of its files, on a few threads, and memory of one block each. The documents of a
 damaged file are told apart by arithmetic (`.idx`) and by the checks that the `.origin` file keeps for each document
-(`.bin`, `.origin`). An archive, or a store at a URL, is streamed from where it lies; there the damaged frames are told,
-not the documents.
+(`.bin`, `.origin`). An archive, or a store at a URL, is streamed from where it lies, on the same few threads; there the
+damaged frames are told, not the documents. Memory is then some 20 MiB a thread.
 """
 
 import os
@@ -47,15 +47,20 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
     is damaged."""
     if not is_plain_folder(os.fspath(path)):
         source = StoreSource.open(os.fspath(path))
-        return [fault for file in source.files if (fault := _source_fault(source, file))]
+        with _threads() as pool:
+            return [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
     folder = Path(path)
     store = TokenStore(folder, Manifest.read(folder))
 
     def check(number: int) -> list[Fault]:
         return list(_shard_faults(store, number, store.manifest.shards[number]))
 
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+    with _threads() as pool:
         return [fault for faults in pool.map(check, range(len(store.manifest.shards))) for fault in faults]
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _shard_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator[Fault]:

@@ -1,8 +1,7 @@
 """A preprocessing worker: `python -m datakit.worker` reads work items from stdin, seals them, and reports on stdout.
 
-Messages are JSON, one a line. In: the Task, then items. Out: `progress`
-while an item is at work, then `sealed` or `error`. The worker ends with its parent, whatever ended that: its stdin
-closes.
+Messages are JSON, one a line. In: the Task, then items. Out: `progress` while an item is at work, then `sealed` or
+`error`. The worker ends with its parent, whatever ended that: its stdin closes.
 """
 
 import os

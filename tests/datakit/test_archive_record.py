@@ -49,11 +49,11 @@ def test_random_bytes_are_no_record(data: bytes) -> None:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "format": ("threefold-token-store", "is no archive's record"),
+    "format": ("threefold-token-store", "no archive's record: format"),
     "version": (2, "has version 2, this program reads version 1"),
     "level": (-1, "level is -1"),
     "frame_bytes": (0, "frames of 0 bytes"),
-    "manifest": ([], "manifest. is no JSON object"),
+    "manifest": ([], "manifest is no JSON object"),
     "files": ({}, "files is {}, a list expected"),
 }
 

@@ -114,13 +114,13 @@ def test_other_tokenizers_are_warned_of(
     assert "warning: the stores' tokenizers differ" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("length", [1, 400])
+@pytest.mark.parametrize("length", [1, 400, -1])
 def test_a_damaged_index_is_told(tmp_path: Path, length: int) -> None:
     stores = [write_store(tmp_path / name, [[1, 2], [3], [4]], vocab_size=9, shard_documents=2) for name in "lr"]
     for store in stores:
         file = store.path / "shard-000000-000.idx"
         content = file.read_bytes()
-        file.write_bytes(content[:34] + length.to_bytes(4, "little") + content[38:])
+        file.write_bytes(content[:34] + length.to_bytes(4, "little", signed=True) + content[38:])
     with pytest.raises(CheckFailed, match="is damaged"):
         find_difference(*stores)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from datakit import Recipe, TokenShard
 from datakit.inputs import FileSlice, WorkItem, find_inputs
-from datakit.item import ItemEncoder, ItemRecord, Progress, read_records
+from datakit.item import RECORDS_FOLDER, ItemEncoder, ItemRecord, Progress, read_records
 from datakit.output import Output
 from datakit.tokenizer import identify, open_tokenizer
 from tests.datakit.conftest import files_of, write_jsonl
@@ -93,6 +93,28 @@ def test_an_item_whose_shard_was_lost_or_whose_input_changed_is_not_sealed(tmp_p
     assert read_records(output, [WorkItem(7, (FileSlice(file, 0, file.size_bytes),))]) == [None]
     (tmp_path / f"{record.shards[''][0].name}.idx").unlink()
     assert read_records(output, [record.item]) == [None]
+
+
+DAMAGED = {
+    "no JSON": b"{",
+    "no object": b"[1]",
+    "no item": b"{}",
+    "shards": b'"shards":3',
+    "an entry": b'"shards":{"":[7]}',
+    "lines": b'"num_lines":"two"',
+    "skipped": b'"skipped":{"empty":-1}',
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_an_item_whose_record_is_damaged_is_not_sealed(tmp_path: Path, tokenizer_path: str, fault: str) -> None:
+    record, _ = seal(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["one"]), Recipe(tokenizer_path))
+    path = tmp_path / RECORDS_FOLDER / "000007.json"
+    damaged = DAMAGED[fault]
+    if damaged.startswith(b'"'):
+        damaged = json.dumps(json.loads(path.read_bytes()) | json.loads(b"{%b}" % damaged)).encode()
+    path.write_bytes(damaged)
+    assert read_records(Output(str(tmp_path)), [record.item]) == [None]
 
 
 def test_a_worker_loads_no_torch() -> None:

@@ -81,3 +81,16 @@ def test_hashes_of_other_input_or_without_their_file_do_not_count(tmp_path: Path
     assert hashes_in(output, item) is None
     file.unlink()
     assert hashes_in(output, item) is None
+
+
+@pytest.mark.parametrize("field", ["num_documents", "xxh3_64", "item"])
+def test_a_damaged_record_does_not_count(tmp_path: Path, texts: list[str], field: str) -> None:
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl", texts)
+    output, item = output_in(tmp_path), item_of(tmp_path / "in")
+    ItemHasher(output, DocumentRules()).seal(item)
+    record = tmp_path / "s" / module.FOLDER / "000000.json"
+    content = json.loads(record.read_bytes())
+    del content[field]
+    record.write_text(json.dumps(content))
+    assert hashes_in(output, item) is None

@@ -135,7 +135,7 @@ def test_raw_bytes_need_their_dtype(tmp_path: Path, tokenizer_path: str) -> None
     assert documents_of(store) == DOCUMENTS
     assert store.manifest.settings["dtype"] == "int64"
     array = write_mds(tmp_path / "array", {"tokens": "ndarray:int32"}, tokens_only())
-    with pytest.raises(UserError, match="'tokens' is ndarray:int32"):
+    with pytest.raises(UserError, match="'tokens' is int32, not int64"):
         from_mds([array], tmp_path / "t", Choices(tokenizer_path, dtype="int64"))
 
 
@@ -162,6 +162,7 @@ def test_rows_of_other_shapes(tmp_path: Path, tokenizer_path: str) -> None:
         ({"raw_data": {"basename": "/etc/passwd", "bytes": 1}}, "is no file of this folder"),
         ({"raw_data": {"basename": "gone", "bytes": 1}}, "names gone, which is missing"),
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "bytes, its index says 1"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1, "hashes": ["sha1"]}}, "hashes is no JSON object"),
         ({"raw_data": None}, "raw_data is no JSON object"),
         ({"column_encodings": ["ndarray:float32"]}, "no column that may hold tokens"),
     ],

@@ -21,7 +21,7 @@ from datakit.inputs import FileSlice, InputFile, WorkItem
 from datakit.preprocessing import _Meter
 from datakit.tokenizer_training import train_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
-from threefold.errors import UserError
+from threefold.errors import CheckFailed, UserError
 
 ROOT = Path(__file__).parents[2]
 EOD = 0
@@ -139,6 +139,17 @@ def test_shards_end_where_they_are_full(
     assert record is not None
     assert [shard.num_documents for shard in record.shards[""]] == [30, 30, 30, 11]
     assert [shard.name for shard in record.shards[""]] == [f"shard-000000-{i:03}" for i in range(4)]
+
+
+@pytest.mark.parametrize("note", [b"{", b"[]", b'{"tokenizer": {}, "settings": 3}'])
+def test_a_damaged_note_of_what_was_begun_is_told(
+    tmp_path: Path, corpus: Path, tokenizer_path: str, note: bytes
+) -> None:
+    file = tmp_path / "s" / ".work" / "recipe.json"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(note)
+    with pytest.raises(CheckFailed, match=r"recipe\.json is damaged"):
+        preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
 
 
 def test_a_complete_store_is_left_alone_and_changed_settings_are_refused(

@@ -80,6 +80,14 @@ def test_a_request_that_fails_is_repeated_and_then_told(
         io.BufferedReader(RemoteFile(f"local://{tmp_path}/a")).read()
 
 
+def test_no_byte_comes_before_the_first(tmp_path: Path, content: bytes) -> None:
+    file = RemoteFile(f"local://{tmp_path}/a")
+    file.seek(7)
+    with pytest.raises(OSError, match="Invalid argument"):
+        file.seek(-8, io.SEEK_CUR)
+    assert file.tell() == 7
+
+
 def test_a_missing_object_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nothing does not exist"):
         RemoteFile(f"local://{tmp_path}/nothing")
