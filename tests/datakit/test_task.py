@@ -10,6 +10,7 @@ from datakit.inputs import cut, find_inputs
 from datakit.item import ItemEncoder
 from datakit.item_hashes import ItemHasher, read_hashes
 from datakit.manifest import TokenizerIdentity
+from datakit.output import Output
 from datakit.ray_pool import _Sealer
 from datakit.tags import Tag
 from datakit.task import HASH, Task
@@ -34,7 +35,7 @@ def test_an_actor_hashes_or_tokenizes(
     hashing = Task("s", Recipe(tokenizer_path, dedup=True), IDENTITY, HASH)
     assert isinstance(hashing.sealer(), ItemHasher)
     assert _Sealer(hashing, str(tmp_path)).seal(item)["sealed"] == 0
-    found = read_hashes(tmp_path / "s", item)
+    [found] = read_hashes(Output("s"), [item])
     assert found is not None
     assert found.num_documents == len(texts)
     assert isinstance(Task("s", Recipe(tokenizer_path), IDENTITY, "tokenizers").sealer(), ItemEncoder)
