@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from threefold.cli import print_json
+from threefold.cli import log, print_json
 from threefold.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -49,9 +48,7 @@ def _archive(arguments: argparse.Namespace) -> int:
     same with any number of workers, and the same command continues after a kill."""
     from datakit.archiving import archive
 
-    found = archive(
-        arguments.store, arguments.output, level=arguments.level, num_workers=arguments.workers, report=_log
-    )
+    found = archive(arguments.store, arguments.output, level=arguments.level, num_workers=arguments.workers, report=log)
     if arguments.json:
         print_json(asdict(found))
     else:
@@ -69,10 +66,6 @@ def _unarchive(arguments: argparse.Namespace) -> int:
     from datakit.store_verbs import print_store
     from datakit.unarchiving import unarchive
 
-    store = unarchive(arguments.source, arguments.output, num_workers=arguments.workers, report=_log)
+    store = unarchive(arguments.source, arguments.output, num_workers=arguments.workers, report=log)
     print_store(store, arguments.json)
     return EXIT_OK
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

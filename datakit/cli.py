@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from datakit import archive_verbs, convert_verb, store_verbs
-from threefold.cli import Parser, print_json, run
+from threefold.cli import Parser, log, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 if TYPE_CHECKING:
@@ -132,11 +132,11 @@ def _train(arguments: argparse.Namespace) -> int:
         text_key=arguments.text_key,
         txt_split=arguments.txt_split,
         skip_invalid=arguments.skip_invalid,
-        report=_log,
+        report=log,
     )
     if tokenizer.vocab_size < arguments.vocab_size:
-        _log(f"the text gave {tokenizer.vocab_size} tokens, not {arguments.vocab_size}: more text would give more")
-    _log(f"wrote {arguments.output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}")
+        log(f"the text gave {tokenizer.vocab_size} tokens, not {arguments.vocab_size}: more text would give more")
+    log(f"wrote {arguments.output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}")
     return EXIT_OK
 
 
@@ -168,7 +168,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         engine=arguments.engine,
         ray_address=arguments.ray_address,
         item_bytes=arguments.item_size,
-        report=_log,
+        report=log,
     )
     if arguments.json:
         print_json(asdict(summary))
@@ -292,7 +292,3 @@ def _size(text: str) -> int:
     if not number.isdecimal() or unit not in units or not int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no size like 64MiB")
     return int(number) * units[unit]
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

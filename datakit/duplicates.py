@@ -97,7 +97,7 @@ def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
 
 def are_duplicates_of(output: Output, items: Sequence[ItemHashes]) -> bool:
     """Whether a file of duplicates is there, and of these hashes."""
-    is_there = output.sizes(WORK_FOLDER).get(_KEY, 0) >= _HEADER.size
+    is_there = (output.size_of(_KEY) or 0) >= _HEADER.size
     wanted = _HEADER.pack(_MAGIC, _identity(items), len(items))
     return is_there and output.read_range(_KEY, 0, _HEADER.size) == wanted
 

@@ -103,6 +103,11 @@ class Output:
                 file.replace(target / file.name)
             sync_folder(target)
 
+    def size_of(self, key: str) -> int | None:
+        """The size in bytes of a file of the output, None where it is missing."""
+        info = self._storage.info(key)
+        return info and info.size_bytes
+
     def sizes(self, folder: str = "") -> dict[str, int]:
         """The size in bytes of all that is there, or below a folder, by key."""
         return {info.key: info.size_bytes for info in self._storage.list(key_of(folder, ""))}

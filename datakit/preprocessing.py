@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from datakit.encoder import AUTO, choose_backend, require_backend
 from datakit.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.item import ItemRecord, read_records
 from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
+from datakit.meter import Meter
 from datakit.output import NOTE, Output, key_of
 from datakit.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.store_writer import store_dtype
@@ -35,7 +35,6 @@ from threefold.errors import CheckFailed, UserError
 if TYPE_CHECKING:
     from datakit.ray_pool import RayPool
 
-PROGRESS_INTERVAL_S = 2.0
 _PROBE_DOCUMENTS, _PROBE_CHARACTERS = 8, 1 << 14
 
 
@@ -148,7 +147,7 @@ def _seal(
     job: "_Job", items: list[WorkItem], task: Task, pool: "WorkerPool | RayPool", report: Callable[[str], None]
 ) -> None:
     """Let workers seal the items, and report about every two seconds."""
-    meter = _Meter(items)
+    meter = Meter(items)
     if len(items) < len(job.items):
         report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
     for item, message in pool.run(task, iter(items)):
@@ -156,48 +155,6 @@ def _seal(
         if meter.is_due():
             report(meter.line())
     report(meter.line())
-
-
-class _Meter:
-    """Counts what all workers have done, and says when a line of progress is due."""
-
-    def __init__(self, items: Sequence[WorkItem]) -> None:
-        self._num_items, self._num_sealed = len(items), 0
-        self._sizes = {item.number: sum(part.stop - part.start for part in item.slices) for item in items}
-        self._read = 0  # bytes on disk of the sealed items
-        self._bytes: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
-        self._started_s = self._reported_s = time.monotonic()
-
-    def update(self, item: WorkItem, message: dict[str, Any]) -> None:
-        if "sealed" in message:
-            self._num_sealed += 1
-            self._read += self._sizes[item.number]
-        self._bytes[item.number] = message["progress"]["input_bytes"]
-        self._tokens[item.number] = message["progress"]["num_tokens"]
-
-    def is_due(self) -> bool:
-        now_s = time.monotonic()
-        due = now_s - self._reported_s >= PROGRESS_INTERVAL_S
-        if due:
-            self._reported_s = now_s
-        return due
-
-    def line(self) -> str:
-        elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
-        megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
-        return (
-            f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB, {megabytes / elapsed_s:.1f} MB/s"
-            + (f", {tokens / elapsed_s:,.0f} tokens/s" if tokens else "")
-            + self._left(elapsed_s)
-        )
-
-    def _left(self, elapsed_s: float) -> str:
-        """How long the rest will take if it goes on like the sealed items."""
-        if not self._read or self._num_sealed == self._num_items:
-            return ""
-        seconds = round(elapsed_s * (sum(self._sizes.values()) / self._read - 1))
-        return f", {timedelta(seconds=seconds)} left"
 
 
 class _Job:

@@ -58,6 +58,11 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
+def log(text: str) -> None:
+    """Print a line of progress, or any other that is no data, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def run(parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Parse argv, call the verb's handler (`set_defaults(handler=...)`) and turn its outcome into an exit code."""
     arguments = parser.parse_args(argv)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Library
 
 from datakit import Origin, Recipe, TokenStore, preprocess, verify
 from datakit.inputs import FileSlice, InputFile, WorkItem
-from datakit.preprocessing import _Meter
+from datakit.meter import Meter
 from datakit.tokenizer_training import train_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl
 from threefold.errors import CheckFailed, UserError
@@ -375,7 +375,7 @@ def test_one_run_at_a_time_writes_into_a_store(
 def test_the_line_of_progress_tells_what_is_left(tmp_path: Path) -> None:
     files = [InputFile(str(tmp_path / name), "txt", "", size, 0) for name, size in (("a", 100), ("b", 300))]
     items = [WorkItem(number, (FileSlice(file, 0, file.size_bytes),)) for number, file in enumerate(files)]
-    meter = _Meter(items)
+    meter = Meter(items)
     meter.update(items[0], {"progress": {"input_bytes": 50, "num_tokens": 10}})
     assert meter.line().startswith("0/2 work items, 0.0 MB")
     assert "left" not in meter.line()
