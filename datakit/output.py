@@ -106,7 +106,7 @@ class Output:
     def size_of(self, key: str) -> int | None:
         """The size in bytes of a file of the output, None where it is missing."""
         info = self._storage.info(key)
-        return info and info.size_bytes
+        return info.size_bytes if info else None
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """The size in bytes of all that is there, or below a folder, by key."""
