@@ -4,9 +4,9 @@ Memory is a few blocks a file being read, whatever its size. A request that the 
 frame whose checksum fails is read once more.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -21,7 +21,7 @@ from datakit.archive_record import (
 )
 from datakit.manifest import FILE_NAME, MAX_BYTES, Manifest
 from datakit.seekable_zstd import READ_BYTES, SeekableReader
-from datakit.shard import FileDigest
+from datakit.shard import RESTORE_HINT, FileDigest
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating
@@ -85,7 +85,9 @@ class StoreSource:
             hasher.update(block)
             yield block
         if hasher.hexdigest() != file.digest.xxh3_64:
-            raise CheckFailed(f"{self.place_of(file)} is damaged: its content's checksum does not hold")
+            raise CheckFailed(
+                f"{self.place_of(file)} is damaged: its content's checksum does not hold", hint=RESTORE_HINT
+            )
 
     def open_packed(self, file: SourceFile) -> SeekableReader:
         """Random access to the content of a compressed file; CheckFailed where it is not of the recorded sizes."""
@@ -114,7 +116,7 @@ class StoreSource:
             yield content
         hasher.update(reader.table)
         if hasher.hexdigest() != file.packed.xxh3_64:
-            raise CheckFailed(f"{reader.name} is damaged: its checksum does not hold")
+            raise CheckFailed(f"{reader.name} is damaged: its checksum does not hold", hint=RESTORE_HINT)
 
     def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
         size_bytes = self._check_size(file, file.digest)
@@ -124,16 +126,18 @@ class StoreSource:
     def _check_size(self, file: SourceFile, digest: FileDigest) -> int:
         info = self.storage.info(_key(file))
         if info is None:
-            raise CheckFailed(f"{self.place_of(file)} is missing")
+            raise CheckFailed(f"{self.place_of(file)} is missing", hint=RESTORE_HINT)
         if info.size_bytes != digest.size_bytes:
             record = RECORD_NAME if file.packed else FILE_NAME
-            raise CheckFailed(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
+            what = f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}"
+            raise CheckFailed(what, hint=RESTORE_HINT)
         return info.size_bytes
 
 
 def is_plain_folder(place: str) -> bool:
     """Whether a place is a local folder that is no archive, finished or not: one that `TokenStore.open` may open."""
-    return "://" not in place and not any((Path(place) / name).exists() for name in (RECORD_NAME, PLAN_KEY))
+    # os.path.exists is false where a folder may not be read; opening the store there tells why
+    return "://" not in place and not any(os.path.exists(f"{place}/{name}") for name in (RECORD_NAME, PLAN_KEY))
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
