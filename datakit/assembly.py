@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from datakit.manifest import WORK_FOLDER, replace_durably
+from datakit.manifest import WORK_FOLDER, replace_durably, url_behind
 from datakit.output import take_lock
 from datakit.shard import FileDigest, blocks_of, flush_to_disk, writing
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -118,6 +118,11 @@ def remove_work(output: Path) -> None:
 
 
 def _check_free(output: Path) -> None:
+    if url := url_behind(output):
+        raise UserError(
+            f"{url} is no local folder, and only there can this be made",
+            hint=f"choose a folder as --output; for a store, then datakit archive FOLDER --output {url}",
+        )
     if not output.exists():
         return
     if not output.is_dir():

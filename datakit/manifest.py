@@ -100,6 +100,8 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Read and check a store's manifest."""
         path = folder / FILE_NAME
+        if url := url_behind(folder):
+            raise UserError(f"{url} is no local folder", hint=f"datakit unarchive {url} --output STORE")
         try:
             with path.open("rb") as file:
                 size_bytes = os.fstat(file.fileno()).st_size
@@ -193,6 +195,12 @@ def content_checksum(content: dict[str, Any]) -> str | None:
         return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
     except orjson.JSONEncodeError:
         return None
+
+
+def url_behind(path: Path) -> str | None:
+    """The URL that a Path was made of, which took one of its slashes; None for a path of a file system."""
+    scheme, *rest = path.parts or ("",)
+    return f"{scheme}//{'/'.join(rest)}" if re.fullmatch(r"[a-z][a-z0-9]*:", scheme) else None
 
 
 def _not_a_store(folder: Path) -> UserError:

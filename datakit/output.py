@@ -38,7 +38,7 @@ class Output:
     def __init__(self, place: str) -> None:
         self.folder = None if is_url(place) else Path(place)
         self.place = str(self.folder or place.rstrip("/"))
-        self._storage = open_repeating(self.place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
+        self._storage = open_repeating(place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
         name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else Path(tempfile.gettempdir()) / name
 

@@ -40,7 +40,8 @@ class Recipe:
     dedup: bool = False
 
     def __post_init__(self) -> None:
-        if self.split is not None and (min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6):
+        # so put that a NaN is refused too
+        if self.split is not None and not (min(self.split) >= 0 and abs(sum(self.split) - 1) <= 1e-6):
             raise UserError(f"split fractions {self.split} do not sum to 1", hint="--split 0.99,0.01")
         if self.max_chars is not None and self.max_chars < 1:
             raise UserError(f"documents of at most {self.max_chars} characters", hint="--max-chars 1000000")

@@ -7,6 +7,7 @@ layout stands in docs/formats/token-store.md. A damaged pair is a CheckFailed th
 import mmap
 import os
 import struct
+import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -212,8 +213,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # what becomes of an output behind a URL is made in a folder of ours there first
+        scratch = path.is_relative_to(tempfile.gettempdir()) and any(part.startswith("datakit-") for part in path.parts)
+        what = "export TMPDIR=FOLDER of another disk" if scratch else "choose another --output"
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}", hint="make room or choose another --output, then rerun"
+            f"cannot write {path}: {error.strerror or error}", hint=f"make room or {what}, then rerun"
         ) from error
 
 

@@ -4,9 +4,9 @@ Memory is a few blocks a file being read, whatever its size. A request that the 
 frame whose checksum fails is read once more.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -131,7 +131,8 @@ class StoreSource:
 
 def is_plain_folder(place: str) -> bool:
     """Whether a place is a local folder that is no archive, finished or not: one that `TokenStore.open` may open."""
-    return "://" not in place and not any((Path(place) / name).exists() for name in (RECORD_NAME, PLAN_KEY))
+    # os.path.exists is false where a folder may not be read; opening the store there tells why
+    return "://" not in place and not any(os.path.exists(f"{place}/{name}") for name in (RECORD_NAME, PLAN_KEY))
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:

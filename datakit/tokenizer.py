@@ -6,6 +6,7 @@ truncation and padding are switched off. Special tokens that stand in a text bec
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from threefold.errors import StorageError, UserError
 
 DEFAULT_EOD = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 30
+_MAX_SHOWN = 8
 Ids = npt.NDArray[np.integer[Any]]
 
 
@@ -63,6 +65,8 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
     if is_rank_file(file, content):
         return TiktokenTokenizer(file, read_rank_file(file, content))
+    if not content:
+        raise UserError(f"{file} is empty", hint=TRAIN_HINT)
     kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
     try:
         return kind(content)
@@ -74,9 +78,12 @@ def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool)
     """The tokenizer's entry in a manifest; UserError where its end-of-document token is missing but required."""
     eod_id = tokenizer.token_id(eod_token)
     if eod_id is None and required:
+        own = [token for token in tokenizer.added_tokens() if token]
         raise UserError(
-            f"{path} has no token {eod_token!r} to end documents with",
-            hint="name its own with --eod-token, for instance --eod-token '</s>'",
+            f"{path} has no token {eod_token!r} to end documents with"
+            + (f"; of its own it has {', '.join(map(repr, own[:_MAX_SHOWN]))}" if own else "")
+            + (f" and {len(own) - _MAX_SHOWN} more" if len(own) > _MAX_SHOWN else ""),
+            hint=f"--eod-token {shlex.quote(own[0] if len(own) == 1 else 'TOKEN')}" if own else TRAIN_HINT,
         )
     return TokenizerIdentity(
         kind=tokenizer.kind,

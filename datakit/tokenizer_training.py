@@ -8,7 +8,7 @@ from pathlib import Path
 
 from datakit.documents import DocumentReader, DocumentRules
 from datakit.inputs import FileSlice, find_inputs
-from datakit.manifest import replace_durably
+from datakit.manifest import replace_durably, url_behind
 from datakit.shard import writing
 from datakit.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
 from threefold.errors import UserError
@@ -41,6 +41,8 @@ def train_tokenizer(
             hint="--vocab-size 32768",
         )
     path = Path(output)
+    if url := url_behind(path):
+        raise UserError(f"{url} is no local file, and a tokenizer is written to one", hint=f"--output {path.name}")
     if path.suffix != ".json":
         raise UserError(f"{output}: a tokenizer file ends in .json", hint=f"--output {path.with_suffix('.json')}")
     library = Library(models.BPE())

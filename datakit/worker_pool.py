@@ -5,6 +5,7 @@ The first failure ends the run: the other workers are ended too, and what is sea
 
 import os
 import selectors
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,10 +80,15 @@ class _Worker:
     def __init__(self, keep_open: int) -> None:
         paths = os.pathsep.join(path or "." for path in sys.path)
         environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": paths}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "datakit.worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(keep_open,), bufsize=0,
-        )  # fmt: skip
+        # a Ctrl-C is the parent's alone, also while a worker imports, before it can ignore one
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "datakit.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(keep_open,), bufsize=0,
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         items, answers = self.process.stdin, self.process.stdout
         assert items is not None, "stdin is a pipe"
         assert answers is not None, "stdout is a pipe"

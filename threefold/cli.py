@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -18,17 +19,22 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: object) -> None:
         options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+        self._given: list[str] = []
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse unknown flags here, in the verb's own parser, which knows what may have been meant."""
+        self._given = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(flag, self._option_string_actions, 1)
-            self.error(f"unknown argument {flag}" + (f", did you mean {close[0]}?" if close else ""))
+            self._refuse(unknown[0])
         return parsed, unknown
+
+    def _refuse(self, argument: str) -> None:
+        flag = argument.partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, 1)
+        self.error(f"unknown argument {flag}" + (f", did you mean {close[0]}?" if close else ""))
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """Refuse a verb or a choice that does not exist, and say which may have been meant."""
@@ -41,6 +47,11 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{name}: there is no {value}, {meant}")
 
     def error(self, message: str) -> "None":  # type: ignore[override]
+        if "are required" in message:  # argparse looks for these first, and a misspelt flag is why they are missing
+            given, self._given = self._given, []
+            for argument in itertools.takewhile(lambda text: text != "--", given):
+                if argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions:
+                    self._refuse(argument)
         report(UserError(message, hint=f"{self.prog} --help"))
         raise SystemExit(EXIT_USAGE)
 

@@ -112,7 +112,12 @@ FAULTS = {
     "missing EOD": (2, "has no token '<none>'"),
     "missing tokenizer": (2, "no such tokenizer"),
     "faulty split": (2, "do not sum to 1"),
+    "split of no numbers": (2, "do not sum to 1"),
     "no split": (2, "is no pair of fractions"),
+    "empty model": (2, "none.model is empty"),
+    "broken URL": (2, "'s3:/bucket/run' is no URL"),
+    "no bucket": (2, "'s3://' names no bucket"),
+    "empty part of a URL": (2, "'s3://bucket/a//b' has an empty part"),
     "no workers": (2, "0 workers"),
     "faulty size": (2, "is no size"),
     "no characters": (2, "documents of at most 0 characters"),
@@ -144,6 +149,17 @@ def test_bad_input_is_one_error_one_hint_and_an_exit_code(
             source.write_bytes(zstandard.ZstdCompressor().compress(good)[:-20])
         case "unwritable output":
             words["--output"] = jsonl / "s"
+        case "split of no numbers":
+            flags = ["--split", "nan,nan"]
+        case "empty model":
+            words["--tokenizer"] = tmp_path / "none.model"
+            words["--tokenizer"].touch()
+        case "broken URL":
+            words["--output"] = "s3:/bucket/run"
+        case "no bucket":
+            words["--output"] = "s3://"
+        case "empty part of a URL":
+            words["--output"] = "s3://bucket/a//b"
         case "missing EOD":
             flags = ["--eod-token", "<none>"]
         case "missing tokenizer":
@@ -189,3 +205,29 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
 def test_without_a_verb_help_is_shown(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli() == 2
     assert "{train-tokenizer,preprocess,inspect,verify" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [["merge"], ["convert", "--to", "megatron"], ["unarchive"]])
+def test_verbs_that_make_local_folders_refuse_a_url_as_output(
+    tmp_path: Path,
+    jsonl: Path,
+    tokenizer_path: str,
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: list[str],
+) -> None:
+    cli("preprocess", jsonl, "--output", tmp_path / "s", "--tokenizer", tokenizer_path)
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    assert cli(*verb, tmp_path / "s", "--output", "s3://bucket/x") == 2
+    assert "error: s3://bucket/x is no local folder" in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+def test_a_url_is_named_as_it_was_given_where_a_local_store_is_needed(
+    cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("stats", "s3://bucket/x") == 2
+    expected = "error: s3://bucket/x is no local folder\nhint: datakit unarchive s3://bucket/x --output STORE\n"
+    assert capsys.readouterr().err == expected

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit.shard import DTYPE_CODES, ShardWriter, TokenShard, encode_index
+from datakit.shard import DTYPE_CODES, ShardWriter, TokenShard, encode_index, writing
 from threefold.errors import CheckFailed, StorageError
 
 
@@ -128,3 +128,11 @@ def test_all_integer_dtypes_of_megatron_open(tmp_path: Path, dtype: str) -> None
     (tmp_path / "a.bin").write_bytes(tokens.tobytes())
     (tmp_path / "a.idx").write_bytes(encode_index(np.array([3], np.int32), tokens.dtype))
     assert TokenShard(tmp_path / "a").document(0).tolist() == [3, 1, 2]
+
+
+def test_a_full_scratch_disk_is_told_from_a_full_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for path, hint in ((tmp_path / "datakit-0" / "a", "TMPDIR"), (tmp_path / "out" / "a", "another --output")):
+        with pytest.raises(StorageError, match="No space left") as caught, writing(path):
+            raise OSError(28, "No space left on device")
+        assert hint in str(caught.value.hint)

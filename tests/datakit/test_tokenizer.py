@@ -56,6 +56,9 @@ def test_identity(tokenizer_path: str, model_path: Path) -> None:
     with pytest.raises(UserError, match="has no token '<|endoftext|>'".replace("|", r"\|")) as caught:
         identify(open_tokenizer(model_path), str(model_path), DEFAULT_EOD, required=True)
     assert "--eod-token" in str(caught.value.hint)
+    with pytest.raises(UserError, match="of its own it has") as caught:
+        identify(tokenizer, tokenizer_path, "</s>", required=True)
+    assert caught.value.hint == f"--eod-token '{DEFAULT_EOD}'"
 
 
 def test_the_fingerprint_is_of_the_file(tokenizer_path: str, tmp_path: Path) -> None:

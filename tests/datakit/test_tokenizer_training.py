@@ -53,3 +53,11 @@ def test_faults(tmp_path: Path, content: bytes, vocab_size: int, output: str, fa
     with pytest.raises(UserError, match=fault):
         train_tokenizer([str(tmp_path / "a.jsonl")], str(tmp_path / output), vocab_size=vocab_size)
     assert not (tmp_path / output).exists()
+
+
+def test_a_url_as_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n')
+    with pytest.raises(UserError, match=r"s3://bucket/t.json is no local file"):
+        train_tokenizer(["a.jsonl"], "s3://bucket/t.json", vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

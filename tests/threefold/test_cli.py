@@ -112,3 +112,23 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_an_error_survives_pickling(kind: type[UserError]) -> None:
     error = pickle.loads(pickle.dumps(kind("no", hint="yes")))
     assert (type(error), error.message, error.hint) == (kind, "no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ouput", "x"], "unknown argument --ouput, did you mean --output?"),
+        (["--ouput=x"], "unknown argument --ouput, did you mean --output?"),
+        (["--kind", "x"], "the following arguments are required: --output"),
+        (["--kind", "x", "--", "--ouput"], "the following arguments are required: --output"),
+    ],
+)
+def test_a_misspelt_flag_is_named_before_the_required_one_that_it_leaves_missing(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = Parser(prog="tool")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--kind")
+    with pytest.raises(SystemExit):
+        parser.parse_args(argv)
+    assert capsys.readouterr().err == f"error: {message}\nhint: tool --help\n"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from threefold.errors import StorageError
+from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, open_storage
 from tools.fault_proxy import Fault, FaultProxy
 from tools.s3_server import READ_ONLY_KEY, READ_ONLY_SECRET
@@ -144,4 +144,25 @@ def test_a_dead_server_is_told(s3_url: str, monkeypatch: pytest.MonkeyPatch, nam
 def test_settings_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "many")
     with pytest.raises(ValueError, match="AWS_MAX_ATTEMPTS='many' is not a number"):
+        open_storage("s3://bucket/run")
+
+
+def test_a_url_is_a_key_to_its_last_character(s3_url: str) -> None:
+    prefixes = [f"{s3_url}/run{end}" for end in ("#1", "#2", "?a=1", "%20", " é")]
+    for prefix in prefixes:
+        open_storage(prefix).write("k", prefix.encode())
+    assert [open_storage(prefix).read("k") for prefix in prefixes] == [prefix.encode() for prefix in prefixes]
+
+
+@pytest.mark.parametrize("path", ["/b", "a//b", "a/./b", "a/../b"])
+def test_parts_that_no_key_has_are_refused(path: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"'s3://bucket/{path}' has an empty part")) as caught:
+        open_storage(f"s3://bucket/{path}")
+    assert caught.value.hint in ("s3://bucket/b", "s3://bucket/a/b")
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "localhost:9000", "http://"])
+def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(UserError, match=f"AWS_ENDPOINT_URL is '{endpoint}', no URL"):
         open_storage("s3://bucket/run")

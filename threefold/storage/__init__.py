@@ -5,6 +5,7 @@ StorageErrors that say what was done, where and what to try; those that another 
 `open_storage` chooses the backend by the URL.
 """
 
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from threefold.errors import StorageError, UserError
 
+# no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
+_BROKEN_URL = re.compile(r"(s3|gs|gcs|az|hf|http|https):(?!//)")
 Buffer = bytes | bytearray | memoryview
 
 
@@ -86,6 +89,10 @@ def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> S
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not text:
         raise UserError("an empty storage URL", hint="give a folder, or a URL such as s3://bucket/run")
+    if typo := _BROKEN_URL.match(text):
+        raise UserError(
+            f"{text!r} is no URL, and a strange name for a folder", hint=f"{typo[1]}://{text[typo.end() :].lstrip('/')}"
+        )
     if scheme in ("", "file"):
         from threefold.storage.local import LocalStorage
 

@@ -164,7 +164,7 @@ class FsspecStorage:
         except PermissionError as error:
             raise StorageError(f"cannot {doing} {self.url}/{key}: {error or 'no permission'}") from error
         except Exception as error:  # each fsspec backend raises the errors of a client library of its own
-            raise TemporaryFailure(f"cannot {doing} {self.url}/{key}: {error or type(error).__name__}") from error
+            raise TemporaryFailure(f"cannot {doing} {self.url}/{key}: {str(error) or type(error).__name__}") from error
 
 
 def _seconds(time: object) -> float:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
@@ -41,14 +40,26 @@ class S3Storage:
             from obstore.store import S3Store
         except ImportError as error:
             raise UserError(f"{url} needs the package obstore", hint='pip install "threefold[s3]"') from error
-        parts = urlsplit(url)
-        if not parts.netloc:
+        # by hand: keys may hold what ends the path of other URLs, "?" and "#"
+        bucket, _, path = url.partition("://")[2].rstrip("/").partition("/")
+        if not bucket:
             raise UserError(f"{url!r} names no bucket", hint="write it like s3://bucket/run")
+        kept = [part for part in path.split("/") if part not in ("", ".", "..")]
+        if path and path != "/".join(kept):
+            raise UserError(
+                f"{url!r} has an empty part, a . or a .. in its path, which no key has here",
+                hint="/".join(["s3:/", bucket, *kept]),
+            )
         self.url = url.rstrip("/")
         self._part_bytes, self._parts_in_flight = _parts_within(write_memory_bytes)
-        self._bucket = parts.netloc
-        self._prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
+        self._bucket = bucket
+        self._prefix = f"{path}/" if path else ""
         self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if self._endpoint and not re.match(r"https?://[^/]", self._endpoint):
+            raise UserError(
+                f"AWS_ENDPOINT_URL is {self._endpoint!r}, no URL of a server",
+                hint="export AWS_ENDPOINT_URL=http://HOST:PORT, or unset it for AWS",
+            )
         self._attempts = max(int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS)), 1)
         timeout_s = _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S)
         config: Any = {"region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"}
