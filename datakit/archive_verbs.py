@@ -46,7 +46,7 @@ def _archive(arguments: argparse.Namespace) -> int:
     """Compress each file of a token store as seekable zstd into a folder or object storage: any zstd tool decompresses
     them, and ranges can be read without the rest. Every byte is checked against the store's manifest. The bytes are the
     same with any number of workers, and the same command continues after a kill."""
-    from datakit.archiving import archive
+    from datakit.archives.archiving import archive
 
     found = archive(arguments.store, arguments.output, level=arguments.level, num_workers=arguments.workers, report=log)
     if arguments.json:
@@ -63,8 +63,8 @@ def _archive(arguments: argparse.Namespace) -> int:
 def _unarchive(arguments: argparse.Namespace) -> int:
     """Make a local token store of an archive, or of a store that lies in a folder or on object storage. Every byte is
     checked against the manifest, and the same command continues after a kill."""
+    from datakit.archives.unarchiving import unarchive
     from datakit.store_verbs import print_store
-    from datakit.unarchiving import unarchive
 
     store = unarchive(arguments.source, arguments.output, num_workers=arguments.workers, report=log)
     print_store(store, arguments.json)

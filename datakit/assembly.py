@@ -15,7 +15,7 @@ import orjson
 import xxhash
 
 from datakit.manifest import WORK_FOLDER, replace_durably, url_behind
-from datakit.output import take_lock
+from datakit.pipeline.output import take_lock
 from datakit.shard import FileDigest, blocks_of, flush_to_disk, writing
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.local import make_folders, sync_folder

@@ -122,7 +122,7 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Train a byte-level BPE tokenizer on all documents of the input; the end-of-document token is its token 0."""
-    from datakit.tokenizer_training import train_tokenizer
+    from datakit.tokenization.tokenizer_training import train_tokenizer
 
     tokenizer = train_tokenizer(
         arguments.inputs,
@@ -143,8 +143,8 @@ def _train(arguments: argparse.Namespace) -> int:
 def _preprocess(arguments: argparse.Namespace) -> int:
     """Make a token store of all documents of the input. The bytes are the same with any number of workers, memory is
     flat in the size of the input, and the same command continues after a kill."""
-    from datakit.preprocessing import preprocess
-    from datakit.recipe import Recipe
+    from datakit.pipeline.preprocessing import preprocess
+    from datakit.pipeline.recipe import Recipe
 
     recipe = Recipe(
         tokenizer=arguments.tokenizer,
@@ -189,8 +189,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
     from."""
+    from datakit.archives.store_source import StoreSource, is_plain_folder
     from datakit.store import TokenStore
-    from datakit.store_source import StoreSource, is_plain_folder
 
     place = arguments.store
     if store_verbs.asks_for_excerpt(arguments):
@@ -242,7 +242,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
     local store their documents, in an archive the frames."""
-    from datakit.archive_record import RECORD_NAME
+    from datakit.archives.archive_record import RECORD_NAME
     from datakit.manifest import FILE_NAME
     from datakit.verification import Fault, verify
 

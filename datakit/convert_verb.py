@@ -55,7 +55,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     they are, the others' tokens written anew."""
     if arguments.to == "store":
         return _convert_to_store(arguments)
-    from datakit.megatron import to_megatron
+    from datakit.foreign.megatron import to_megatron
 
     into_store = ("tokenizer", "eod_token", "source_format", "column", "dtype")
     asked = [name for name in into_store if getattr(arguments, name)] + ["documents"] * (arguments.documents != "auto")
@@ -72,9 +72,9 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _convert_to_store(arguments: argparse.Namespace) -> int:
-    from datakit.conversion import convert_to_store
-    from datakit.foreign_store import Choices
-    from datakit.tokenizer import DEFAULT_EOD
+    from datakit.foreign.conversion import convert_to_store
+    from datakit.foreign.foreign_store import Choices
+    from datakit.tokenization.tokenizer import DEFAULT_EOD
 
     if not arguments.tokenizer:
         raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer tok.json")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datakit.origins import Origin
 from datakit.shard import Tokens
 from datakit.store import TokenStore
-from datakit.tokenizer import Tokenizer, open_tokenizer
+from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
 _MAX_SPLIT_TOKENS = 8  # tokens that one character may be split over

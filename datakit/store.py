@@ -46,7 +46,7 @@ class TokenStore:
                 try:
                     size_bytes = file.stat().st_size
                 except OSError as error:
-                    from datakit.store_source import is_plain_folder
+                    from datakit.archives.store_source import is_plain_folder
 
                     verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
                     hint = f"datakit {verb.format(folder)}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from datakit.excerpt import Excerpt
     from datakit.store import TokenStore
     from datakit.store_statistics import Statistics
-    from datakit.tokenizer import Tokenizer
+    from datakit.tokenization.tokenizer import Tokenizer
     from threefold.cli import Parser
 
     Verbs = argparse._SubParsersAction[Parser]

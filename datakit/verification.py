@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from datakit.archives.store_source import SourceFile, StoreSource, is_plain_folder
 from datakit.manifest import Manifest, ShardEntry
 from datakit.shard import FileDigest, ShardIndex
 from datakit.store import TokenStore
-from datakit.store_source import SourceFile, StoreSource, is_plain_folder
 from threefold.errors import CheckFailed, StorageError
 
 MAX_NAMED_DOCUMENTS = MAX_NAMED_FRAMES = 10

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from datakit import Recipe, preprocess, train_tokenizer, verify
-from datakit.rank_file import LLAMA3_PATTERN
+from datakit.tokenization.rank_file import LLAMA3_PATTERN
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
-from tests.datakit.test_datatrove import write_ds
-from tests.datakit.test_litdata import spec, write_litdata
-from tests.datakit.test_megatron import write_dataset
-from tests.datakit.test_mosaic import tokens_only, write_mds
+from tests.datakit.foreign.test_datatrove import write_ds
+from tests.datakit.foreign.test_litdata import spec, write_litdata
+from tests.datakit.foreign.test_megatron import write_dataset
+from tests.datakit.foreign.test_mosaic import tokens_only, write_mds
 from threefold.storage import open_storage
 
 ROOT = Path(__file__).parents[1]

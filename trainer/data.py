@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from datakit.batch import HostBatch
-from datakit.blend import Blend
-from datakit.cursor import Cursor
-from datakit.loader import Loader
 from datakit.store import TokenStore
-from datakit.tokenizer import open_tokenizer
+from datakit.stream.batch import HostBatch
+from datakit.stream.blend import Blend
+from datakit.stream.cursor import Cursor
+from datakit.stream.loader import Loader
+from datakit.tokenization.tokenizer import open_tokenizer
 from threefold.errors import UserError
 from trainer.config import Config, DataConfig, ValidConfig
 from trainer.engine import Batch

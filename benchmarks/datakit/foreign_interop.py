@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from datakit import train_tokenizer, verify
-from datakit.conversion import convert_to_store
-from datakit.foreign_store import Choices
+from datakit.foreign.conversion import convert_to_store
+from datakit.foreign.foreign_store import Choices
 
 ROW_TOKENS = 64
 EOD = 0

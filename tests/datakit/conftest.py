@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from datakit import TokenStore, verify
 from datakit.cli import main
-from datakit.rank_file import GPT2_PATTERN, sidecar_path
-from datakit.tokenizer import DEFAULT_EOD
-from datakit.tokenizer_training import train_tokenizer
+from datakit.tokenization.rank_file import GPT2_PATTERN, sidecar_path
+from datakit.tokenization.tokenizer import DEFAULT_EOD
+from datakit.tokenization.tokenizer_training import train_tokenizer
 from threefold.errors import UserError
 
 Cli = Callable[..., int]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.datakit.archives import make_store
+from tests.datakit.archived import make_store
 from tests.datakit.conftest import Cli, files_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from datakit import Recipe, TokenStore, preprocess, write_store
 from datakit.excerpt import document_excerpt, open_matching_tokenizer, pieces, sample_excerpt
 from datakit.store_verbs import _COLOURS, _PLAIN
-from datakit.tokenizer import open_tokenizer
+from datakit.tokenization.tokenizer import open_tokenizer
 from tests.datakit.conftest import Cli, write_jsonl
 from threefold.errors import UserError
 

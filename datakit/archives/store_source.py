@@ -1,0 +1,163 @@
+"""StoreSource: the bytes of a token store or an archive, in a folder or at a URL, read as streams and checked.
+
+Memory is a few blocks a file being read, whatever its size. A request that the server did not answer is repeated, and a
+frame whose checksum fails is read once more.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from datakit.archives.archive_record import (
+    MAX_RECORD_BYTES,
+    PLAN_KEY,
+    RECORD_NAME,
+    SUFFIX,
+    ArchiveRecord,
+    digest_of,
+    store_files,
+)
+from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
+from datakit.manifest import FILE_NAME, MAX_BYTES, Manifest
+from datakit.shard import FileDigest
+from threefold.errors import CheckFailed, UserError
+from threefold.storage import Storage
+from threefold.storage.repeating import open_repeating
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a store: its name and the digest of its bytes; in an archive also that of the compressed file."""
+
+    name: str
+    digest: FileDigest
+    packed: FileDigest | None
+
+
+class StoreSource:
+    """A store or archive that is read where it lies; safe to read from several threads.
+
+    `record` is None for a store that is not compressed.
+    """
+
+    def __init__(self, storage: Storage, manifest_bytes: bytes, record: ArchiveRecord | None) -> None:
+        """Wrap what was read already; `StoreSource.open` is the usual way."""
+        self.storage, self.manifest_bytes, self.record = storage, manifest_bytes, record
+        self.manifest = Manifest.parse(f"{storage.url}/{FILE_NAME}", manifest_bytes)
+        digests = store_files(self.manifest)
+        if len(digests) != 3 * len(self.manifest.shards):
+            raise _fault(f"{storage.url}/{FILE_NAME} names a shard twice")
+        if record and list(record.files) != [f"{name}{SUFFIX}" for name in digests]:
+            raise _fault(f"{storage.url}/{RECORD_NAME} does not name the files of its store")
+        self.files = [
+            SourceFile(name, digest, record.files[f"{name}{SUFFIX}"] if record else None)
+            for name, digest in digests.items()
+        ]
+
+    @classmethod
+    def open(cls, place: str) -> "StoreSource":
+        """Read and check the records of a store or an archive; UserError where there is neither."""
+        storage = open_repeating(place)
+        record_bytes = _read_small(storage, RECORD_NAME, MAX_RECORD_BYTES)
+        record = None if record_bytes is None else ArchiveRecord.parse(f"{storage.url}/{RECORD_NAME}", record_bytes)
+        if record is None and storage.info(PLAN_KEY):
+            raise UserError(
+                f"{storage.url} is unfinished: the command that makes it did not come to an end",
+                hint="rerun the same `datakit archive` command to continue it",
+            )
+        manifest_bytes = _read_small(storage, FILE_NAME, MAX_BYTES)
+        if manifest_bytes is None:
+            raise _fault(f"{storage.url}/{FILE_NAME} is missing") if record else _nothing_there(storage)
+        if record and record.manifest != digest_of(manifest_bytes):
+            raise _fault(f"{storage.url}/{FILE_NAME} is damaged: its checksum does not hold")
+        return cls(storage, manifest_bytes, record)
+
+    def place_of(self, file: SourceFile) -> str:
+        """Where a file lies, for messages."""
+        return f"{self.storage.url}/{_key(file)}"
+
+    def blocks(self, file: SourceFile) -> Iterator[bytes]:
+        """The bytes of a file, a few MiB at a time; once they are all given, CheckFailed where a checksum fails."""
+        hasher = xxhash.xxh3_64()
+        for block in self._packed_blocks(file) if file.packed else self._plain_blocks(file):
+            hasher.update(block)
+            yield block
+        if hasher.hexdigest() != file.digest.xxh3_64:
+            raise _fault(f"{self.place_of(file)} is damaged: its content's checksum does not hold")
+
+    def open_packed(self, file: SourceFile) -> SeekableReader:
+        """Random access to the content of a compressed file; CheckFailed where it is not of the recorded sizes."""
+        assert file.packed, f"{file.name} is not compressed"
+        reader = SeekableReader(
+            self.place_of(file),
+            self._check_size(file, file.packed),
+            lambda start, stop: self.storage.read_ranges(_key(file), [(start, stop)])[0],
+        )
+        if reader.size_bytes != file.digest.size_bytes:
+            raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")
+        return reader
+
+    def _packed_blocks(self, file: SourceFile) -> Iterator[bytes]:
+        assert file.packed
+        reader, hasher = self.open_packed(file), xxhash.xxh3_64()
+        for number, packed in reader.packed_frames():
+            try:
+                content = reader.unpack(number, packed)
+            except CheckFailed:  # bits flip on the way too: once more decides
+                [(_, packed)] = reader.packed_frames(number, number + 1)
+                content = reader.unpack(number, packed)
+            hasher.update(packed)
+            yield content
+        hasher.update(reader.table)
+        if hasher.hexdigest() != file.packed.xxh3_64:
+            raise _fault(f"{reader.name} is damaged: its checksum does not hold")
+
+    def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
+        size_bytes = self._check_size(file, file.digest)
+        for start in range(0, size_bytes, READ_BYTES):
+            yield from self.storage.read_ranges(_key(file), [(start, min(start + READ_BYTES, size_bytes))])
+
+    def _check_size(self, file: SourceFile, digest: FileDigest) -> int:
+        info = self.storage.info(_key(file))
+        if info is None:
+            raise _fault(f"{self.place_of(file)} is missing")
+        if info.size_bytes != digest.size_bytes:
+            record = RECORD_NAME if file.packed else FILE_NAME
+            raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
+        return info.size_bytes
+
+
+def is_plain_folder(place: str) -> bool:
+    """Whether a place is a local folder that is no archive, finished or not: one that `TokenStore.open` may open."""
+    # os.path.exists is false where a folder may not be read; opening the store there tells why
+    return "://" not in place and not any(os.path.exists(f"{place}/{name}") for name in (RECORD_NAME, PLAN_KEY))
+
+
+def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
+    """A whole record, None where it is missing."""
+    info = storage.info(key)
+    if info is None:
+        return None
+    if info.size_bytes > max_bytes:
+        raise _fault(f"{storage.url}/{key} has {info.size_bytes} bytes, more than the {max_bytes} it may have")
+    return storage.read_ranges(key, [(0, info.size_bytes)])[0]
+
+
+def _fault(message: str) -> CheckFailed:
+    return CheckFailed(message, hint=DAMAGE_HINT)
+
+
+def _nothing_there(storage: Storage) -> UserError:
+    parts = [name for name in ("train", "valid") if storage.info(f"{name}/{FILE_NAME}")]
+    if parts:
+        return UserError(f"{storage.url} is split; name one of its stores", hint=f"{storage.url}/{parts[0]}")
+    return UserError(
+        f"{storage.url} is no token store or archive: it has no {FILE_NAME}",
+        hint=f"name the place that holds the {FILE_NAME}",
+    )
+
+
+def _key(file: SourceFile) -> str:
+    return f"{file.name}{SUFFIX}" if file.packed else file.name

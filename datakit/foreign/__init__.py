@@ -1,0 +1,1 @@
+"""Foreign: the tokenized datasets of other programs, read into stores without tokenizing again."""

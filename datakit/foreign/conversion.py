@@ -1,0 +1,65 @@
+"""Conversion: which format the sources of `datakit convert` are in, and the program part that reads it."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from datakit.foreign import datatrove, foreign_index, litdata, mosaic
+from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices
+from datakit.foreign.megatron import from_megatron
+from datakit.store import TokenStore
+from threefold.errors import UserError
+
+_READERS = {"datatrove": datatrove.from_datatrove, "mds": mosaic.from_mds, "litdata": litdata.from_litdata}
+
+
+def convert_to_store(
+    sources: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    choices: Choices,
+    *,
+    source_format: str | None = None,
+    copy: bool = False,
+) -> TokenStore:
+    """Make a store of datasets of one format, `source_format` or what they are; UserError where they are of several."""
+    found = source_format or _common_format(sources)
+    if choices.dtype is not None and choices.dtype not in TOKEN_DTYPES:
+        raise UserError(f"{choices.dtype!r} is no dtype of tokens: {', '.join(TOKEN_DTYPES)}", hint="--dtype int32")
+    column_of = ("mds", "litdata")
+    if choices.column is not None and found not in column_of:
+        raise UserError(f"--column is for {' and '.join(column_of)}; the sources are {found}", hint="leave it out")
+    if found == "megatron":
+        if choices.dtype is not None or choices.documents != "auto":
+            raise UserError("Megatron's indices tell dtype and documents", hint="leave out --dtype and --documents")
+        return from_megatron(sources, output, choices, copy=copy)
+    if copy:
+        raise UserError(f"--copy is for megatron; tokens of {found} are written anew", hint="leave it out")
+    return _READERS[found](sources, output, choices)
+
+
+def detect(source: str | os.PathLike[str]) -> str:
+    """The format of one source; UserError where it is of none that can be told."""
+    path = Path(source)
+    prefix = os.fspath(path).removesuffix(".bin").removesuffix(".idx")
+    if os.path.isfile(f"{prefix}.idx"):
+        return "megatron"
+    if path.suffix == datatrove.SUFFIX or (path.is_dir() and any(path.glob(f"*{datatrove.SUFFIX}"))):
+        return "datatrove"
+    index = mosaic.index_of(path)
+    if index.is_file():
+        raw = foreign_index.ForeignIndex.read(index).raw
+        if "shards" in raw or "chunks" in raw:
+            return "mds" if "shards" in raw else "litdata"
+    raise UserError(
+        f"{path} is no dataset: neither PREFIX.bin and PREFIX.idx, nor .ds files, nor a folder with the index.json "
+        "of MDS or litdata",
+        hint=f"ls {path}*",
+    )
+
+
+def _common_format(sources: Sequence[str | os.PathLike[str]]) -> str:
+    found = {os.fspath(source): detect(source) for source in sources}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    lines = [f"  {source}: {kind}" for source, kind in found.items()]
+    raise UserError("\n".join(["the sources are of several formats:", *lines]), hint="convert each, then datakit merge")

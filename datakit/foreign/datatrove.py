@@ -1,0 +1,162 @@
+"""Datatrove: tokenized `.ds` files into a store; `.ds.index` tells documents apart, `.ds.metadata` the token size.
+
+A `.ds` is tokens of 2 or 4 bytes back to back, little-endian; its index the u64 ends of the documents, in tokens; its
+metadata three lines, the first `<tokenizer>|<token size>`. Memory is 8 MiB or one document, and windows of the index.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from datakit.foreign.exact_reader import AGAIN, ExactReader, open_exactly
+from datakit.foreign.foreign_store import Choices, store_of_files
+from datakit.shard import Int64s, Tokens, blocks_of
+from datakit.store import TokenStore
+from threefold.errors import CheckFailed, UserError
+
+SUFFIX = ".ds"
+_DTYPES = {2: "uint16", 4: "uint32"}
+_SIZES = {dtype: size for size, dtype in _DTYPES.items()}
+_WINDOW_DOCUMENTS = 1 << 16
+_BLOCK_BYTES = 8 << 20
+_MAX_METADATA_BYTES = 1 << 20
+
+
+def from_datatrove(
+    sources: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], choices: Choices
+) -> TokenStore:
+    """Make a store of `.ds` files, or of all in folders, in the order of their names.
+
+    UserError where a loss mask hides tokens, which a store cannot say. A `.ds` without index is one stream.
+    """
+    files = [_DsFile.open(path, choices.dtype) for source in sources for path in ds_files(Path(source))]
+    inputs = [path for file in files for path in (file.path, file.index) if path is not None]
+    return store_of_files("datatrove", files, inputs, output, choices)
+
+
+def ds_files(source: Path) -> list[Path]:
+    """The `.ds` files that a file or folder names; UserError where there are none."""
+    if source.suffix == SUFFIX and source.is_file():
+        return [source]
+    found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
+    if not found:
+        raise UserError(f"{source} is no .ds file, nor a folder with any", hint=f"ls {source}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _DsFile:
+    """One `.ds` whose token size is known and fits its own size."""
+
+    path: Path
+    index: Path | None
+    dtype: str
+    num_tokens: int
+
+    @classmethod
+    def open(cls, path: Path, dtype: str | None) -> "_DsFile":
+        index, size_bytes = path.with_name(f"{path.name}.index"), path.stat().st_size
+        _refuse_masks(path.with_name(f"{path.name}.loss"))
+        file = cls(path, index if index.exists() else None, "", 0)
+        found = _metadata_dtype(path.with_name(f"{path.name}.metadata")) or file._dtype_of_index(size_bytes)
+        if dtype is not None and (dtype not in _SIZES or dtype != (found or dtype)):
+            raise UserError(f"{path} has {found or 'uint16 or uint32'} tokens, not {dtype}", hint="leave out --dtype")
+        found = found or dtype
+        if found is None:
+            raise UserError(
+                f"{path} has neither metadata nor an index that tell the size of its tokens",
+                hint="--dtype uint16, or uint32 where the vocabulary has more than 65,536 tokens",
+            )
+        if size_bytes % _SIZES[found]:
+            raise CheckFailed(f"{path} has {size_bytes} bytes, no whole number of {found} tokens", hint=AGAIN)
+        return replace(file, dtype=found, num_tokens=size_bytes // _SIZES[found])
+
+    @property
+    def stream(self) -> str:
+        return str(self.path)
+
+    @property
+    def has_borders(self) -> bool:
+        return self.index is not None
+
+    def samples(self) -> Iterator[tuple[Tokens, int]]:
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        with open_exactly(self.path) as reader:
+            if self.index is None:
+                yield from self._blocks(reader, dtype)
+            for first, ends in self._windows():
+                starts = [first, *ends[:-1].tolist()]
+                for start, end in zip(starts, ends.tolist()):
+                    yield np.frombuffer(reader.read((end - start) * dtype.itemsize), dtype), start * dtype.itemsize
+            reader.finish()
+
+    def _blocks(self, reader: ExactReader, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[tuple[Tokens, int]]:
+        size_bytes = self.num_tokens * dtype.itemsize
+        while reader.at < size_bytes:
+            at = reader.at
+            yield np.frombuffer(reader.read(min(_BLOCK_BYTES, size_bytes - at)), dtype), at
+
+    def _windows(self) -> Iterator[tuple[int, Int64s]]:
+        """Windows of documents: the token where the first begins, and where each ends; CheckFailed for nonsense."""
+        if self.index is None:
+            return
+        end_before, document, num_ends = 0, 0, self._num_documents()
+        with open_exactly(self.index) as reader:
+            while document < num_ends:
+                ends = np.frombuffer(reader.read(8 * min(_WINDOW_DOCUMENTS, num_ends - document)), "<u8")
+                wrong = np.flatnonzero((ends < np.append(np.uint64(end_before), ends[:-1])) | (ends > self.num_tokens))
+                if len(wrong):
+                    raise CheckFailed(
+                        f"{self.index}: document {document + int(wrong[0])} ends at token {ends[wrong[0]]}, "
+                        f"before it begins or after the {self.num_tokens} tokens of its file",
+                        hint=AGAIN,
+                    )
+                yield end_before, ends.astype(np.int64)
+                end_before, document = int(ends[-1]), document + len(ends)
+        if end_before != self.num_tokens:
+            raise CheckFailed(
+                f"{self.path} has {self.num_tokens} tokens, its index ends at token {end_before}", hint=AGAIN
+            )
+
+    def _num_documents(self) -> int:
+        assert self.index is not None
+        size_bytes = self.index.stat().st_size
+        if size_bytes % 8:
+            raise CheckFailed(f"{self.index} has {size_bytes} bytes, no whole number of u64", hint=AGAIN)
+        return size_bytes // 8
+
+    def _dtype_of_index(self, size_bytes: int) -> str | None:
+        """The dtype of which the file has as many tokens as the index; None where there is no index or no token."""
+        if self.index is None or not (num_documents := self._num_documents()):
+            return None
+        with self.index.open("rb") as file:
+            file.seek(8 * (num_documents - 1))
+            num_tokens = int.from_bytes(file.read(8), "little")
+        return next((dtype for size, dtype in _DTYPES.items() if num_tokens and num_tokens * size == size_bytes), None)
+
+
+def _metadata_dtype(path: Path) -> str | None:
+    """The dtype that a `.ds.metadata` tells; None where there is none, or one of an age that does not tell."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        first = file.read(_MAX_METADATA_BYTES).partition(b"\n")[0].decode("utf-8", "replace")
+    _, bar, size = first.rpartition("|")
+    if not bar:
+        return None
+    dtype = _DTYPES.get(int(size)) if size.isdecimal() and len(size) == 1 else None
+    if dtype is None:
+        raise CheckFailed(f"{path}: token size {size[:80]!r} is neither 2 nor 4", hint=AGAIN)
+    return dtype
+
+
+def _refuse_masks(path: Path) -> None:
+    """UserError where a loss mask (one byte a token) hides any token; a mask that hides none is passed over."""
+    if path.exists() and any(block.count(1) != len(block) for block in blocks_of(path)):
+        raise UserError(
+            f"{path} masks tokens from the loss, a store cannot",
+            hint=f"mv {path} {path}.off, to convert the tokens alone",
+        )

@@ -1,0 +1,38 @@
+"""ForeignIndex: the index.json of an MDS or litdata dataset, read field by field; a fault names the file and field."""
+
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from datakit.fields import Fields
+from datakit.foreign.exact_reader import AGAIN, open_binary
+from threefold.errors import CheckFailed, StorageError
+
+FILE_NAME = "index.json"
+MAX_BYTES = 512 << 20
+
+
+class ForeignIndex(Fields):
+    """One JSON object of an index, with its place in the file."""
+
+    path: Path
+    hint = AGAIN
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a whole index.json."""
+        with open_binary(path) as file:
+            try:
+                data = file.read(MAX_BYTES + 1)
+            except OSError as error:
+                raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+        if len(data) > MAX_BYTES:
+            raise CheckFailed(f"{path} has more than the {MAX_BYTES} bytes that an index may have", hint=AGAIN)
+        return cls.parse(path, data)
+
+    def file(self, name: str) -> Path:
+        """A file beside the index or in a folder there; a name that leads elsewhere is refused."""
+        text = self.text(name)
+        path = PurePosixPath(text)
+        if path.is_absolute() or ".." in path.parts or not path.name or "\0" in text:
+            raise self.fault(f"{self.place}{name} {text[:80]!r} is no file of this folder")
+        return self.path.parent / path

@@ -1,0 +1,291 @@
+"""ForeignStore: a store made of documents that other programs tokenized; every token is checked, none is changed.
+
+Whoever knows a format gives its files as `ForeignFile`s. Their samples become documents one by one, or are joined and
+cut after the end-of-document token. Files are sealed in groups of about 256 MiB (whole streams where samples are
+joined): a killed run continues after the last sealed group. Memory is one sample, one document and 24 bytes for each
+document of a shard.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+import xxhash
+
+from datakit.assembly import Assembly, assembling, remove_work
+from datakit.fields import Fields
+from datakit.foreign.exact_reader import MAX_PIECE_BYTES
+from datakit.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity, replace_durably, shard_entry
+from datakit.shard import Tokens
+from datakit.store import TokenStore
+from datakit.store_writer import StoreShardWriter, store_dtype
+from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
+from threefold.errors import CheckFailed, UserError
+
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+ANEW = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
+_GROUP_BYTES = 256 << 20
+_PROBED_SAMPLES, _MIN_EQUAL_SAMPLES, _MIN_ZEROS = 100, 16, 16
+Fill = Callable[[Assembly, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user says of a conversion: the tokenizer's file and end-of-document token, and what the sources do not
+    tell: "items" (one document a sample), "eod" (one stream, cut after that token) or "auto"; the column; the dtype."""
+
+    tokenizer: str
+    eod_token: str = DEFAULT_EOD
+    documents: str = "auto"
+    column: str | None = None
+    dtype: str | None = None
+
+
+class ForeignFile(Protocol):
+    """One file of samples."""
+
+    @property
+    def path(self) -> Path:
+        """The file, as the documents' origins name it."""
+
+    @property
+    def stream(self) -> str:
+        """Equal for files whose samples may be pieces of one stream."""
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether its samples are documents, or rows; else they are blocks of one stream."""
+
+    def samples(self) -> Iterator[tuple[Tokens, int]]:
+        """The tokens of each sample and the byte offset in the (uncompressed) file where they begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    tokens: Tokens
+    path: Path
+    offset_bytes: int
+    number: int  # in its file
+
+
+def make_store(
+    kind: str,
+    files: Sequence[Path],
+    output: str | os.PathLike[str],
+    choices: Choices,
+    fill: Fill,
+    *,
+    settings: dict[str, Any] | None = None,
+    copy: bool = False,
+) -> TokenStore:
+    """Make the store that `fill` puts together (it gives the dtype and the shards) of what these files hold.
+
+    The same call continues after a kill, and gives the store where that is complete.
+    """
+    identity, folder = identify_tokenizer(choices), Path(output)
+    stats = [file.stat() for file in files]
+    sizes = [[str(file), stat.st_size] for file, stat in zip(files, stats)]
+    settings = {
+        "converted_from": kind,
+        **(settings or {}),
+        "input": {
+            "num_files": len(files),
+            "size_bytes": sum(stat.st_size for stat in stats),
+            "xxh3_64": xxhash.xxh3_64_hexdigest(orjson.dumps(sizes)),
+        },
+    }
+    if (folder / FILE_NAME).exists():
+        found = Manifest.read(folder)
+        if (found.tokenizer, found.settings) == (identity, settings):
+            remove_work(folder)
+            return TokenStore.open(folder)
+    times = [stat.st_mtime_ns for stat in stats]
+    made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}
+    with assembling(folder, made_of, copy=copy) as assembly:
+        dtype, entries = fill(assembly, identity)
+        assembly.sync()
+        Manifest(dtype, identity, tuple(entries), settings).write(folder)
+    return TokenStore.open(folder)
+
+
+def store_of_files(
+    kind: str, files: Sequence[ForeignFile], inputs: Sequence[Path], output: str | os.PathLike[str], choices: Choices
+) -> TokenStore:
+    """Make a store of the samples of these files; `inputs` are all files that decide them, the indices too."""
+    if choices.dtype is not None:
+        _refuse_narrow(files, choices.dtype)
+    joins = _joins(files, choices)
+    settings = {"documents": "eod" if joins else "items"}
+    settings |= {name: value for name in ("column", "dtype") if (value := getattr(choices, name)) is not None}
+
+    def fill(assembly: Assembly, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
+        groups = _streams(files) if joins else _groups(files)
+        eod_id = identity.eod_id if joins else None
+        entries = [
+            entry
+            for number, group in enumerate(groups)
+            for entry in _sealed(assembly, number, group, identity.vocab_size, eod_id)
+        ]
+        for entry in entries:
+            for suffix in (".bin", ".idx", ".origin"):
+                file = assembly.work / f"{entry.name}{suffix}"
+                if file.exists():  # else a run before this one was killed after it had moved it
+                    assembly.adopt(file)
+        return store_dtype(identity.vocab_size), entries
+
+    return make_store(kind, inputs, output, choices, fill, settings=settings)
+
+
+def identify_tokenizer(choices: Choices) -> TokenizerIdentity:
+    """The tokenizer's entry in the manifest; UserError where it lacks an end-of-document token that is asked for."""
+    required = choices.eod_token != DEFAULT_EOD or choices.documents == "eod"
+    return identify(open_tokenizer(choices.tokenizer), choices.tokenizer, choices.eod_token, required=required)
+
+
+def check_tokens(path: Path, document: int, tokens: Tokens, vocab_size: int) -> None:
+    """CheckFailed where a token of a document is beyond the vocabulary."""
+    if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
+        return
+    wrong = tokens[np.argmax((tokens >= vocab_size) | (tokens < 0))]
+    raise CheckFailed(
+        f"{path}: document {document} holds token {wrong}, beyond the vocabulary of {vocab_size}",
+        hint="--tokenizer tok.json, the one that made the tokens; of raw bytes also another --dtype",
+    )
+
+
+def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
+    """Whether samples are joined and cut after the end-of-document token.
+
+    Of its own accord only where the samples are blocks of a stream, or look like rows packed out of one: the first ones
+    are all of one length, and that token is among them.
+    """
+    if choices.documents != "auto" or not files:
+        return choices.documents == "eod"
+    eod_id = identify_tokenizer(choices).eod_id
+    if eod_id is None:
+        return False
+    streams = [file.path for file in files if not file.has_borders]
+    if 0 < len(streams) < len(files):
+        raise UserError(
+            f"{streams[0]} has no borders between documents, other sources have",
+            hint="convert them apart and merge the stores, or choose --documents eod for all",
+        )
+    if streams:
+        return True
+    lengths, has_eod = [], False
+    for tokens in _probed(files):
+        lengths.append(len(tokens))
+        has_eod = has_eod or bool((tokens == eod_id).any())
+    return has_eod and len(lengths) >= _MIN_EQUAL_SAMPLES and len(set(lengths)) == 1
+
+
+def _refuse_narrow(files: Sequence[ForeignFile], dtype: str) -> None:
+    """UserError where a dtype that the user gave is narrower than the tokens: every second one is then 0."""
+    num_zeros, has_others = 0, False
+    for tokens in _probed(files):
+        if tokens[1::2].any():
+            return
+        num_zeros += len(tokens) // 2
+        has_others = has_others or bool(tokens.any())
+    if has_others and num_zeros >= _MIN_ZEROS:
+        raise UserError(f"{files[0].path} holds no {dtype}: every second token is 0", hint="--dtype of twice the size")
+
+
+def _probed(files: Sequence[ForeignFile]) -> Iterator[Tokens]:
+    """The first samples, one at a time."""
+    samples = chain.from_iterable(file.samples() for file in files)
+    return (tokens for tokens, _ in islice(samples, _PROBED_SAMPLES))
+
+
+def _streams(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
+    for _, group in groupby(files, key=lambda file: file.stream):
+        yield list(group)
+
+
+def _groups(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
+    """Files in their order, together about `_GROUP_BYTES`; the cut depends on their sizes alone."""
+    group: list[ForeignFile] = []
+    size_bytes = 0
+    for file in files:
+        group.append(file)
+        size_bytes += file.path.stat().st_size
+        if size_bytes >= _GROUP_BYTES:
+            yield group
+            group, size_bytes = [], 0
+    if group:
+        yield group
+
+
+def _sealed(
+    assembly: Assembly, number: int, group: Sequence[ForeignFile], vocab_size: int, eod_id: int | None
+) -> list[ShardEntry]:
+    """The shards of one group, written and durable in the work folder; those of an earlier run are kept."""
+    note = assembly.work / f"group-{number:06}.json"
+    if note.exists():
+        with suppress(CheckFailed):  # a damaged note: the group is made again
+            return [shard_entry(fields) for fields in Fields.parse(note, note.read_bytes()).tables("shards")]
+    documents = _joined(group, eod_id) if eod_id is not None else _single(group)
+    entries: list[ShardEntry] = []
+    writer: StoreShardWriter | None = None
+    dtype = store_dtype(vocab_size)
+    try:
+        for document in documents:
+            check_tokens(document.path, document.number, document.tokens, vocab_size)
+            if writer is None or writer.is_full:
+                if writer is not None:
+                    entries.append(writer.finish())
+                writer = StoreShardWriter(assembly.work / f"shard-{number:06}-{len(entries):03}", dtype)
+            tokens = document.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+            writer.add(tokens, str(document.path), document.offset_bytes, document.number)
+        if writer is not None:
+            entries.append(writer.finish())
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+        raise
+    replace_durably(note, orjson.dumps({"shards": [asdict(entry) for entry in entries]}))
+    return entries
+
+
+def _single(group: Iterable[ForeignFile]) -> Iterator[_Document]:
+    """One document a sample; a file without borders is one document."""
+    for file in group:
+        if not file.has_borders:
+            yield from _joined([file], None)
+            continue
+        for number, (tokens, offset_bytes) in enumerate(file.samples()):
+            yield _Document(tokens, file.path, offset_bytes, number)
+
+
+def _joined(group: Iterable[ForeignFile], eod_id: int | None) -> Iterator[_Document]:
+    """All samples as one stream, cut after each end-of-document token; what follows the last is a document too."""
+    parts: list[Tokens] = []
+    begin: tuple[Path, int, int] = Path(), 0, 0
+    size_bytes = 0
+    for file in group:
+        number = 0
+        for tokens, offset_bytes in file.samples():
+            ends = [] if eod_id is None else (np.flatnonzero(tokens == eod_id) + 1).tolist()
+            for start, end in zip([0, *ends], [*ends, len(tokens)]):
+                if start == end:
+                    continue
+                if not parts:
+                    begin, number = (file.path, offset_bytes + start * tokens.itemsize, number), number + 1
+                parts.append(tokens[start:end])
+                size_bytes += parts[-1].nbytes
+                if size_bytes > MAX_PIECE_BYTES:
+                    raise CheckFailed(
+                        f"{begin[0]}: document {begin[2]} has more than {MAX_PIECE_BYTES} bytes of tokens",
+                        hint="name the token that ends documents with --eod-token, or --documents items",
+                    )
+                if tokens[end - 1] == eod_id:
+                    yield _Document(np.concatenate(parts), *begin)
+                    parts, size_bytes = [], 0
+    if parts:
+        yield _Document(np.concatenate(parts), *begin)

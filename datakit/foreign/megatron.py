@@ -1,0 +1,223 @@
+"""Megatron: indexed datasets as the shards of a store, and a store's shards as indexed datasets; no token is rewritten.
+
+Into a store, every file is read once: its checksum is taken and its tokens are held against the vocabulary. Memory is
+8 MiB of tokens or one document, and windows of the index. Out of a store costs a hard link a file, or a copy.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from datakit.assembly import Assembly, assembling, remove_work
+from datakit.foreign.foreign_store import ANEW, Choices, check_tokens, make_store
+from datakit.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry, TokenizerIdentity
+from datakit.origins import document_check, origins_head
+from datakit.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, flush_to_disk, writing
+from datakit.store import TokenStore
+from threefold.errors import CheckFailed, StorageError, UserError
+
+_WINDOW_DOCUMENTS = 1 << 16
+_BLOCK_BYTES = 8 << 20
+
+
+def from_megatron(
+    prefixes: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], choices: Choices, *, copy: bool = False
+) -> TokenStore:
+    """Make a store of the datasets `<prefix>.bin` and `<prefix>.idx`, one shard each.
+
+    UserError where a store cannot hold what they hold, CheckFailed where a token is beyond the vocabulary. The same
+    call continues after a kill, and gives the store where that is complete.
+    """
+    datasets = [_Dataset.open(prefix) for prefix in prefixes]
+    dtype = _common_dtype(datasets)
+    files = [file for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)]
+
+    def fill(assembly: Assembly, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
+        return dtype, [_add(assembly, number, dataset, identity) for number, dataset in enumerate(datasets)]
+
+    return make_store("megatron", files, output, choices, fill, copy=copy)
+
+
+def to_megatron(path: str | os.PathLike[str], output: str | os.PathLike[str], *, copy: bool = False) -> list[Path]:
+    """Put a store's shards into a folder of indexed datasets and nothing else; gives their prefixes, in order.
+
+    The same call continues after a kill, and changes nothing where that is complete.
+    """
+    store, folder = TokenStore.open(path), Path(output)
+    prefixes = [folder / entry.name for entry in store.manifest.shards]
+    pairs = [pair for entry in store.manifest.shards for pair in store.files(entry)[:2]]
+    if _holds(folder, {source.name: digest.size_bytes for source, digest in pairs}):
+        remove_work(folder)
+        return prefixes
+    made_of: dict[str, Any] = {"to": "megatron", "shards": [asdict(entry) for entry in store.manifest.shards]}
+    with assembling(folder, made_of, copy=copy) as assembly:
+        for source, digest in pairs:
+            assembly.place(source, source.name, digest)
+    return prefixes
+
+
+def _holds(folder: Path, size_bytes: dict[str, int]) -> bool:
+    """Whether a folder holds files of these names and sizes, and no others."""
+    if not folder.is_dir():
+        return False
+    return {file.name: file.stat().st_size for file in folder.iterdir() if file.name != WORK_FOLDER} == size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    """One Megatron dataset whose header a store can take over."""
+
+    prefix: str
+    shard: TokenShard
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "_Dataset":
+        prefix = os.fspath(path).removesuffix(".bin").removesuffix(".idx")
+        for file in (f"{prefix}.bin", f"{prefix}.idx"):
+            if not os.path.isfile(file):
+                raise UserError(f"there is no {file}: PREFIX names the two files PREFIX.bin and PREFIX.idx",
+                                hint=f"ls {prefix}*")  # fmt: skip
+        shard = TokenShard(prefix)
+        index = shard.index
+        text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)
+        if index.path.stat().st_size != text_bytes:
+            raise UserError(f"{index.path} has modes: it is multimodal, a store holds text alone", hint=ANEW)
+        if index.num_documents >= 1 << 32:
+            raise UserError(f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=ANEW)
+        return cls(prefix, shard)
+
+    def windows(self) -> Iterator[tuple[int, Int64s]]:
+        """The first document and the lengths of windows of documents; UserError where one is not one sequence, and
+        CheckFailed where the index contradicts itself."""
+        index, itemsize = self.shard.index, self.shard.dtype.itemsize
+        at_bytes = 0
+        for start in range(0, max(index.num_documents, index.num_sequences), _WINDOW_DOCUMENTS):
+            boundaries = index.document_index[start : start + _WINDOW_DOCUMENTS + 1]
+            wrong = np.flatnonzero(boundaries != np.arange(start, start + len(boundaries)))
+            if len(wrong) or index.num_documents != index.num_sequences:
+                raise self._not_one_sequence(start + int(wrong[0]) - 1 if len(wrong) else None)
+            lengths = index.lengths[start : start + _WINDOW_DOCUMENTS].astype(np.int64)
+            ends = at_bytes + np.cumsum(lengths) * itemsize
+            wrong = np.flatnonzero(
+                (lengths < 0) | (index.pointers[start : start + len(lengths)] != ends - lengths * itemsize)
+            )
+            if len(wrong):
+                raise CheckFailed(
+                    f"{index.path}: document {start + int(wrong[0])} does not begin where the one before it ends",
+                    hint=ANEW,
+                )
+            yield start, lengths
+            at_bytes = int(ends[-1])
+
+    def _not_one_sequence(self, document: int | None) -> UserError:
+        index = self.shard.index
+        what = f"{index.num_sequences} sequences in {index.num_documents} documents"
+        if document is not None and document >= 0:
+            first, last = (int(boundary) for boundary in index.document_index[document : document + 2])
+            what += f": document {document} has {last - first}"
+        return UserError(f"{index.path} has {what}; a store's document is one sequence", hint=ANEW)
+
+
+def _common_dtype(datasets: Sequence[_Dataset]) -> str:
+    """The dtype of all datasets; UserError where they differ or a store has none such."""
+    dtypes = [dataset.shard.dtype.name for dataset in datasets]
+    if dtypes[0] in STORE_DTYPES and len(set(dtypes)) == 1:
+        return dtypes[0]
+    lines = ["the datasets' tokens must all be uint16 or all be int32:"]
+    lines += [f"  {dataset.prefix}: {dtype}" for dataset, dtype in zip(datasets, dtypes)]
+    raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them anew: {ANEW}")
+
+
+def _add(assembly: Assembly, number: int, dataset: _Dataset, identity: TokenizerIdentity) -> ShardEntry:
+    """Read one dataset, write its `.origin`, and place its files."""
+    name, shard = f"shard-{number:06}-000", dataset.shard
+    origin = assembly.work / f"{name}.origin"
+    with writing(origin):
+        bin_digest, origin_digest = _read(dataset, identity.vocab_size, origin)
+    entry = ShardEntry(
+        name=name,
+        num_documents=shard.num_documents,
+        num_tokens=shard.num_tokens,
+        first_line=0,
+        bin=bin_digest,
+        idx=digest_file(shard.idx_path),
+        origin=origin_digest,
+    )
+    assembly.place(shard.bin_path, f"{name}.bin", entry.bin)
+    assembly.place(shard.idx_path, f"{name}.idx", entry.idx)
+    assembly.adopt(origin)
+    return entry
+
+
+def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest, FileDigest]:
+    """Check all tokens of a dataset and write the `.origin` of its documents; the digests of `.bin` and `.origin`."""
+    shard = dataset.shard
+    bin_hash, origin_hash, size_bytes = xxhash.xxh3_64(), xxhash.xxh3_64(), 0
+    with origin.open("wb") as file:
+
+        def write(content: bytes) -> None:
+            nonlocal size_bytes
+            file.write(content)
+            origin_hash.update(content)
+            size_bytes += len(content)
+
+        write(origins_head(shard.num_documents, [str(shard.bin_path)]))
+        for start, lengths in dataset.windows():
+            write(shard.index.pointers[start : start + len(lengths)].astype("<u8").tobytes())
+        for _, lengths in dataset.windows():
+            write(bytes(4 * len(lengths)))
+        for start, lengths in dataset.windows():
+            write(np.arange(start, start + len(lengths), dtype="<u4").tobytes())
+        for block, checks in _blocks(dataset, vocab_size):
+            bin_hash.update(block)
+            write(np.array(checks, "<u4").tobytes())
+        flush_to_disk(file)
+    bin_bytes = shard.num_tokens * shard.dtype.itemsize
+    return FileDigest(bin_bytes, bin_hash.hexdigest()), FileDigest(size_bytes, origin_hash.hexdigest())
+
+
+def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[int]]]:
+    """The bytes of all tokens in blocks of whole documents, with the documents' checks."""
+    shard, itemsize = dataset.shard, dataset.shard.dtype.itemsize
+    with _reading(shard.bin_path), shard.bin_path.open("rb") as file:
+        for start, lengths in dataset.windows():
+            ends = np.cumsum(lengths) * itemsize
+            first = 0
+            while first < len(lengths):
+                begin = int(ends[first - 1]) if first else 0
+                last = max(int(np.searchsorted(ends, begin + _BLOCK_BYTES, side="right")), first + 1)
+                block = file.read(int(ends[last - 1]) - begin)
+                _check_block(shard, block, start + first, ends[first:last] - begin, vocab_size)
+                stops = (ends[first:last] - begin).tolist()
+                pointers = shard.index.pointers[start + first : start + last].tolist()
+                checks = [
+                    document_check(block[at:stop], pointer, 0, line)
+                    for line, (at, stop, pointer) in enumerate(zip([0, *stops], stops, pointers), start + first)
+                ]
+                yield block, checks
+                first = last
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+
+
+def _check_block(shard: TokenShard, block: bytes, first: int, ends: Int64s, vocab_size: int) -> None:
+    """CheckFailed where the documents from `first` on, which end at these bytes, hold a token beyond the vocabulary."""
+    if len(block) != ends[-1]:
+        raise CheckFailed(f"{shard.bin_path} was cut short while it was read", hint=f"ls -l {shard.bin_path}")
+    tokens = np.frombuffer(block, shard.dtype)
+    if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+        at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
+        document = first + int(np.searchsorted(ends, at * shard.dtype.itemsize, side="right"))
+        check_tokens(shard.bin_path, document, tokens[at : at + 1], vocab_size)

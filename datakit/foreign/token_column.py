@@ -1,0 +1,58 @@
+"""Token column: which column (of MDS) or leaf (of litdata) of a dataset's samples holds the tokens, and their dtype."""
+
+from collections.abc import Callable, Sequence
+
+from datakit.foreign.foreign_store import Choices
+from threefold.errors import UserError
+
+
+def choose_column(
+    place: str,
+    noun: str,
+    columns: Sequence[tuple[str, str]],
+    may_hold_tokens: Callable[[str], bool],
+    choices: Choices,
+    *,
+    kinds: str,
+    how: str,
+) -> int:
+    """The number of the column that `choices` names, else of the only one that may hold tokens by its encoding.
+
+    `columns` are names and encodings, `kinds` the encodings that will do, `how` the hint where none does. UserError
+    says at which `place` there is no such column, and what there is.
+    """
+    names = [name for name, _ in columns]
+    shown = ", ".join(f"{name} ({encoding})" for name, encoding in columns) or "none"
+    fitting = [number for number, (_, encoding) in enumerate(columns) if may_hold_tokens(encoding)]
+    if choices.column is not None:
+        if choices.column not in names:
+            raise UserError(f"{place} has no {noun} {choices.column!r}, it has {shown}", hint="choose another --column")
+        number = names.index(choices.column)
+        if number not in fitting:
+            encoding = columns[number][1]
+            why = "pickle is never loaded" if _is_pickled(encoding) else f"tokens are {kinds}"
+            raise UserError(f"{place}: {noun} {choices.column!r} is {encoding}; {why}", hint=how)
+        return number
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise UserError(
+            f"{place} has more than one {noun} that may hold tokens: {shown}", hint=f"--column {names[fitting[0]]}"
+        )
+    why = "; pickle is never loaded" if any(_is_pickled(encoding) for _, encoding in columns) else ""
+    raise UserError(f"{place} has no {noun} that may hold tokens: {shown}{why}", hint=how)
+
+
+def require_dtype(what: str, found: str, choices: Choices, *, is_raw: bool) -> None:
+    """UserError where raw bytes lack a dtype in `choices`, or where it is not the one that was `found`."""
+    if is_raw and choices.dtype is None:
+        raise UserError(
+            f"{what} is raw bytes, which do not tell the tokens' dtype",
+            hint="--dtype int64, or what the writer called tobytes() on",
+        )
+    if not is_raw and choices.dtype not in (None, found):
+        raise UserError(f"{what} is {found}, not {choices.dtype}", hint="leave out --dtype")
+
+
+def _is_pickled(encoding: str) -> bool:
+    return encoding == "pkl" or "pickle" in encoding

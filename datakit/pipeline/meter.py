@@ -1,0 +1,52 @@
+"""Meter: how far the work items of a run are, how fast, and how long the rest will take."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from datakit.text.inputs import WorkItem
+
+PROGRESS_INTERVAL_S = 2.0
+
+
+class Meter:
+    """Counts what all workers have done, and says when a line of progress is due."""
+
+    def __init__(self, items: Sequence[WorkItem]) -> None:
+        self._num_items, self._num_sealed = len(items), 0
+        self._sizes = {item.number: sum(part.stop - part.start for part in item.slices) for item in items}
+        self._read = 0  # bytes on disk of the sealed items
+        self._bytes: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
+        self._started_s = self._reported_s = time.monotonic()
+
+    def update(self, item: WorkItem, message: dict[str, Any]) -> None:
+        if "sealed" in message:
+            self._num_sealed += 1
+            self._read += self._sizes[item.number]
+        self._bytes[item.number] = message["progress"]["input_bytes"]
+        self._tokens[item.number] = message["progress"]["num_tokens"]
+
+    def is_due(self) -> bool:
+        now_s = time.monotonic()
+        due = now_s - self._reported_s >= PROGRESS_INTERVAL_S
+        if due:
+            self._reported_s = now_s
+        return due
+
+    def line(self) -> str:
+        elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
+        megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
+        return (
+            f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB, {megabytes / elapsed_s:.1f} MB/s"
+            + (f", {tokens / elapsed_s:,.0f} tokens/s" if tokens else "")
+            + self._left(elapsed_s)
+        )
+
+    def _left(self, elapsed_s: float) -> str:
+        """How long the rest will take if it goes on like the sealed items."""
+        if not self._read or self._num_sealed == self._num_items:
+            return ""
+        seconds = round(elapsed_s * (sum(self._sizes.values()) / self._read - 1))
+        return f", {timedelta(seconds=seconds)} left"

@@ -1,0 +1,1 @@
+"""Stream: what training reads, blended and permuted batches that resume exactly."""

@@ -1,0 +1,47 @@
+"""Cursor: the complete resume state of a stream, a few hundred bytes that know nothing of ranks or batch sizes."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from datakit.stream.blend import Blend
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How many samples were consumed, of which stream: its seed, row length, and a digest of its blend segments."""
+
+    num_samples: int
+    seed: int
+    seq_length: int
+    num_segments: int
+    digest: str
+
+    @classmethod
+    def start(cls, blend: "Blend", num_samples: int = 0) -> "Cursor":
+        """The cursor of a blend after its first samples."""
+        return cls(num_samples, blend.seed, blend.seq_length, len(blend.segments), blend.digest())
+
+    def to_json(self) -> dict[str, int | str]:
+        """A JSON object of less than 1 KB."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: object) -> "Cursor":
+        """Read what `to_json` gave; UserError where it is something else."""
+        if not isinstance(value, dict) or value.get("version") != VERSION:
+            raise UserError(f"{value!r} is no cursor of version {VERSION}")
+        try:
+            return cls(
+                num_samples=int(value["num_samples"]),
+                seed=int(value["seed"]),
+                seq_length=int(value["seq_length"]),
+                num_segments=int(value["num_segments"]),
+                digest=str(value["digest"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{value!r} is no cursor: {error}") from None

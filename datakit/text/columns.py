@@ -1,0 +1,172 @@
+"""Columns: the text columns of a parquet or Arrow IPC file, row by row; memory is some pages of each and 64 rows.
+
+A slice holds the row groups (in Arrow files: the record batches) that begin in its bytes, so that a file is cut without
+being opened. Arrow files are mapped: a record batch may be as large as the file, and is held whole where compressed.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from datakit.text.inputs import FileSlice, open_file
+from datakit.text.remote_file import is_url
+from threefold.errors import StorageError, UserError
+
+_BATCH_ROWS = 64
+_BUFFER_BYTES, _REMOTE_BUFFER_BYTES = 1 << 20, 8 << 20
+_TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
+_MAPPED_BYTES = 32 << 20
+_ARROW_FILE_MAGIC = b"ARROW1"
+
+
+def read_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[bytes]]:
+    """The UTF-8 texts of each row of a slice, in the order of the names, nulls and columns that are not there left out.
+
+    UserError for a damaged file, for a column that is no text, and where none of the columns is there.
+    """
+    for columns in _columns(part, names):
+        for row in zip(*columns, strict=True):
+            yield [value for value in row if value is not None]
+
+
+def rows_before(part: FileSlice, names: Sequence[str]) -> int:
+    """The number of rows of the file that come before a slice."""
+    before = FileSlice(part.file, 0, part.start)
+    return sum(len(columns[0]) for columns in _columns(before, names)) if part.start else 0
+
+
+def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes | None]]]:
+    """The columns of 64 rows after 64 rows; what pyarrow raises is told in our words."""
+    from pyarrow import ArrowException
+
+    path = part.file.path
+    try:
+        for columns in (_parquet_columns if part.file.kind == "parquet" else _arrow_columns)(part, names):
+            yield [column.to_pylist() for column in columns]
+    except (ArrowException, EOFError, OSError, UnicodeDecodeError) as error:  # the last from a damaged column's name
+        if isinstance(error, OSError) and error.errno:
+            raise StorageError(f"cannot read {path}: {os.strerror(error.errno)}", hint=f"ls -l {path}") from error
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path} is truncated or damaged, or no {part.file.kind}: {why}", hint="copy or download it again"
+        ) from None
+
+
+def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
+    """The row groups that begin in the slice, if all rows of the file were equally large."""
+    from pyarrow.parquet import ParquetFile
+
+    remote = is_url(part.file.path)
+    with (
+        nullcontext(part.file.path) if not remote else open_file(part.file.path) as source,
+        ParquetFile(
+            source,
+            pre_buffer=False,
+            buffer_size=_REMOTE_BUFFER_BYTES if remote else _BUFFER_BYTES,
+            page_checksum_verification=True,
+        ) as file,
+    ):
+        columns = _found_columns(part, names, file.schema_arrow)
+        num_rows, row, groups = max(file.metadata.num_rows, 1), 0, []
+        for number in range(file.num_row_groups):
+            if part.start <= part.file.size_bytes * row // num_rows < part.stop:
+                groups.append(number)
+            row += file.metadata.row_group(number).num_rows
+        if row != file.metadata.num_rows:
+            raise EOFError(f"its row groups have {row} rows, its footer says {file.metadata.num_rows}")
+        if groups:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+                yield [_as_bytes(batch.column(name)) for name in columns]
+
+
+def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
+    """The record batches of the slice in pieces of 64 rows."""
+    import pyarrow
+
+    mapped: mmap.mmap | None = None
+    with open_file(part.file.path) as file:
+        if is_url(part.file.path):
+            source = pyarrow.PythonFile(file, mode="r")
+        elif not os.fstat(file.fileno()).st_size:
+            raise EOFError("it has 0 bytes")
+        else:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            source = pyarrow.BufferReader(pyarrow.py_buffer(mapped))
+        yield from _pieces(_record_batches(part, names, source), names, mapped)
+
+
+def _pieces(batches: Iterator[Any], names: Sequence[str], mapped: mmap.mmap | None) -> Iterator[list[Any]]:
+    """Columns of 64 rows; of a mapped file, the pages that were read are let go of."""
+    num_bytes = 0
+    for batch in batches:
+        columns = [_as_bytes(batch.column(name)) for name in names if name in batch.schema.names]
+        for row in range(0, batch.num_rows, _BATCH_ROWS):
+            pieces = [column.slice(row, _BATCH_ROWS) for column in columns]
+            yield pieces
+            num_bytes += sum(piece.nbytes for piece in pieces)
+            if mapped and num_bytes > _MAPPED_BYTES:
+                mapped.madvise(mmap.MADV_DONTNEED)
+                num_bytes = 0
+
+
+def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[Any]:
+    """The record batches that begin in the slice; those of a file with an index count as equally large."""
+    from pyarrow import ipc
+
+    if source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC:
+        file = ipc.open_file(source)
+        _found_columns(part, names, file.schema)
+        for number in range(file.num_record_batches):
+            if part.start <= part.file.size_bytes * number // file.num_record_batches < part.stop:
+                yield file.get_batch(number)
+        return
+    source.seek(0)
+    schema = ipc.open_stream(source).schema
+    numbers = [schema.names.index(name) for name in _found_columns(part, names, schema)]
+    source.seek(0)
+    stream = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=numbers, use_threads=False))
+    while (begin := source.tell()) < part.stop:
+        try:
+            batch = stream.read_next_batch()
+        except StopIteration:
+            return
+        if begin >= part.start:
+            yield batch
+    if begin == source.size():
+        raise EOFError("its stream ends without an end mark")
+
+
+def _as_bytes(column: Any) -> Any:
+    """A column as bytes, its offsets checked (damage would be a crash), its UTF-8 not: that is a matter of a row."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        return pyarrow.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary))
+    if "string" in str(column.type):
+        column = column.view(getattr(pyarrow, str(column.type).replace("string", "binary"))())
+    column.validate(full=True)
+    return column
+
+
+def _found_columns(part: FileSlice, names: Sequence[str], schema: Any) -> list[str]:
+    """Those of the columns that are there, all of text; UserError with the columns that there are, or with the type."""
+    texts = [field.name for field in schema if _is_text(field.type)]
+    found = [name for name in names if name in schema.names]
+    hint = f"--text-key {texts[0]}" if texts else "convert a column of text into one of type string"
+    if not found:
+        asked, others = " or ".join(map(repr, names)), ", ".join(map(repr, schema.names)) or "none"
+        raise UserError(f"{part.file.path}: no column {asked}; its columns: {others}", hint=hint)
+    for name in found:
+        if name not in texts:
+            kind = schema.field(name).type
+            raise UserError(f"{part.file.path}: the column {name!r} is no text but {kind}", hint=hint)
+    return found
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a type is text or bytes, also where each distinct text is stored once."""
+    from pyarrow import types
+
+    return str(kind.value_type if types.is_dictionary(kind) else kind) in _TEXT_TYPES

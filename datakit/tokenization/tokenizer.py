@@ -1,0 +1,246 @@
+"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers), a sentencepiece `.model` or ranks.
+
+Ids are those of the libraries' own `encode`: special tokens that a tokenizer.json's post-processor adds are kept, its
+truncation and padding are switched off. Special tokens that stand in a text become their ids with tokenizers and, as
+`allowed_special="all"`, with tiktoken. The library is imported when a file of its kind is opened.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from datakit.manifest import TokenizerIdentity
+from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
+from threefold.errors import StorageError, UserError
+
+DEFAULT_EOD = "<|endoftext|>"
+MAX_FILE_BYTES = 1 << 30
+_MAX_SHOWN = 8
+Ids = npt.NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What every kind of tokenizer offers."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, on one thread when TOKENIZERS_PARALLELISM is false."""
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The text of ids."""
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are no parts of words: found in text before it is cut into words, or by their ids alone."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, None where the vocabulary has none of this name."""
+
+
+def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Open a tokenizer file; UserError where it is none."""
+    file = Path(path)
+    if file.suffix not in (".json", ".model", ".tiktoken"):
+        raise UserError(
+            f"{file} is neither a tokenizer.json nor a sentencepiece .model file nor a .tiktoken file", hint=TRAIN_HINT
+        )
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(
+                f"{file} has {file.stat().st_size} bytes, more than a tokenizer's {MAX_FILE_BYTES}", hint=TRAIN_HINT
+            )
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
+    if is_rank_file(file, content):
+        return TiktokenTokenizer(file, read_rank_file(file, content))
+    if not content:
+        raise UserError(f"{file} is empty", hint=TRAIN_HINT)
+    kind = JsonTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+    try:
+        return kind(content)
+    except Exception as error:  # both libraries raise bare Exceptions or RuntimeErrors of their own
+        raise UserError(f"{file} cannot be read as a {kind.kind} tokenizer: {error}", hint=TRAIN_HINT) from error
+
+
+def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool) -> TokenizerIdentity:
+    """The tokenizer's entry in a manifest; UserError where its end-of-document token is missing but required."""
+    eod_id = tokenizer.token_id(eod_token)
+    if eod_id is None and required:
+        own = [token for token in tokenizer.added_tokens() if token]
+        raise UserError(
+            f"{path} has no token {eod_token!r} to end documents with"
+            + (f"; of its own it has {', '.join(map(repr, own[:_MAX_SHOWN]))}" if own else "")
+            + (f" and {len(own) - _MAX_SHOWN} more" if len(own) > _MAX_SHOWN else ""),
+            hint=f"--eod-token {shlex.quote(own[0] if len(own) == 1 else 'TOKEN')}" if own else TRAIN_HINT,
+        )
+    return TokenizerIdentity(
+        kind=tokenizer.kind,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_token=None if eod_id is None else eod_token,
+        eod_id=eod_id,
+    )
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`, run by the `tokenizers` library."""
+
+    kind = "tokenizers"
+
+    def __init__(self, content: bytes) -> None:
+        from tokenizers import Tokenizer as Library
+
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+        self._library: Any = Library.from_buffer(content)
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        try:
+            return [np.array(encoding.ids, np.uint32) for encoding in self._library.encode_batch_fast(list(texts))]
+        except BaseException as error:
+            if not gave_up(error):
+                raise
+        return [self._encode(number, text) for number, text in enumerate(texts)]
+
+    def _encode(self, number: int, text: str) -> Ids:
+        with _told(self.kind, number, text):
+            return np.array(self._library.encode(text).ids, np.uint32)
+
+    def added_tokens(self) -> list[str]:
+        return [token.content for token in self._library.get_added_tokens_decoder().values()]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return str(self._library.decode(np.asarray(ids, np.uint32).tolist(), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`; its text is what the model's own normaliser makes of the input."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, content: bytes) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+        self._library: Any = SentencePieceProcessor(model_proto=content)
+        self.vocab_size = int(self._library.vocab_size())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(self._library.encode(text), np.uint32) for text in texts]
+
+    def added_tokens(self) -> list[str]:
+        library = self._library  # its user-defined symbols are pieces like any other
+        outside = [
+            number for number in range(self.vocab_size) if library.is_control(number) or library.is_unknown(number)
+        ]
+        return [str(library.id_to_piece(number)) for number in outside]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
+
+    def token_id(self, token: str) -> int | None:
+        found = int(self._library.piece_to_id(token))
+        return found if self._library.id_to_piece(found) == token else None
+
+
+class TiktokenTokenizer:
+    """A rank file (see rank_file.py), run by the `tiktoken` library; special tokens in a text become their ids."""
+
+    kind = "tiktoken"
+
+    def __init__(self, path: Path, file: RankFile) -> None:
+        try:
+            from tiktoken import Encoding
+        except ImportError:
+            raise UserError(
+                f"{path}: reading ranks takes tiktoken, which is not installed", hint="pip install tiktoken"
+            ) from None
+        self._path, self._file, self.fingerprint = path, file, file.fingerprint
+        pattern, special_tokens = file.encoding.pattern, file.encoding.special_tokens
+        try:
+            self._library: Any = Encoding(
+                path.name, pat_str=pattern, mergeable_ranks=file.ranks, special_tokens=special_tokens
+            )
+        except ValueError as error:
+            raise UserError(
+                f"tiktoken cannot split text by the pattern {pattern!r}: {error}", hint=f"cat {sidecar_path(path)}"
+            ) from None
+        self.vocab_size = 1 + int(self._library.max_token_value)
+        [ids] = self.encode_batch([_EVERY_CLASS])
+        if self.decode(ids) != _EVERY_CLASS:
+            raise UserError(
+                f"the pattern {pattern!r} leaves out parts of the text: {_EVERY_CLASS!r} becomes {self.decode(ids)!r}",
+                hint=f"cat {sidecar_path(path)}",
+            )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._encode(number, text) for number, text in enumerate(texts)]
+
+    def _encode(self, number: int, text: str) -> Ids:
+        with _told(self.kind, number, text):
+            ids: Ids = self._library.encode_to_numpy(text, allowed_special="all")
+            return ids
+
+    def added_tokens(self) -> list[str]:
+        return list(self._file.encoding.special_tokens)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        try:
+            return str(self._library.decode(np.asarray(ids, np.uint32).tolist()))
+        except KeyError as error:
+            raise UserError(f"{self._path}: {error.args[0]}", hint="was this made with another tokenizer?") from None
+
+    def token_id(self, token: str) -> int | None:
+        return self._file.encoding.special_tokens.get(token, self._file.ranks.get(token.encode()))
+
+
+class TextFault(UserError):
+    """A text that the tokenizer cannot take; `number` is its place in the batch."""
+
+    def __init__(self, message: str, *, hint: str | None = None, number: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.number = number
+
+
+@contextmanager
+def _told(kind: str, number: int, text: str) -> Iterator[None]:
+    """Raise a TextFault where a library gives up, as at added tokens that overlap or at a million blanks in a row."""
+    try:
+        yield
+    except BaseException as error:
+        if not gave_up(error):
+            raise
+        raise TextFault(
+            f"{kind} gives up on a text of {len(text):,} characters that begins {text[:40]!r}: "
+            f"{' '.join(str(error).split())[:200]}",
+            hint="--skip-invalid, or --tokenizer-backend gigatoken where that reads such a file",
+            number=number,
+        ) from None
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether what a library raised is about the text that it was given: an Exception, or a panic of Rust."""
+    is_panic = type(error).__name__ == "PanicException"  # it is no Exception, and no module exports it
+    return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
+
+
+_EVERY_CLASS = "Aa's 12\t\n .,\r\n  é你\u0301🙂_\x00\u3000 \n"
+TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"

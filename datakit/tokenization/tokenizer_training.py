@@ -1,0 +1,83 @@
+"""Training a byte-level BPE tokenizer, so that text is all one needs to begin.
+
+Byte-pair encoding: Sennrich et al. 2016; over bytes: Radford et al. 2019.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from datakit.manifest import replace_durably, url_behind
+from datakit.shard import writing
+from datakit.text.documents import DocumentReader, DocumentRules
+from datakit.text.inputs import FileSlice, find_inputs
+from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
+from threefold.errors import UserError
+
+NUM_BYTES = 256
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    output: str,
+    *,
+    vocab_size: int,
+    eod_token: str = DEFAULT_EOD,
+    text_key: str = "text",
+    txt_split: str = "file",
+    skip_invalid: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+) -> Tokenizer:
+    """Train on all documents of the inputs and write a `tokenizer.json`; token 0 is `eod_token`.
+
+    Every text can be encoded, whatever its bytes. The vocabulary is smaller than `vocab_size` where the text does not
+    give so many merges. `skip_invalid` goes on past documents that cannot be read, and reports how many.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size <= NUM_BYTES:
+        raise UserError(
+            f"a vocabulary of {vocab_size}: the {NUM_BYTES} bytes and {eod_token!r} come first",
+            hint="--vocab-size 32768",
+        )
+    path = Path(output)
+    if url := url_behind(path):
+        raise UserError(f"{url} is no local file, and a tokenizer is written to one", hint=f"--output {path.name}")
+    if path.suffix != ".json":
+        raise UserError(f"{output}: a tokenizer file ends in .json", hint=f"--output {path.with_suffix('.json')}")
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eod_token],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = _Texts(inputs, DocumentRules(text_key, txt_split, skip_invalid))
+    library.train_from_iterator(texts, trainer)
+    if texts.num_skipped:
+        report(f"skipped {texts.num_skipped:,} invalid documents")
+    if not texts.num_documents:
+        raise UserError(f"the input is empty: no document in {' '.join(inputs)}", hint=f"head -c 300 {inputs[0]}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(path, library.to_str(pretty=True).encode())
+    return open_tokenizer(path)
+
+
+class _Texts:
+    """The texts of all inputs; counts the documents it gives and those it skips."""
+
+    def __init__(self, inputs: Sequence[str], rules: DocumentRules) -> None:
+        self._files, self._rules = find_inputs(inputs), rules
+        self.num_documents = self.num_skipped = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for file in self._files:
+            whole = FileSlice(file, 0, file.size_bytes)
+            reader = DocumentReader(whole, self._rules)
+            for document in reader:
+                self.num_documents += 1
+                yield document.text
+            self.num_skipped += reader.skipped.total()

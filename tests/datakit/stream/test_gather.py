@@ -1,0 +1,101 @@
+"""The native batch gather against its numpy reference, and its refusal of rows that are not whole."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datakit import TokenStore, write_store
+from datakit.stream.gather import Pieces, _library, gather, gather_reference
+
+ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
+    """uint16 with end-of-document 0, int32 with none, int32 with 5; shards of many lengths, empty ones too."""
+    folder, rng = tmp_path_factory.mktemp("stores"), np.random.default_rng(0)
+
+    def documents(vocab_size: int) -> list[np.ndarray]:
+        return [rng.integers(0, vocab_size, rng.integers(0, 12)) for _ in range(200)]
+
+    return [
+        write_store(folder / "a", documents(8), vocab_size=8, eod_id=0, shard_documents=1),
+        write_store(folder / "b", documents(70000), vocab_size=70000, shard_documents=30),
+        write_store(folder / "c", documents(9), vocab_size=70000, eod_id=5, shard_documents=3),
+    ]
+
+
+@given(data=st.data(), seq_length=st.integers(1, 70), mask=st.booleans(), reset=st.booleans())
+def test_native_equals_reference(
+    stores: list[TokenStore], data: st.DataObject, seq_length: int, mask: bool, reset: bool
+) -> None:
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
+    pieces = Pieces(len(owners), seq_length)
+    expected = []
+    for number, store in enumerate(stores):
+        rows = np.flatnonzero(np.array(owners) == number)
+        last = store.num_tokens - seq_length - 1
+        starts = np.array([data.draw(st.integers(0, last)) for _ in rows], np.int64)
+        pieces.add(store, rows, starts)
+        expected += [(int(row), store.tokens(int(at), int(at) + seq_length + 1)) for row, at in zip(rows, starts)]
+    native = gather(pieces, mask_eod_loss=mask, reset_positions=reset)
+    reference = gather_reference(pieces, mask_eod_loss=mask, reset_positions=reset)
+    for name in ARRAYS:
+        found = getattr(native, name)
+        assert found.shape == (len(owners), seq_length)
+        assert np.array_equal(found, getattr(reference, name)), name
+        assert np.shares_memory(found, native.buffer)
+    for row, tokens in expected:
+        assert native.tokens[row].tolist() == tokens[:-1].tolist()
+        assert native.labels[row].tolist() == tokens[1:].tolist()
+
+
+def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "a", [[1, 2, 0], [3, 0, 4, 5, 6]], vocab_size=9, eod_id=0)
+    pieces = Pieces(1, 7)
+    pieces.add(store, np.array([0]), np.array([0]))
+    batch = gather(pieces, mask_eod_loss=True, reset_positions=True)
+    assert batch.tokens.tolist() == [[1, 2, 0, 3, 0, 4, 5]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    plain = gather(pieces)
+    assert plain.positions.tolist() == [list(range(7))]
+    assert plain.loss_mask.tolist() == [[1] * 7]
+
+
+def test_many_rows_use_threads(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(1).integers(0, 60000, 40_000)
+    store = write_store(tmp_path / "a", np.split(tokens, 40), vocab_size=60000, shard_documents=9)
+    pieces = Pieces(600, 1024)
+    pieces.add(store, np.arange(600), np.arange(600) * 60)
+    native, reference = gather(pieces), gather_reference(pieces)
+    assert all(np.array_equal(getattr(native, name), getattr(reference, name)) for name in ARRAYS)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [[0, 4, 2]],  # a token is missing
+        [[0, 6, 2]],  # one too many
+        [[0, 3, 2], [0, 3, 2]],  # one too many, in two pieces
+        [[0, 5, 3]],  # no known token size
+        [[0, -1, 2], [0, 6, 2]],
+        [[1, 5, 2]],  # row 0 is missing
+        [[0, 5, 2], [1, 5, 2]],  # a row too many
+        [],
+    ],
+)
+def test_rows_that_are_not_whole_are_refused(table: list[list[int]]) -> None:
+    source = np.arange(16, dtype=np.uint16)
+    native = np.array([[row, source.ctypes.data, count, size] for row, count, size in table], np.int64).reshape(-1, 4)
+    out, eod = np.zeros(4 * 8, np.int64), np.full(1, -1, np.int64)
+    address = ctypes.c_void_p(out.ctypes.data)
+    code = _library().dk_gather(
+        native.ctypes.data, len(native), 1, 4, eod.ctypes.data, 0, 0, address, address, address, address, 1
+    )
+    assert code < 0
+    assert not out.any()

@@ -1,0 +1,46 @@
+"""The keyed permutation: a bijection for every size and key, the same by ones and by arrays, well mixed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datakit.stream.permutation import Permutation
+
+
+@given(size=st.integers(1, 3000), key=st.binary(max_size=20))
+def test_it_is_a_bijection(size: int, key: bytes) -> None:
+    assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))
+
+
+@given(size=st.integers(1, 2**62), data=st.data())
+def test_large_sizes_stay_inside_and_answer_single_positions_alike(size: int, data: st.DataObject) -> None:
+    permutation = Permutation(size, b"key")
+    positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
+    found = permutation(np.array(positions))
+    assert len(set(found.tolist())) == len(positions)
+    assert found.min() >= 0
+    assert found.max() < size
+    assert [int(permutation(position)[0]) for position in positions] == found.tolist()
+
+
+def test_it_is_pinned() -> None:
+    """The order of samples is a promise: a change of it would silently change every resumed run."""
+    assert Permutation(10, b"seed/fingerprint/0")(np.arange(10)).tolist() == [6, 1, 5, 4, 3, 7, 8, 2, 9, 0]
+
+
+def test_keys_give_unrelated_orders() -> None:
+    first, second = (Permutation(10_000, key)(np.arange(10_000)) for key in (b"a", b"b"))
+    assert (first == second).sum() < 10  # 1 expected
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    assert abs(np.corrcoef(first, np.arange(10_000))[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("size", [5, 64, 1000])
+def test_every_element_comes_to_every_place(size: int) -> None:
+    """Chi-square over keys of where element 0 goes; 5 sigma."""
+    num_keys = 20 * size
+    places = [int(Permutation(size, b"%d" % key)(0)[0]) for key in range(num_keys)]
+    expected = num_keys / size
+    chi_square = ((np.bincount(places, minlength=size) - expected) ** 2 / expected).sum()
+    assert abs(chi_square - (size - 1)) < 5 * np.sqrt(2 * (size - 1))

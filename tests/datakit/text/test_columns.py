@@ -1,0 +1,215 @@
+"""Columns: every row of parquet and Arrow files once, in any cut; damage and other columns are told in one error."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import ipc, parquet
+
+from datakit import Recipe, TokenStore, preprocess
+from datakit.text.columns import read_columns
+from datakit.text.documents import DocumentReader, DocumentRules
+from datakit.text.inputs import FileSlice, cut, find_inputs
+from tests.datakit.conftest import Cli, files_of, write_jsonl
+from threefold.errors import StorageError, UserError
+
+FORMS = ["parquet", "file.arrow", "stream.arrow", "zstd.arrow"]
+
+
+def write_table(path: Path, columns: dict[str, Any], group_rows: int = 1000) -> Path:
+    """Write columns in the format that a name asks for, `group_rows` a row group or record batch."""
+    table = pa.table(columns)
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=group_rows, write_page_checksum=True)
+        return path
+    make = ipc.new_stream if path.name.startswith("stream") else ipc.new_file
+    options = ipc.IpcWriteOptions(compression="zstd" if path.name.startswith("zstd") else None)
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=group_rows)
+    return path
+
+
+def whole(path: Path) -> FileSlice:
+    [file] = find_inputs([str(path)])
+    return FileSlice(file, 0, file.size_bytes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=25)
+@given(
+    texts=st.lists(st.none() | st.text(st.characters(exclude_categories=["Cs"])), max_size=200),
+    group_rows=st.integers(1, 150),
+    item_bytes=st.integers(50, 3000),
+)
+def test_any_cut_gives_every_row_once_in_order(
+    tmp_path_factory: pytest.TempPathFactory, form: str, texts: list[str | None], group_rows: int, item_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("columns") / form
+    path = path.with_name("a.parquet") if form == "parquet" else path
+    write_table(path, {"id": range(len(texts)), "text": pa.array(texts, pa.string())}, group_rows)
+    items = list(cut(find_inputs([str(path)]), item_bytes, split_txt=False))
+    assert len(items) == -(-path.stat().st_size // item_bytes)
+    found = [values for item in items for values in read_columns(item.slices[0], ["text"])]
+    assert found == [[] if text is None else [text.encode()] for text in texts]
+    documents = list(DocumentReader(whole(path), DocumentRules()))
+    assert [document.text for document in documents] == [text or "" for text in texts]
+    assert [document.line for document in documents] == list(range(len(texts)))
+
+
+@pytest.mark.parametrize("form", ["a.parquet", "file.arrow"])
+@pytest.mark.parametrize(
+    "kind",
+    [pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)
+def test_every_type_of_text_is_read(tmp_path: Path, form: str, kind: pa.DataType) -> None:
+    values = pa.array(["eins", None, "列車"]).cast(kind)
+    path = write_table(tmp_path / form, {"text": values})
+    assert list(read_columns(whole(path), ["text"])) == [[b"eins"], [], ["列車".encode()]]
+
+
+@pytest.fixture(params=FORMS)
+def table(request: pytest.FixtureRequest, tmp_path: Path, texts: list[str]) -> Path:
+    """The corpus as a table of 40 rows a group."""
+    name = "a.parquet" if request.param == "parquet" else request.param
+    return write_table(tmp_path / name, {"id": range(len(texts)), "body": texts}, 40)
+
+
+def test_a_store_of_columns_has_the_tokens_of_jsonl_whatever_the_workers(
+    tmp_path: Path, table: Path, texts: list[str], tokenizer_path: str
+) -> None:
+    recipe = Recipe(tokenizer_path, append_eod=True, text_key="body", split=(0.8, 0.2))
+    item_bytes = table.stat().st_size // 6
+    for workers in (1, 2, 5):
+        preprocess([str(table)], tmp_path / str(workers), recipe, num_workers=workers, item_bytes=item_bytes)
+    one = files_of(tmp_path / "1")
+    assert len(one) > 20
+    assert files_of(tmp_path / "2") == one
+    assert files_of(tmp_path / "5") == one
+    preprocess([str(write_jsonl(tmp_path / "a.jsonl", texts, "body"))], tmp_path / "s", recipe)
+    for part in ("train", "valid"):
+        store, same = TokenStore.open(tmp_path / "1" / part), TokenStore.open(tmp_path / "s" / part)
+        assert (store.tokens(0, store.num_tokens) == same.tokens(0, same.num_tokens)).all()
+        for document in range(store.num_documents):
+            assert store.origin(document).line == same.origin(document).line  # the row, from 1, is jsonl's line
+            assert (store.origin(document).path, store.origin(document).offset_bytes) == (str(table), 0)
+
+
+def test_a_run_over_columns_that_was_killed_continues_to_the_same_bytes(
+    tmp_path: Path, table: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, num_messages = Recipe(tokenizer_path, text_key="body"), 0
+    item_bytes = table.stat().st_size // 6
+
+    def stop(*_: object) -> None:
+        nonlocal num_messages
+        num_messages += 1
+        if num_messages == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("datakit.pipeline.meter.Meter.update", stop)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess([str(table)], tmp_path / "killed", recipe, num_workers=2, item_bytes=item_bytes)
+    summary = preprocess([str(table)], tmp_path / "killed", recipe, num_workers=2, item_bytes=item_bytes)
+    assert summary.num_items_done_before > 0
+    preprocess([str(table)], tmp_path / "whole", recipe, item_bytes=item_bytes)
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(table: Path, kept: float) -> None:
+    size_bytes = int(table.stat().st_size * kept)
+    os.truncate(table, size_bytes)
+    with pytest.raises(UserError, match=f"{re.escape(str(table))} is truncated or damaged") as caught:
+        list(read_columns(whole(table), ["body"]))
+    assert caught.value.hint
+
+
+def test_a_stream_that_was_cut_between_two_batches_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "stream.arrow", {"text": ["one", "two"]}, 1)
+    os.truncate(path, path.stat().st_size - 8)  # without its end mark
+    with pytest.raises(UserError, match="ends without an end mark"):
+        list(read_columns(whole(path), ["text"]))
+
+
+def test_a_flipped_bit_of_a_checked_page_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", {"text": ["x" * 3000]})
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PAR1") + 60] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged"):
+        list(read_columns(whole(path), ["text"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int32(), pa.string())], ids=["string", "dictionary"])
+def test_a_changed_byte_is_refused_or_read_but_never_a_crash(tmp_path: Path, form: str, kind: pa.DataType) -> None:
+    texts = pa.array([f"w{i % 7}" for i in range(20)]).cast(kind)
+    path = write_table(tmp_path / ("a.parquet" if form == "parquet" else form), {"text": texts}, 5)
+    content, random = path.read_bytes(), Random(1)
+    for _ in range(300):
+        changed = bytearray(content)
+        changed[random.randrange(len(changed))] = random.randrange(256)
+        path.write_bytes(changed)
+        with suppress(UserError):
+            list(DocumentReader(whole(path), DocumentRules()))
+
+
+def test_what_is_no_table_or_gone_is_told(tmp_path: Path) -> None:
+    for name in ("a.parquet", "a.arrow"):
+        part = whole(write_jsonl(tmp_path / name, ["x"] * 9))
+        with pytest.raises(UserError, match=f"{name} is truncated or damaged, or no {name[2:]}"):
+            list(read_columns(part, ["text"]))
+        os.unlink(tmp_path / name)
+        with pytest.raises(StorageError, match=f"cannot read .*{name}: No such file"):
+            list(read_columns(part, ["text"]))
+
+
+def test_another_column_or_type_is_told_with_the_columns(table: Path) -> None:
+    with pytest.raises(UserError, match="no column 'text'; its columns: 'id', 'body'") as caught:
+        list(read_columns(whole(table), ["text"]))
+    assert caught.value.hint == "--text-key body"
+    with pytest.raises(UserError, match="the column 'id' is no text but int64") as caught:
+        list(read_columns(whole(table), ["id"]))
+    assert caught.value.hint == "--text-key body"
+
+
+@pytest.mark.parametrize("form", ["a.parquet", "file.arrow"])
+def test_the_texts_of_several_columns_are_joined_by_blank_lines(tmp_path: Path, form: str) -> None:
+    titles = pa.array(["T", "U", None, "V"]).cast("binary")
+    part = whole(write_table(tmp_path / form, {"text": ["x", None, None, ""], "id": [1, 2, 3, 4], "title": titles}))
+    found = [document.text for document in DocumentReader(part, DocumentRules("title,none,text"))]
+    assert found == ["T\n\nx", "U", "", "V"]
+    with pytest.raises(UserError, match="no column 'none' or 'no'; its columns: 'text', 'id', 'title'"):
+        list(DocumentReader(part, DocumentRules("none,no")))
+
+
+@pytest.mark.parametrize("form", ["a.parquet", "file.arrow", "stream.arrow"])
+def test_a_row_that_is_no_utf8_is_named_also_in_a_later_slice(tmp_path: Path, form: str) -> None:
+    rows = [os.urandom(900).hex().encode() for _ in range(60)]
+    path = write_table(tmp_path / form, {"text": [*rows, b"caf\xe9", *rows]}, 10)
+    items = list(cut(find_inputs([str(path)]), path.stat().st_size // 5, split_txt=False))
+    with pytest.raises(UserError, match=rf"{form}, row 61: invalid UTF-8: .* 0xe9 at byte 3"):
+        [list(DocumentReader(item.slices[0], DocumentRules())) for item in items]
+    reader = DocumentReader(whole(path), DocumentRules(skip_invalid=True))
+    assert [document.line for document in reader] == [*range(60), *range(61, 121)]
+    assert reader.skipped == {"invalid": 1}
+
+
+def test_without_pyarrow_the_command_says_what_to_install(
+    tmp_path: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_table(tmp_path / "a.parquet", {"text": ["x"]})
+    monkeypatch.setattr("datakit.text.inputs.find_spec", lambda _: None)
+    assert cli("preprocess", path, "--output", tmp_path / "s", "--tokenizer", tokenizer_path) == 2
+    assert capsys.readouterr().err == (
+        f"error: {path}: reading parquet takes pyarrow, which is not installed\nhint: pip install pyarrow\n"
+    )
