@@ -107,6 +107,31 @@ def test_a_text_with_a_doubtful_character_goes_to_the_reference(
     assert seen == texts[2:]
 
 
+def test_only_the_doubtful_lines_of_a_text_go_to_the_reference_where_lines_stand_apart(
+    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = GigatokenEncoder(Path(tokenizer_path)), []
+    usual = JsonTokenizer.encode_batch
+
+    def watched(self: JsonTokenizer, texts: list[str]) -> list[np.ndarray]:
+        seen.extend(texts)
+        return usual(self, texts)
+
+    monkeypatch.setattr(JsonTokenizer, "encode_batch", watched)
+    text = "a line\n\nthe store.\n  new \U000323b0;\nthe store\n \u0378\n\u0378\nsize 列車\nreturn"
+    [ids] = engine.encode_batch([text])
+    assert ids.tolist() == Library.from_file(tokenizer_path).encode(text).ids
+    assert seen == ["\n  new \U000323b0;", "\n \u0378\n\u0378\nsize 列車\nreturn"]
+
+    class Joining:  # gives other ids for lines than for the whole
+        def encode(self, text: str) -> np.ndarray:
+            return np.array([len(text)], np.uint32)
+
+    monkeypatch.setattr(engine, "_engine", Joining())
+    assert np.array_equal(engine.encode_batch([text])[0], ids)
+    assert seen[2:] == [text]
+
+
 class PanicException(BaseException):
     """Named as what the engines written in Rust raise."""
 

@@ -291,6 +291,39 @@ def test_doubtful_characters_are_those_on_which_engines_differ(engines: tuple[Gi
     assert all(np.array_equal(ids, library.encode(text).ids) for ids, text in zip(fast.encode_batch(texts), texts))
 
 
+LINES = st.sampled_from(
+    [
+        "",
+        " ",
+        "a",
+        "B'",
+        "1,",
+        "don't",
+        "x = /",
+        "/path",
+        "the end.",
+        "\t tab",
+        "<|endoftext|>",
+        "e",
+        "\u0301 mark",
+        "ÀÉ ",
+    ]
+)
+NEW = "\u0378\u0897\u1acf\ua7cf\U00010d70\U00016ec0\U000323b0\U0001e4ec"
+DOUBTFUL = st.sampled_from(NEW).map("x{0}\u0301y {0}".format)
+TEXTS = st.lists(LINES | DOUBTFUL | st.tuples(LINES, DOUBTFUL).map("".join), max_size=30)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TEXTS, st.sampled_from(["\n", "\r\n"]))
+def test_texts_with_doubtful_lines_get_the_references_ids(
+    engines: tuple[GigatokenEncoder, Library], lines: list[str], end: str
+) -> None:
+    fast, library = engines
+    [ids] = fast.encode_batch([end.join(lines)])
+    assert ids.tolist() == library.encode(end.join(lines)).ids
+
+
 # Where categories and normal forms vary: two planes, compatibility ideographs, tags and selectors. The rest are
 # ideographs, private and unassigned code points, each like its neighbours: all for one kind of tokenizer, else some.
 VARIED = [range(0x20000), range(0x2F800, 0x2FA20), range(0xE0000, 0xE01F0)]
