@@ -282,7 +282,8 @@ def test_an_archive_on_s3_survives_passing_faults_and_continues_after_lasting_on
 
 def test_a_full_disk_is_one_error_and_the_same_call_continues(store: Path, tmp_path: Path) -> None:
     program = (
-        "import resource, signal, sys; from datakit import archive, archiving; archiving.FRAME_BYTES = 512; "
+        "import resource, signal, sys; from datakit import archive; from datakit.archives import archiving; "
+        "archiving.FRAME_BYTES = 512; "
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); "
         "archive(sys.argv[1], sys.argv[2])"
     )

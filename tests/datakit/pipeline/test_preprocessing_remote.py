@@ -132,7 +132,7 @@ def test_a_killed_run_continues_on_the_object_store(
 ) -> None:
     recipe = Recipe(tokenizer_path, append_eod=True, dedup=True)
     whole = preprocess([str(corpus)], f"{s3_url}/whole", recipe, item_bytes=10_000)
-    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.2)  # so that there is a middle to kill in
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.08)  # so that there is a middle to kill in
     command = [sys.executable, "-m", "datakit", "preprocess", str(corpus), "--output", f"{s3_url}/killed",
                "--tokenizer", tokenizer_path, "--append-eod", "--dedup", "--item-size", "10000",
                "--workers", "2"]  # fmt: skip
