@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -143,8 +143,18 @@ class Output:
                 yield descriptor
             finally:
                 shutil.rmtree(self.scratch, ignore_errors=True)
+                self._remove_unbegun()
         finally:
             os.close(descriptor)
+
+    def _remove_unbegun(self) -> None:
+        """Remove the local folders of a run that ended before it noted anything, or that is complete."""
+        if self.folder is None:
+            shutil.rmtree(self.work, ignore_errors=True)
+        elif not (self.folder / NOTE).exists():
+            shutil.rmtree(self.work, ignore_errors=True)
+            with suppress(OSError):  # it holds a store
+                self.folder.rmdir()
 
     def vanished(self, num_lost: int, num_items: int) -> StorageError:
         """What to raise where all work items were done, and some no longer are."""

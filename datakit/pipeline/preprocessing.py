@@ -8,9 +8,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from datakit.tags import require_matches
 from datakit.text.documents import DocumentReader
 from datakit.text.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.tokenization.encoder import AUTO, choose_backend, require_backend
-from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
+from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, identify, open_tokenizer
 from threefold.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
@@ -89,18 +89,19 @@ def preprocess(
     files = find_inputs(inputs)
     require_matches(recipe.tags, [file.path for file in files])
     job = _Job(Output(os.fspath(output)), recipe, files, item_bytes)
-    require_backend(backend, recipe.tokenizer, job.tokenizer)
     if job.is_complete():
         report(f"{output} is complete already")
         return job.summary([], 0.0)
     with job.output.locked() as lock:
-        job.begin()
         open_pool = partial(_open_pool, engine, num_workers, lock, ray_address)
+        if recipe.dedup or engine != "local":
+            job.begin(backend)
         if recipe.dedup:
             find_duplicates(job.output, job.items, partial(_hash, job, open_pool, report), report)
         missing = job.missing()
-        if missing:
-            with open_pool(len(missing)) as pool:
+        with open_pool(len(missing)) if missing else nullcontext() as pool:
+            job.begin(backend)  # opens the tokenizer, while workers that run here start
+            if pool:
                 choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
                 report(f"tokenizing with {choice.backend}: {choice.reason}")
                 _seal(job, missing, Task(job.output.place, recipe, job.identity, choice.backend), pool, report)
@@ -165,9 +166,6 @@ class _Job:
         if not any(file.size_bytes for file in files):
             names = ", ".join(file.path for file in files[:3])
             raise UserError(f"the input is empty: {len(files)} files of 0 bytes: {names}", hint=f"ls -l {names}")
-        self.tokenizer = open_tokenizer(recipe.tokenizer)
-        needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
-        self.identity = identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
         item_bytes = item_bytes or default_item_bytes(files)
         self.items = list(cut(files, item_bytes, split_txt=recipe.txt_split == "line"))
         self._input = {
@@ -176,6 +174,18 @@ class _Job:
             "xxh3_64": input_digest(files),
             "item_bytes": item_bytes,
         }
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The recipe's tokenizer, on its reference."""
+        return open_tokenizer(self.recipe.tokenizer)
+
+    @cached_property
+    def identity(self) -> TokenizerIdentity:
+        """The tokenizer's entry in the manifests; UserError where it lacks the token that ends documents."""
+        recipe = self.recipe
+        needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
+        return identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
 
     def is_complete(self) -> bool:
         """Whether the stores are there; UserError where others are."""
@@ -190,8 +200,9 @@ class _Job:
         self.output.remove_work()  # a kill may have left it after the last manifest
         return True
 
-    def begin(self) -> None:
-        """Compare with what was begun here, or note what is begun now."""
+    def begin(self, backend: str) -> None:
+        """Compare with what was begun here, or note what is begun now; UserError where the backend cannot serve."""
+        require_backend(backend, self.recipe.tokenizer, self.tokenizer)
         wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
         place = f"{self.output.place}/{NOTE}"
         try:

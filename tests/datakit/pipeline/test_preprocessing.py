@@ -357,6 +357,29 @@ def test_a_full_disk_is_told_and_a_rerun_with_room_continues(
     assert files_of(small_disk / "s") == files_of(tmp_path / "t")
 
 
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+    with pytest.raises(UserError, match="no such tokenizer"):
+        preprocess([str(corpus)], tmp_path / "s", Recipe(str(tmp_path / "nothing.json")))
+    with pytest.raises(UserError, match="is read by tokenizers, not by sentencepiece"):
+        preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path), backend="sentencepiece")
+    assert not (tmp_path / "s").exists()
+
+
+def test_sealed_items_of_another_recipe_are_refused_where_only_the_manifest_is_missing(
+    tmp_path: Path, corpus: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("datakit.pipeline.preprocessing._Job.finish", killed)
+        preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
+    with pytest.raises(UserError, match="was made otherwise: its append_eod is False, this one True"):
+        preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path, append_eod=True))
+    summary = preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
+    assert summary.num_items_done_before == summary.num_items
+
+
 def test_one_run_at_a_time_writes_into_a_store(
     tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
