@@ -371,9 +371,10 @@ def test_sealed_items_of_another_recipe_are_refused_where_only_the_manifest_is_m
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("datakit.pipeline.preprocessing._Job.finish", killed)
-        preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
+        with pytest.raises(KeyboardInterrupt):
+            preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
     with pytest.raises(UserError, match="was made otherwise: its append_eod is False, this one True"):
         preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path, append_eod=True))
     summary = preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
