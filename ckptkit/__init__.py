@@ -2,24 +2,25 @@
 
 from importlib import import_module
 
-# `ckptkit.restore.restore` and `ckptkit.reshard.reshard` share their module's name and are imported from there.
 _PUBLIC = {
     "Box": "chunk",
-    "Checkpointer": "checkpointer",
-    "CheckpointerOptions": "checkpointer",
-    "CheckpointReader": "reader",
+    "Checkpointer": "saving.checkpointer",
+    "CheckpointerOptions": "saving.checkpointer",
+    "CheckpointReader": "loading.reader",
     "Coords": "layout",
     "ParallelLayout": "layout",
     "Piece": "chunk",
     "Placement": "placement",
-    "Root": "root",
-    "SaveReport": "checkpointer",
+    "Root": "format.root",
+    "SaveReport": "saving.checkpointer",
     "TensorInfo": "tensor",
-    "committed_steps": "catalogue",
-    "hash_checkpoint": "hashing",
-    "latest_step": "catalogue",
-    "resolve": "catalogue",
-    "verify_checkpoint": "verify",
+    "committed_steps": "runs.catalogue",
+    "hash_checkpoint": "passes.hashing",
+    "latest_step": "runs.catalogue",
+    "reshard": "passes.reshard",
+    "resolve": "runs.catalogue",
+    "restore": "loading.restore",
+    "verify_checkpoint": "passes.verify",
 }
 __all__ = sorted(_PUBLIC)
 

@@ -1,6 +1,6 @@
 """Addresses of checkpoints: a run URL means its newest committed step, `RUN/step-000000100` one step."""
 
-from ckptkit.root import parse_step_folder
+from ckptkit.format.root import parse_step_folder
 from threefold.storage import Storage, open_storage
 
 

@@ -86,10 +86,10 @@ def size(text: str) -> int:
 
 def ls_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.address import open_address
-    from ckptkit.catalogue import committed_steps
-    from ckptkit.inspect import describe
-    from ckptkit.reader import read_root
-    from ckptkit.root import step_folder
+    from ckptkit.format.root import step_folder
+    from ckptkit.loading.reader import read_root
+    from ckptkit.passes.inspect import describe
+    from ckptkit.runs.catalogue import committed_steps
     from threefold.errors import CheckFailed
 
     storage, named = open_address(arguments.run)
@@ -117,10 +117,10 @@ def ls_verb(arguments: argparse.Namespace) -> int:
 
 
 def inspect_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.catalogue import resolve
-    from ckptkit.inspect import describe
-    from ckptkit.reader import read_root
-    from ckptkit.root import step_folder
+    from ckptkit.format.root import step_folder
+    from ckptkit.loading.reader import read_root
+    from ckptkit.passes.inspect import describe
+    from ckptkit.runs.catalogue import resolve
 
     storage, step = resolve(arguments.checkpoint)
     about = describe(read_root(storage, step), f"{storage.url}/{step_folder(step)}")
@@ -147,10 +147,10 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
 def verify_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.blocks import return_large_frees
-    from ckptkit.catalogue import resolve
-    from ckptkit.reader import CheckpointReader
-    from ckptkit.verify import verify_checkpoint
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.passes.verify import verify_checkpoint
+    from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
     storage, step = resolve(arguments.checkpoint)
@@ -171,10 +171,10 @@ def verify_verb(arguments: argparse.Namespace) -> int:
 def hash_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.blocks import return_large_frees
-    from ckptkit.catalogue import resolve
-    from ckptkit.hashing import hash_checkpoint
-    from ckptkit.reader import CheckpointReader
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.passes.hashing import hash_checkpoint
+    from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
     storage, step = resolve(arguments.checkpoint)
@@ -194,11 +194,11 @@ def reshard_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from ckptkit.address import open_address
-    from ckptkit.blocks import return_large_frees
-    from ckptkit.catalogue import resolve
+    from ckptkit.io.blocks import return_large_frees
     from ckptkit.layout import ParallelLayout
-    from ckptkit.reader import CheckpointReader
-    from ckptkit.reshard import UPLOAD_MEMORY_BYTES, reshard
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.passes.reshard import UPLOAD_MEMORY_BYTES, reshard
+    from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
     layout = ParallelLayout(tp=arguments.tp, dp=arguments.dp, pp=arguments.pp)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable, Ints
-from ckptkit.data_file import MAX_CHUNKS, DataFile
-from ckptkit.part_index import PartIndex
+from ckptkit.format.data_file import MAX_CHUNKS, DataFile
+from ckptkit.format.part_index import PartIndex
 from ckptkit.tensor import TensorInfo, storage_order
 from threefold.errors import CheckFailed
 

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.blocks import xxh3_64
-from ckptkit.checkpointer import Checkpointer
 from ckptkit.chunk import Box, Piece
+from ckptkit.io.blocks import xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
 from ckptkit.placement import Placement
+from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.tensor import TensorInfo
 from threefold.cli import Parser, print_json, run
 from threefold.errors import StorageError

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from ckptkit.reader import read_root
-from ckptkit.restore import restore
-from ckptkit.root import Root, step_folder
+from ckptkit.format.root import Root, step_folder
+from ckptkit.loading.reader import read_root
+from ckptkit.loading.restore import restore
 from ckptkit.tensor import TensorInfo
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage

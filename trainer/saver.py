@@ -3,8 +3,8 @@
 import sys
 
 from ckptkit.address import open_address
-from ckptkit.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
-from ckptkit.root import ROOT_KEY, step_folder
+from ckptkit.format.root import ROOT_KEY, step_folder
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
 from threefold.errors import StorageError
 from trainer.config import Config
 from trainer.config_check import layout_of

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ckptkit.address import split_address
-from ckptkit.catalogue import committed_steps
-from ckptkit.root import ROOT_KEY, Root, step_folder
+from ckptkit.format.root import ROOT_KEY, Root, step_folder
+from ckptkit.runs.catalogue import committed_steps
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 from trainer.config import Config

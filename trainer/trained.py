@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.catalogue import resolve
-from ckptkit.reader import read_root
-from ckptkit.root import Root
+from ckptkit.format.root import Root
+from ckptkit.loading.reader import read_root
+from ckptkit.runs.catalogue import resolve
 from threefold.storage import Storage
 from trainer.config import Config
 from trainer.config_check import layout_of

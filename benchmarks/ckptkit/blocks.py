@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from safetensors.numpy import load_file, save_file
 
-from ckptkit.blocks import BlockReader, checksums, write_file
+from ckptkit.io.blocks import BlockReader, checksums, write_file
 
 
 def main() -> None:

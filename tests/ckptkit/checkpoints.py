@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.blocks import checksums, xxh3_64
 from ckptkit.chunk import Box, Piece
+from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
+from ckptkit.io.blocks import checksums, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
 from ckptkit.plan import plan_save
-from ckptkit.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.tensor import TensorInfo
 from threefold.storage import Storage
 

@@ -12,10 +12,10 @@ import os
 import signal
 import time
 
-from ckptkit.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.layout import ParallelLayout
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.model_tables import gpt_tensors
-from tests.ckptkit.saving import save_one
+from tests.ckptkit.saves import save_one
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.blocks import GRANULE_BYTES
 from ckptkit.chunk import Box, Piece
 from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.part_index import PartIndex
+from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.layout import ParallelLayout
-from ckptkit.part_index import PartIndex
 from ckptkit.partition import RankChunk, rank_chunks
 from ckptkit.placement import Placement
 from ckptkit.plan import StoredChunks, plan_load, plan_save

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.checkpointer import Checkpointer
-from ckptkit.restore import BOUNCE_BYTES, restore
+from ckptkit.loading.restore import BOUNCE_BYTES, restore
+from ckptkit.saving.checkpointer import Checkpointer
 from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saving import NUM_LAYERS, ONE, pieces_of
+from tests.ckptkit.saves import NUM_LAYERS, ONE, pieces_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [

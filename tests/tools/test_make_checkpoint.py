@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.catalogue import resolve
 from ckptkit.chunk import Box
-from ckptkit.hashing import read_slabs
-from ckptkit.reader import CheckpointReader
-from ckptkit.verify import verify_checkpoint
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.passes.hashing import read_slabs
+from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.runs.catalogue import resolve
 from tools.make_checkpoint import chunk_values, element_values, gpt_tensors, hidden_for, main
 
 LAYOUT = "tp8-dp2-pp4"

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptkit.catalogue import committed_steps
 from ckptkit.cli import main as ckptkit
+from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.training import Job, call, curve, kill, last_step, lines
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -31,7 +31,7 @@ def writers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "ckptkit.writer" in child.cmdline():
+            if "ckptkit.saving.writer" in child.cmdline():
                 found.append(child)
     return found
 

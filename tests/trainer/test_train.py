@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.catalogue import committed_steps
+from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.training import Job, call, curve, last_step, lines
 from threefold.storage import open_storage
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.catalogue import committed_steps
+from ckptkit.runs.catalogue import committed_steps
 from datakit import TokenStore, write_store
 from tests.trainer.training import call, curve, lines, write_stores
 from threefold.storage import open_storage

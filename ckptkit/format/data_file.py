@@ -1,0 +1,68 @@
+"""DataFile: the layout of one data file, a valid safetensors file that any reader of that format opens.
+
+8 bytes of header length, a JSON header padded with spaces so that the data section begins at a multiple of 4 KiB, then
+the chunks back to back, nothing after. Keys are `name@k`, k counting the chunks of a tensor in the file; a chunk that
+is its whole box keeps the box's shape, a range is stored 1-D.
+"""
+
+import json
+import struct
+from collections import Counter
+from dataclasses import dataclass
+
+from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.part_index import PartIndex
+from ckptkit.io.blocks import Columns
+
+DATA_ALIGNMENT = 4096
+MAX_CHUNKS = 200_000  # a file: keeps the header under the 100 MB that safetensors readers accept
+
+
+@dataclass(frozen=True, eq=False)
+class DataFile:
+    """The chunks of one data file in file order, and the bytes that come before them."""
+
+    chunks: ChunkTable
+    header: bytes
+
+    @classmethod
+    def of(cls, chunks: ChunkTable) -> "DataFile":
+        """Lay out chunks in the given order; they must be widest dtype first, so that all elements are aligned."""
+        assert len(chunks) <= MAX_CHUNKS, f"{len(chunks)} chunks in one file"
+        assert (chunks.itemsize[1:] <= chunks.itemsize[:-1]).all(), "wide dtypes come first"
+        return cls(chunks, _header(chunks))
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data section."""
+        return int(self.chunks.size_bytes.sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + self.data_bytes
+
+    def index(self, checksums: Columns) -> PartIndex:
+        """The part index that goes with the file, given its granules' checksums."""
+        return PartIndex(self.chunks, len(self.header), self.size_bytes, checksums)
+
+
+def _header(chunks: ChunkTable) -> bytes:
+    counts: Counter[int] = Counter()
+    names = [json.dumps(name)[:-1] for name in chunks.names]
+    entries, at = ['"__metadata__":{"ckptkit":"1"}'], 0
+    tensors, starts, stops = chunks.tensor.tolist(), chunks.start.tolist(), chunks.stop.tolist()
+    for row, (tensor, start, stop, size) in enumerate(
+        zip(tensors, starts, stops, chunks.size_bytes.tolist(), strict=True)
+    ):
+        box = chunks.box(row)
+        shape = list(box.shape) if stop - start == box.numel else [stop - start]
+        entries.append(
+            f'{names[tensor]}@{counts[tensor]}":{{"dtype":"{chunks.dtypes[tensor]}",'
+            f'"shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":[{at},{at + size}]}}'
+        )
+        counts[tensor] += 1
+        at += size
+    text = ("{" + ",".join(entries) + "}").encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

@@ -1,0 +1,201 @@
+"""Root: the manifest of one checkpoint, JSON for people; a checkpoint exists exactly when its root does.
+
+Keys under a run's URL: `step-000000100/root.json`, `step-000000100/<attempt>/part-00003.safetensors` and
+`step-000000100/<attempt>/part-00003.index` for writer 3. Everything read is checked: format version, checksum, caps,
+and that no name leads out of the step's folder.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptkit.format.part_index import MAX_DATA_BYTES, MAX_INDEX_BYTES
+from ckptkit.io.blocks import xxh3_64
+from ckptkit.layout import ParallelLayout
+from ckptkit.placement import Placement
+from ckptkit.tensor import ITEMSIZE, MAX_DIMS, MAX_LAYERS, MAX_NAME_BYTES, MAX_NUMEL, TensorInfo
+from threefold.errors import CheckFailed, UserError
+
+ROOT_KEY = "root.json"
+FORMAT, VERSION = "ckptkit", 1
+MAX_ROOT_BYTES = 256 << 20
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
+_STEP = re.compile(r"step-([0-9]{9,15})")
+_CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
+
+
+def step_folder(step: int) -> str:
+    """The folder of a step, under the run's URL."""
+    return f"step-{step:09d}"
+
+
+def parse_step_folder(name: str) -> int | None:
+    """The step of a folder name, None where it is not one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == step_folder(int(match[1])) else None
+
+
+def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
+    """Keys, relative to the step's folder, of a writer's n-th data file and of its index."""
+    stem = f"{attempt}/part-{writer:05d}" + (f".{file}" if file else "")
+    return f"{stem}.safetensors", f"{stem}.index"
+
+
+def check_attempt(attempt: str) -> str:
+    """The attempt itself, refused where it could not be a folder name."""
+    if not _ATTEMPT.fullmatch(attempt):
+        raise UserError(f"attempt {attempt!r} is not a name of letters, digits, - and _ (at most 128)")
+    return attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One data file and its index: keys relative to the step's folder, sizes, and the index file's XXH3-64."""
+
+    data: str
+    data_bytes: int
+    index: str
+    index_bytes: int
+    index_xxh3: int
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What a checkpoint holds: the tensor table in global terms, the parts, and the saver's free metadata."""
+
+    step: int
+    attempt: str
+    layout: ParallelLayout
+    num_layers: int
+    tensors: Mapping[str, TensorInfo]
+    parts: tuple[Part, ...]
+    metadata: Mapping[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """The manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
+        head: dict[str, object] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "attempt": check_attempt(self.attempt),
+            "layout": asdict(self.layout),
+            "num_layers": self.num_layers,
+            "metadata": _without_nan(self.metadata),
+        }
+        fields = [f"{_json(name)}: {_json(value)}" for name, value in head.items()]
+        tensors = [
+            _json({"name": t.name, "dtype": t.dtype, "shape": t.shape, "placement": asdict(t.placement)})
+            for t in self.tensors.values()
+        ]
+        parts = [_json(asdict(part) | {"index_xxh3": f"{part.index_xxh3:016x}"}) for part in self.parts]
+        fields += [f'"{name}": [\n{joined}\n]' for name, joined in (
+            ("tensors", ",\n".join(tensors)), ("parts", ",\n".join(parts)))]  # fmt: skip
+        body = ("{\n" + ",\n".join(fields)).encode()
+        return body + f',\n"checksum": "{xxh3_64(body):016x}"\n}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> "Root":
+        """Read a manifest; CheckFailed where it is damaged or impossible, UserError where it is of a newer format."""
+        if len(data) > MAX_ROOT_BYTES:
+            raise CheckFailed(f"{where} has {len(data)} bytes, more than a checkpoint's root may have")
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckFailed(f"{where} is not a checkpoint's root: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise CheckFailed(f"{where} is not a checkpoint's root")
+        if document.get("version") != VERSION:
+            raise UserError(
+                f"{where} has format version {document.get('version')!r}, this program reads {VERSION}",
+                hint="pip install -U threefold",
+            )
+        tail = _CHECKSUM.search(data, max(len(data) - 64, 0))
+        if tail is None or tail.end() != len(data) or int(tail[1], 16) != xxh3_64(data[: tail.start()]):
+            raise CheckFailed(f"{where} is damaged: its checksum differs")
+        try:
+            root = cls(
+                step=_whole(document["step"], 10**15),
+                attempt=check_attempt(_text(document["attempt"], 128)),
+                layout=ParallelLayout(**document["layout"]),
+                num_layers=_whole(document["num_layers"], MAX_LAYERS),
+                tensors={row["name"]: _tensor(row) for row in document["tensors"]},
+                parts=tuple(_part(row, document["attempt"]) for row in document["parts"]),
+                metadata=dict(document["metadata"]),
+            )
+            if len(root.tensors) != len(document["tensors"]):
+                raise ValueError("a tensor is listed twice")
+            if len({key for part in root.parts for key in (part.data, part.index)}) != 2 * len(root.parts):
+                raise ValueError("a file is listed twice")
+            _check_ties(root.tensors)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckFailed(f"{where} is not a sound root: {error!r}") from None
+        return root
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    """The same value with null for numbers that JSON does not know, so that a diverged loss cannot fail a save."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole(value: object, limit: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
+        raise ValueError(f"{value!r} is not a whole number up to {limit}")
+    return value
+
+
+def _text(value: object, max_bytes: int) -> str:
+    if not isinstance(value, str) or not 0 < len(value.encode()) <= max_bytes:
+        raise ValueError(f"{value!r} is not a text of 1 to {max_bytes} bytes")
+    return value
+
+
+def _tensor(row: dict[str, Any]) -> TensorInfo:
+    name, dtype, shape = _text(row["name"], MAX_NAME_BYTES), row["dtype"], row["shape"]
+    if dtype not in ITEMSIZE or len(shape) > MAX_DIMS:
+        raise ValueError(f"{name}: dtype {dtype!r}, shape {shape!r}")
+    info = TensorInfo(name, dtype, tuple(_whole(size, MAX_NUMEL) for size in shape), _placement(row["placement"]))
+    if info.numel > MAX_NUMEL or (info.placement.dim is not None and not 0 <= info.placement.dim < len(shape)):
+        raise ValueError(f"{name}: shape {shape!r}, cut along {info.placement.dim}")
+    return info
+
+
+def _placement(row: dict[str, Any]) -> Placement:
+    placement = Placement(**row)
+    stage, dim = placement.stage, placement.dim
+    if stage not in ("first", "last"):
+        _whole(stage, MAX_LAYERS)
+    if dim is not None:
+        _whole(dim, MAX_DIMS)
+    if placement.axis not in ("tp", "ep") or not isinstance(placement.padded, bool):
+        raise ValueError(f"placement {row!r}")
+    return placement
+
+
+def _part(row: dict[str, Any], attempt: str) -> Part:
+    for key, suffix in ((row["data"], "safetensors"), (row["index"], "index")):
+        folder, _, file = _text(key, 255).partition("/")
+        if folder != attempt or not re.fullmatch(rf"{_STEM}\.{suffix}", file):
+            raise ValueError(f"{key!r} is not a file of attempt {attempt}")
+    return Part(
+        row["data"], _whole(row["data_bytes"], MAX_DATA_BYTES), row["index"],
+        _whole(row["index_bytes"], MAX_INDEX_BYTES), int(_text(row["index_xxh3"], 16), 16),
+    )  # fmt: skip
+
+
+def _check_ties(tensors: Mapping[str, TensorInfo]) -> None:
+    for info in tensors.values():
+        target = tensors.get(info.placement.tied_to) if info.placement.tied_to else None
+        if info.placement.tied_to and (target is None or target.placement.tied_to or target.shape != info.shape):
+            raise ValueError(f"{info.name} is tied to {info.placement.tied_to!r}")

@@ -1,0 +1,1 @@
+"""From a committed step to a rank's tensors: planned, verified reads."""

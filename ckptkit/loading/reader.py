@@ -1,0 +1,163 @@
+"""CheckpointReader: one committed checkpoint open for planned, verified reads, whatever storage it lies on.
+
+Every byte handed out was verified against the checksum of its granule. Reads that ascend in each data file over several
+calls (all passes in storage order do) read every granule once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
+from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, xxh3_64
+from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.plan import LoadPlan, StoredChunks, plan_load
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import Storage
+from threefold.storage.local import local_failure
+
+MAX_OPEN_FILES = 128  # each keeps a granule
+
+
+class CheckpointReader:
+    """Root, part indexes and data of one step; use it in a `with`.
+
+    `num_threads` bounds the threads that read data. The part indexes are read on first use.
+    """
+
+    def __init__(self, storage: Storage, step: int, *, num_threads: int = 4) -> None:
+        self.storage = storage
+        self.folder = step_folder(step)
+        self.url = f"{storage.url}/{self.folder}"
+        self.num_threads = num_threads
+        self.root = read_root(storage, step)
+        self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
+        self._closed_bytes_read = 0
+
+    @cached_property
+    def indexes(self) -> list[PartIndex]:
+        """The part indexes, in the order of root.parts; CheckFailed where one is not what the root says."""
+        with ThreadPoolExecutor(max(self.num_threads, 8)) as pool:
+            return list(pool.map(self.read_index, self.root.parts))
+
+    @cached_property
+    def stored(self) -> StoredChunks:
+        """All chunks of the checkpoint."""
+        return StoredChunks.of(self.indexes, list(self.root.tensors.values()))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of data files read so far."""
+        return self._closed_bytes_read + sum(source.bytes_read for source in self._open.values())
+
+    def read_index(self, part: Part) -> PartIndex:
+        """One part index, verified against the root."""
+        where = f"{self.url}/{part.index}"
+        data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
+        if xxh3_64(data) != part.index_xxh3:
+            raise CheckFailed(f"{where} is damaged: its checksum is not the one in {ROOT_KEY}")
+        index = PartIndex.from_bytes(data, where)
+        if index.size_bytes != part.data_bytes:
+            raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
+        return index
+
+    def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+        """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
+        self.execute(plan_load(wanted, self.stored), targets)
+
+    def execute(self, plan: LoadPlan, targets: Sequence[int] | Columns) -> None:
+        """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
+        addresses = np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target
+        rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
+        parts, first = np.unique(plan.part, return_index=True)
+        ends = [*first[1:].tolist(), len(plan)]
+        for begin in range(0, len(parts), MAX_OPEN_FILES):
+            group = slice(begin, begin + MAX_OPEN_FILES)
+            sources = [self._source(part) for part in parts[group].tolist()]
+            num_threads = max(self.num_threads // max(len(sources), 1), 1)
+            jobs = [(p, s, rows[a:b], num_threads) for p, s, a, b in
+                    zip(parts[group].tolist(), sources, first[group].tolist(), ends[group], strict=True)]  # fmt: skip
+            with ThreadPoolExecutor(self.num_threads) as pool:
+                for _ in pool.map(lambda job: self._read_part(*job), jobs):
+                    pass
+
+    def open_part(self, number: int, expected: Columns | None) -> BlockReader | RemoteReader:
+        """A reader of one data file that the caller closes; unverified where `expected` is None."""
+        part = self.root.parts[number]
+        key = f"{self.folder}/{part.data}"
+        path = self.storage.local_path(key)
+        if path is None:
+            return RemoteReader(self.storage, key, part.data_bytes, expected)
+        with _as_storage_error(str(path)):
+            return BlockReader(path, part.data_bytes, expected)
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._drop_oldest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _source(self, number: int) -> BlockReader | RemoteReader:
+        if number in self._open:
+            self._open.move_to_end(number)
+        else:
+            if len(self._open) >= MAX_OPEN_FILES:
+                self._drop_oldest()
+            self._open[number] = self.open_part(number, self.indexes[number].checksums)
+        return self._open[number]
+
+    def _drop_oldest(self) -> None:
+        _, source = self._open.popitem(last=False)
+        self._closed_bytes_read += source.bytes_read
+        source.close()
+
+    def _read_part(self, number: int, source: BlockReader | RemoteReader, rows: Columns, num_threads: int) -> None:
+        name = f"{self.url}/{self.root.parts[number].data}"
+        try:
+            with _as_storage_error(name):
+                source.read(rows, num_threads=num_threads)
+        except DamagedGranule as damage:
+            start = damage.granule * GRANULE_BYTES
+            tensors = self.indexes[number].tensors_between(start, start + GRANULE_BYTES)
+            raise DamagedGranule(name, damage.granule, tensors) from None
+
+
+def read_root(storage: Storage, step: int) -> Root:
+    """The root of a committed step; UserError where there is none."""
+    key = f"{step_folder(step)}/{ROOT_KEY}"
+    info = storage.info(key)
+    if info is None:
+        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
+    if info.size_bytes > MAX_ROOT_BYTES:
+        raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
+    root = Root.from_bytes(storage.read(key), f"{storage.url}/{key}")
+    if root.step != step:
+        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
+    return root
+
+
+@contextmanager
+def _as_storage_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise local_failure(error, "read", name) from error
+
+
+def addresses_of(arrays: Iterable[np.ndarray]) -> Columns:
+    """The addresses of contiguous arrays, for `read` and `execute`; the caller keeps the arrays alive."""
+    return np.array([array.ctypes.data for array in arrays], np.uint64)

@@ -1,0 +1,1 @@
+"""Passes over a whole checkpoint: inspect, verify, hash, reshard."""

@@ -1,0 +1,1 @@
+"""The steps of a run: which there are and which are kept."""

@@ -1,0 +1,114 @@
+"""The part index: round trip, and refusal of every damaged or hostile file before its numbers are used."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.chunk import Piece
+from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.part_index import DTYPES, PartIndex
+from ckptkit.io.blocks import num_granules, xxh3_64
+from ckptkit.layout import ParallelLayout
+from ckptkit.partition import rank_chunks
+from ckptkit.plan import plan_save
+from ckptkit.tensor import ITEMSIZE
+from tests.ckptkit.model_tables import gpt_tensors
+from threefold.errors import CheckFailed, UserError
+
+
+def make_index() -> PartIndex:
+    tensors = gpt_tensors(hidden=256)
+    layout = ParallelLayout(tp=2, dp=2)
+    pieces = [Piece(i.name, box, a, b, None) for i, box, a, b in rank_chunks(tensors, 3, layout, layout.coords(0))]
+    file = plan_save(pieces, tensors).files[0]
+    return file.index(np.arange(num_granules(file.size_bytes), dtype=np.uint64))
+
+
+INDEX = make_index()
+DATA = INDEX.to_bytes()
+
+
+def sealed(body: bytes) -> bytes:
+    return body + struct.pack("<Q", xxh3_64(body))
+
+
+def test_round_trip() -> None:
+    found = PartIndex.from_bytes(DATA, "here")
+    for name in ("names", "dtypes", "ndims"):
+        assert getattr(found.chunks, name) == getattr(INDEX.chunks, name)
+    for name in ("tensor", "offset", "shape", "start", "stop"):
+        assert np.array_equal(getattr(found.chunks, name), getattr(INDEX.chunks, name)), name
+    assert (found.data_offset, found.size_bytes) == (INDEX.data_offset, INDEX.size_bytes)
+    assert np.array_equal(found.checksums, INDEX.checksums)
+    assert np.array_equal(found.offsets, INDEX.offsets)
+    assert found.to_bytes() == DATA
+
+
+def test_an_index_of_no_chunks() -> None:
+    empty = PartIndex(ChunkTable.of([]), 4096, 4096, np.zeros(1, np.uint64))
+    assert len(PartIndex.from_bytes(empty.to_bytes(), "here").chunks) == 0
+
+
+def test_dtype_codes_are_those_of_the_format() -> None:
+    assert set(DTYPES) == set(ITEMSIZE)
+    assert DTYPES[:4] == ("F64", "F32", "F16", "BF16")
+
+
+@given(st.integers(0, len(DATA) - 1), st.integers(1, 255))
+def test_any_flipped_byte_is_found(at: int, flip: int) -> None:
+    data = bytearray(DATA)
+    data[at] ^= flip
+    with pytest.raises(UserError, match="here"):
+        PartIndex.from_bytes(bytes(data), "here")
+
+
+@given(st.integers(0, len(DATA) - 1))
+def test_any_truncation_is_found(length: int) -> None:
+    with pytest.raises(CheckFailed, match="here"):
+        PartIndex.from_bytes(DATA[:length], "here")
+
+
+@settings(max_examples=500)
+@given(st.lists(st.tuples(st.integers(0, len(DATA) - 9), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_hostile_index_is_refused_or_consistent(edits: list[tuple[int, int]]) -> None:
+    body = bytearray(DATA[:-8])
+    for at, value in edits:
+        body[at] = value
+    try:
+        found = PartIndex.from_bytes(sealed(bytes(body)), "here")
+    except UserError:
+        return
+    chunks = found.chunks
+    assert ((chunks.start >= 0) & (chunks.start <= chunks.stop)).all()
+    assert int(found.offsets[-1] + chunks.size_bytes[-1]) == found.size_bytes
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 6), st.integers(0, 2**64 - 1))
+def test_hostile_counts_allocate_nothing(field: int, value: int) -> None:
+    body = bytearray(DATA[:-8])
+    struct.pack_into("<Q", body, 16 + 8 * min(field, 5), value) if field else struct.pack_into(
+        "<I", body, 12, value % 2**32
+    )
+    if bytes(body) == DATA[:-8]:
+        return
+    with pytest.raises(CheckFailed, match="here"):
+        PartIndex.from_bytes(sealed(bytes(body)), "here")
+
+
+def test_another_format_version_is_refused_by_name() -> None:
+    body = bytearray(DATA[:-8])
+    struct.pack_into("<I", body, 8, 2)
+    with pytest.raises(UserError, match="format version 2, this program reads 1"):
+        PartIndex.from_bytes(sealed(bytes(body)), "here")
+
+
+def test_the_tensors_of_a_byte_range() -> None:
+    first, second = INDEX.chunks.names[INDEX.chunks.tensor[0]], INDEX.chunks.names[INDEX.chunks.tensor[1]]
+    assert INDEX.tensors_between(0, INDEX.data_offset) == ()
+    edge = int(INDEX.offsets[1])
+    assert INDEX.tensors_between(edge - 1, edge) == (first,)
+    assert INDEX.tensors_between(edge - 1, edge + 1) == (first, second)

@@ -1,0 +1,157 @@
+"""The root: round trip, one line a tensor, and refusal of everything that is damaged, impossible or hostile."""
+
+import contextlib
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.format.root import Part, Root, parse_step_folder, part_keys, step_folder
+from ckptkit.io.blocks import xxh3_64
+from ckptkit.layout import ParallelLayout
+from ckptkit.placement import Placement
+from ckptkit.tensor import TensorInfo
+from threefold.errors import CheckFailed, UserError
+
+ROOT = Root(
+    step=100,
+    attempt="a1",
+    layout=ParallelLayout(tp=8, pp=4, dp=2),
+    num_layers=30,
+    tensors={
+        info.name: info
+        for info in (
+            TensorInfo("embed.weight", "F32", (50257, 64), Placement("first", dim=0, padded=True)),
+            TensorInfo("layers.3.attn.q.weight", "BF16", (64, 64), Placement(3, dim=1)),
+            TensorInfo("größe", "F64", (), Placement("last")),
+            TensorInfo(
+                "head.weight", "F32", (50257, 64), Placement("last", dim=0, padded=True, tied_to="embed.weight")
+            ),
+        )
+    },
+    parts=(Part(*[x for pair in zip(part_keys("a1", 3), (4096, 900), strict=True) for x in pair], 2**64 - 1),),
+    metadata={"tokens": 5, "cursor": {"seed": 1}, "loss": 2.5},
+)
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """A document with a right checksum, as a hostile writer would make it."""
+    body = json.dumps(document).encode()[:-1]
+    return body + f',\n"checksum": "{xxh3_64(body):016x}"\n}}\n'.encode()
+
+
+def document() -> dict[str, Any]:
+    found = json.loads(ROOT.to_bytes())
+    del found["checksum"]
+    return dict(found)
+
+
+def test_round_trip_and_readable_lines() -> None:
+    data = ROOT.to_bytes()
+    assert Root.from_bytes(data, "here") == ROOT
+    lines = data.decode().splitlines()
+    assert sum(line.startswith('{"name": ') for line in lines) == len(ROOT.tensors)
+    assert json.loads(data)["layout"]["tp"] == 8
+
+
+def test_a_diverged_loss_does_not_fail_a_save() -> None:
+    root = replace(ROOT, metadata={"loss": math.nan, "history": [math.inf, 1.0], "ok": True})
+    assert Root.from_bytes(root.to_bytes(), "here").metadata == {"loss": None, "history": [None, 1.0], "ok": True}
+
+
+@given(st.integers(0, len(ROOT.to_bytes()) - 1), st.integers(1, 255))
+def test_any_flipped_byte_is_found(at: int, flip: int) -> None:
+    data = bytearray(ROOT.to_bytes())
+    data[at] ^= flip
+    with pytest.raises(UserError):
+        Root.from_bytes(bytes(data), "here")
+
+
+@given(st.integers(0, len(ROOT.to_bytes()) - 1))
+def test_any_truncation_is_found(length: int) -> None:
+    with pytest.raises(CheckFailed, match="here"):
+        Root.from_bytes(ROOT.to_bytes()[:length], "here")
+
+
+def test_another_format_version_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="format version 2, this program reads 1"):
+        Root.from_bytes(sealed(document() | {"version": 2}), "here")
+
+
+def spoil(path: str, value: object) -> bytes:
+    """The sound document with one value replaced, sealed."""
+    found = document()
+    at: Any = found
+    *parents, last = path.split(".")
+    for key in parents:
+        at = at[int(key) if key.isdecimal() else key]
+    at[int(last) if last.isdecimal() else last] = value
+    return sealed(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("step", -1), ("step", 1.5), ("step", True), ("step", 10**30),
+        ("attempt", "../a1"), ("attempt", "a/b"), ("attempt", ""), ("attempt", "x" * 200), ("attempt", 3),
+        ("layout", {"tp": 0}), ("layout", {"gp": 1}), ("layout", 3),
+        ("num_layers", 10**9), ("metadata", 3), ("tensors", 3), ("tensors.0", "x"),
+        ("tensors.0.name", ""), ("tensors.0.name", "x" * 300), ("tensors.0.name", "größe"),
+        ("tensors.0.dtype", "F33"), ("tensors.0.shape", [2**40, 2**40]), ("tensors.0.shape", [-1]),
+        ("tensors.0.shape", [1] * 9), ("tensors.0.shape", ["3"]), ("tensors.0.shape", None),
+        ("tensors.0.placement.dim", 2), ("tensors.0.placement.dim", -1), ("tensors.0.placement.stage", "middle"),
+        ("tensors.0.placement.axis", "dp"), ("tensors.0.placement.padded", 1), ("tensors.0.placement.extra", 1),
+        ("tensors.3.placement.tied_to", "nothing"), ("tensors.0.placement.tied_to", "head.weight"),
+        ("parts.0.data", "a1/../../etc/passwd"), ("parts.0.data", "/etc/passwd"),
+        ("parts.0.data", "a2/part-00003.safetensors"), ("parts.0.data", "a1/part-00004.index"),
+        ("parts.0.data", "a1/part-00003.safetensors/x"), ("parts.0.index", "a1/x.index"),
+        ("parts.0.index", "a1/part-00004.safetensors"),
+        ("parts.0.data_bytes", 2**60), ("parts.0.index_bytes", 2**40), ("parts.0.index_bytes", -1),
+        ("parts.0.index_xxh3", "zz"), ("parts.0.index_xxh3", 5),
+    ],
+)  # fmt: skip
+def test_impossible_values_are_refused_though_the_checksum_holds(path: str, value: object) -> None:
+    Root.from_bytes(sealed(document()), "here")
+    with pytest.raises(CheckFailed, match="here"):
+        Root.from_bytes(spoil(path, value), "here")
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": "ckptkit"}'])
+def test_what_is_no_root_is_refused(data: bytes) -> None:
+    with pytest.raises(UserError, match="here"):
+        Root.from_bytes(data, "here")
+
+
+def test_a_file_listed_twice_is_refused() -> None:
+    found = document()
+    found["parts"] *= 2
+    with pytest.raises(CheckFailed, match="listed twice"):
+        Root.from_bytes(sealed(found), "here")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(document())), json_values)
+def test_no_value_anywhere_can_do_more_than_be_refused(key: str, value: object) -> None:
+    with contextlib.suppress(UserError):
+        Root.from_bytes(sealed(document() | {key: value}), "here")
+
+
+@given(st.integers(0, 10**12))
+def test_step_folders(step: int) -> None:
+    assert parse_step_folder(step_folder(step)) == step
+
+
+@pytest.mark.parametrize("name", ["step-1", "step-0000000100", "step-00000010x", "xstep-000000100", "step-000000100/"])
+def test_other_folders_are_no_steps(name: str) -> None:
+    assert parse_step_folder(name) is None

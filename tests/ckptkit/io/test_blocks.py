@@ -1,0 +1,226 @@
+"""Block I/O: every checksum agrees with the xxhash package, every byte returns, every fault is reported."""
+
+import ctypes
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.io.blocks import (
+    GRANULE_BYTES,
+    BlockReader,
+    BlockWriter,
+    DamagedGranule,
+    checksums,
+    copy_many,
+    num_granules,
+    write_file,
+    xxh3_64,
+)
+from threefold.errors import StorageError
+from threefold.native import load_library
+
+RANDOM = np.random.default_rng(0).integers(0, 256, 30 << 20, dtype=np.uint8)
+
+
+def expected_checksums(data: bytes) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(data[i : i + GRANULE_BYTES]) for i in range(0, len(data), GRANULE_BYTES)]
+
+
+def segments_of(*arrays: np.ndarray) -> list[tuple[int, int]]:
+    return [(array.ctypes.data, array.nbytes) for array in arrays]
+
+
+@pytest.fixture(params=["direct", "buffered", "tmpfs"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, bool]]:
+    """A folder, and whether to ask for O_DIRECT; tmpfs refuses it on older kernels, so both ways are exercised."""
+    if request.param != "tmpfs":
+        yield tmp_path, request.param == "direct"
+        return
+    folder = Path("/dev/shm") / f"blocks-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder, True
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("simd", range(load_library("ckptkit").ck_best_simd() + 1))
+def test_checksum_of_every_length_in_every_instruction_set(simd: int) -> None:
+    function = load_library("ckptkit").ck_xxh3_64
+    function.restype, function.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]
+    for length in [*range(600), *range(1000, 1100), 2047, 2048, 2049, 4096, 65_537, 1 << 20]:
+        for start in (0, 3):
+            data = RANDOM[start : start + length]
+            assert function(data.ctypes.data, length, simd) == xxhash.xxh3_64_intdigest(data), (simd, length, start)
+
+
+@given(st.binary(max_size=3000))
+def test_checksum_of_any_bytes(data: bytes) -> None:
+    assert xxh3_64(data) == xxhash.xxh3_64_intdigest(data)
+    assert xxh3_64(memoryview(data)) == xxh3_64(np.frombuffer(data, np.uint8)) == xxh3_64(data)
+
+
+def test_checksums_of_a_buffer() -> None:
+    data = RANDOM[: 3 * GRANULE_BYTES + 17]
+    assert checksums(data).tolist() == expected_checksums(data.tobytes())
+    assert len(checksums(b"")) == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, GRANULE_BYTES, GRANULE_BYTES + 1, (8 << 20) + 4096, (17 << 20) + 5])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_file_is_its_segments(place: tuple[Path, bool], size: int, num_threads: int) -> None:
+    folder, direct = place
+    whole = RANDOM[1 : 1 + size]
+    cuts = sorted({0, size // 7, size // 2, size})
+    arrays = [whole[a:b] for a, b in pairwise(cuts)]
+    found = write_file(folder / "f", segments_of(*arrays), direct=direct, num_threads=num_threads)
+    assert (folder / "f").read_bytes() == whole.tobytes()
+    assert found.tolist() == expected_checksums(whole.tobytes())
+
+
+def test_page_aligned_memory_is_written_whole(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    memory = np.frombuffer(ctypes.create_string_buffer((9 << 20) + 8192), np.uint8)
+    skip = -memory.ctypes.data % 4096
+    for size in (9 << 20, (9 << 20) + 100):
+        aligned = memory[skip : skip + size]
+        aligned[:] = RANDOM[:size]
+        found = write_file(folder / "f", segments_of(aligned), direct=direct)
+        assert (folder / "f").read_bytes() == aligned.tobytes()
+        assert found.tolist() == expected_checksums(aligned.tobytes())
+
+
+def test_a_file_written_in_windows_in_any_order(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    size = 5 * GRANULE_BYTES + 123
+    data = RANDOM[:size]
+    windows = [(3 * GRANULE_BYTES, size), (0, GRANULE_BYTES), (GRANULE_BYTES, 3 * GRANULE_BYTES)]
+    found = np.zeros(num_granules(size), np.uint64)
+    with BlockWriter(folder / "f", size, direct=direct) as writer:
+        for start, stop in windows:
+            first = start // GRANULE_BYTES
+            values = writer.write(start, segments_of(data[start:stop]))
+            found[first : first + len(values)] = values
+    assert (folder / "f").read_bytes() == data.tobytes()
+    assert found.tolist() == expected_checksums(data.tobytes())
+
+
+def test_windows_must_be_whole_granules(tmp_path: Path) -> None:
+    with BlockWriter(tmp_path / "f", 2 * GRANULE_BYTES) as writer:
+        for offset, size in [(1, 10), (0, 10), (GRANULE_BYTES, GRANULE_BYTES + 1)]:
+            with pytest.raises(OSError, match="Invalid argument"):
+                writer.write(offset, segments_of(RANDOM[:size]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), direct=st.booleans(), num_threads=st.integers(1, 3))
+def test_any_ranges_return_their_bytes(data: st.DataObject, direct: bool, num_threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path_factory.getbasetemp() / "ranges"
+    size = data.draw(st.sampled_from([1, 5000, GRANULE_BYTES, 3 * GRANULE_BYTES + 77, 11 * GRANULE_BYTES + 4096]))
+    content = RANDOM[:size]
+    found = write_file(path, segments_of(content))
+    with BlockReader(path, size, found, direct=direct) as reader:
+        for _ in range(2):
+            starts = sorted(data.draw(st.lists(st.integers(0, size), max_size=12)))
+            lengths = [data.draw(st.integers(0, min(size - start, 2 << 20))) for start in starts]
+            targets = [np.zeros(length, np.uint8) for length in lengths]
+            reader.read(
+                [(a, n, t.ctypes.data) for a, n, t in zip(starts, lengths, targets, strict=True)],
+                num_threads=num_threads,
+            )
+            for start, length, target in zip(starts, lengths, targets, strict=True):
+                assert np.array_equal(target, content[start : start + length])
+
+
+def test_ascending_reads_read_each_granule_once(tmp_path: Path) -> None:
+    size = 4 * GRANULE_BYTES + 999
+    found = write_file(tmp_path / "f", segments_of(RANDOM[:size]))
+    target = np.zeros(size, np.uint8)
+    with BlockReader(tmp_path / "f", size, found) as reader:
+        for start in range(0, size, 300_000):
+            length = min(300_000, size - start)
+            reader.read([(start, length, target.ctypes.data + start)])
+        assert reader.bytes_read == size
+    assert np.array_equal(target, RANDOM[:size])
+
+
+def test_one_flipped_bit_is_found_and_its_granule_named(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    size = 3 * GRANULE_BYTES + 10
+    path = folder / "f"
+    found = write_file(path, segments_of(RANDOM[:size]))
+    with path.open("r+b") as file:
+        file.seek(2 * GRANULE_BYTES + 5)
+        file.write(bytes([int(RANDOM[2 * GRANULE_BYTES + 5]) ^ 1]))
+    target = np.zeros(size, np.uint8)
+    with BlockReader(path, size, found, direct=direct) as reader:
+        reader.read([(0, 2 * GRANULE_BYTES, target.ctypes.data)])
+        with pytest.raises(DamagedGranule) as caught:
+            reader.read([(2 * GRANULE_BYTES + 100, 1, target.ctypes.data)])
+        assert caught.value.granule == 2
+        assert target[0] == RANDOM[0], "nothing of a damaged granule is handed out"
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    found = write_file(tmp_path / "f", segments_of(RANDOM[:5000]))
+    with (tmp_path / "f").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(StorageError, match="has 5001 bytes, its checkpoint says 5000"):
+        BlockReader(tmp_path / "f", 5000, found)
+
+
+def test_a_file_truncated_while_open_is_an_error(tmp_path: Path) -> None:
+    size = 2 * GRANULE_BYTES
+    found = write_file(tmp_path / "f", segments_of(RANDOM[:size]))
+    with BlockReader(tmp_path / "f", size, found) as reader:
+        os.truncate(tmp_path / "f", GRANULE_BYTES)
+        target = np.zeros(10, np.uint8)
+        with pytest.raises(OSError) as caught:
+            reader.read([(GRANULE_BYTES, 10, target.ctypes.data)])
+    assert caught.value.errno == errno.ENODATA
+
+
+def test_unsorted_or_outside_ranges_are_refused(tmp_path: Path) -> None:
+    found = write_file(tmp_path / "f", segments_of(RANDOM[:5000]))
+    target = np.zeros(10, np.uint8).ctypes.data
+    with BlockReader(tmp_path / "f", 5000, found) as reader:
+        for ranges in ([(10, 1, target), (0, 1, target)], [(4999, 2, target)], [(2**64 - 1, 2, target)]):
+            with pytest.raises(OSError, match="Invalid argument"):
+                reader.read(ranges)
+
+
+def test_missing_places_are_reported_with_their_path(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        BlockReader(tmp_path / "nowhere", 1, None)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        BlockWriter(tmp_path / "nowhere" / "f", 1)
+
+
+def test_a_full_disk_is_reported_at_open(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small tmpfs")
+    try:
+        with pytest.raises(OSError) as caught:
+            write_file(tmp_path / "f", segments_of(RANDOM[: 8 << 20]))
+        assert caught.value.errno == errno.ENOSPC
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_copies() -> None:
+    target = np.zeros(10, np.uint8)
+    base = RANDOM.ctypes.data
+    copy_many([(base + 5, target.ctypes.data, 3), (base, target.ctypes.data + 7, 3)])
+    assert target.tolist() == [*RANDOM[5:8].tolist(), 0, 0, 0, 0, *RANDOM[:3].tolist()]

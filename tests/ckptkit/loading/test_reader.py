@@ -1,0 +1,155 @@
+"""The reader gives the same bytes from any storage, reads ascending granules once, and hands out nothing unverified."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.chunk_table import ChunkTable
+from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, DamagedGranule, checksums, num_granules
+from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.reader import CheckpointReader, addresses_of
+from ckptkit.partition import rank_chunks
+from tests.ckptkit.checkpoints import cut, write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import Storage, open_storage
+from threefold.storage.local import LocalStorage
+
+RANDOM = np.random.default_rng(1).integers(0, 256, 40 << 20, dtype=np.uint8)
+LAYERS = 3
+
+
+class FarStorage(LocalStorage):
+    """A storage that gives no local paths, as object stores do."""
+
+    def local_path(self, key: str) -> None:  # type: ignore[override]
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_remote_and_local_readers_agree(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "far"
+    size = data.draw(st.sampled_from([1, 5000, GRANULE_BYTES, 3 * GRANULE_BYTES + 77, 37 * GRANULE_BYTES + 5]))
+    content = RANDOM[:size]
+    storage = FarStorage(folder)
+    storage.write("f", content.tobytes())
+    expected = checksums(content)
+    near, far = BlockReader(folder / "f", size, expected), RemoteReader(storage, "f", size, expected)
+    ascending, reach, touched = data.draw(st.booleans()), 0, set()
+    for _ in range(3):
+        low = reach if ascending else 0
+        starts = sorted(data.draw(st.lists(st.integers(low, size), max_size=8)))
+        lengths = [data.draw(st.integers(0, size - start)) for start in starts]
+        for reader in (near, far):
+            targets = [np.zeros(length, np.uint8) for length in lengths]
+            reader.read([(a, n, t.ctypes.data) for a, n, t in zip(starts, lengths, targets, strict=True)])
+            for start, length, target in zip(starts, lengths, targets, strict=True):
+                assert np.array_equal(target, content[start : start + length])
+        for start, length in zip(starts, lengths, strict=True):
+            reach = max(reach, start + length)
+            touched.update(range(start // GRANULE_BYTES, num_granules(start + length)) if length else ())
+    if ascending:  # each granule is read once
+        needed = sum(min(GRANULE_BYTES, size - granule * GRANULE_BYTES) for granule in touched)
+        assert near.bytes_read == far.bytes_read == needed
+    near.close()
+
+
+def make_checkpoint(storage: Storage) -> dict[str, np.ndarray]:
+    tensors = gpt_tensors(LAYERS, hidden=128, vocab=2001)
+    arrays = values(tensors)
+    write_checkpoint(storage, 9, ParallelLayout(tp=2, dp=2), LAYERS, tensors, arrays)
+    return arrays
+
+
+@pytest.mark.parametrize("kind", ["local", "far", "memory", "s3"])
+def test_any_chunks_from_any_storage(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if kind == "far":
+        storage: Storage = FarStorage(tmp_path)
+    else:
+        url = {"local": str(tmp_path), "memory": f"memory://{tmp_path.name}"}.get(kind)
+        storage = open_storage(url or request.getfixturevalue("s3_url"))
+    arrays = make_checkpoint(storage)
+    layout = ParallelLayout(tp=4, pp=2)
+    with CheckpointReader(storage, 9) as reader:
+        for rank in range(layout.world_size):
+            wanted = rank_chunks(list(reader.root.tensors.values()), LAYERS, layout, layout.coords(rank))
+            targets = [np.zeros(stop - start, np.float32) for _, _, start, stop in wanted]
+            reader.read(ChunkTable.of(wanted), addresses_of(targets))
+            for (info, box, start, stop), target in zip(wanted, targets, strict=True):
+                assert np.array_equal(target, cut(arrays[info.name], box, start, stop))
+
+
+@pytest.mark.parametrize("kind", [LocalStorage, FarStorage])
+def test_damage_names_file_offset_and_tensor(tmp_path: Path, kind: type[LocalStorage]) -> None:
+    make_checkpoint(LocalStorage(tmp_path))
+    with CheckpointReader(kind(tmp_path), 9) as reader:
+        part, index = reader.root.parts[1], reader.indexes[1]
+        path = tmp_path / reader.folder / part.data
+        content = bytearray(path.read_bytes())
+        at = int(index.offsets[3]) + 1
+        content[at] ^= 0x10
+        path.write_bytes(content)
+        name = index.chunks.names[index.chunks.tensor[3]]
+        info = reader.root.tensors[name]
+        wanted = ChunkTable.of([(info, index.chunks.box(3), int(index.chunks.start[3]), int(index.chunks.stop[3]))])
+        target = np.zeros(int(wanted.size_bytes[0]), np.uint8)
+        with pytest.raises(DamagedGranule) as caught:
+            reader.read(wanted, addresses_of([target]))
+        assert caught.value.granule == at // GRANULE_BYTES
+        assert name in caught.value.tensors
+        assert part.data in str(caught.value)
+        assert name in str(caught.value) or "..." in str(caught.value)
+        assert not target.any()
+
+
+def test_a_missing_data_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+    make_checkpoint(LocalStorage(tmp_path))
+    for kind in (LocalStorage, FarStorage):
+        with CheckpointReader(kind(tmp_path), 9) as reader:
+            (tmp_path / reader.folder / reader.root.parts[0].data).unlink(missing_ok=True)
+            info = reader.root.tensors["embed.weight"]
+            chunk = rank_chunks([info], LAYERS, ParallelLayout(), ParallelLayout().coords(0))
+            target = np.zeros(info.numel, np.float32)
+            with pytest.raises(StorageError, match=r"part-00000.safetensors does not exist"):
+                reader.read(ChunkTable.of(chunk), addresses_of([target]))
+
+
+def test_a_damaged_index_is_found_before_any_data_is_read(tmp_path: Path) -> None:
+    make_checkpoint(LocalStorage(tmp_path))
+    with CheckpointReader(LocalStorage(tmp_path), 9) as reader:
+        path = tmp_path / reader.folder / reader.root.parts[2].index
+        content = bytearray(path.read_bytes())
+        content[100] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckFailed, match=r"part-00002.index is damaged"):
+            _ = reader.stored
+
+
+def test_a_step_that_is_not_committed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no committed step 5"):
+        CheckpointReader(open_storage(tmp_path), 5)
+
+
+def test_the_root_of_another_step_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(LocalStorage(tmp_path))
+    (tmp_path / "step-000000010").mkdir()
+    (tmp_path / "step-000000010/root.json").write_bytes((tmp_path / "step-000000009/root.json").read_bytes())
+    with pytest.raises(CheckFailed, match="is the root of step 9"):
+        CheckpointReader(open_storage(tmp_path), 10)
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.loading.reader.MAX_OPEN_FILES", 2)
+    arrays = make_checkpoint(LocalStorage(tmp_path))
+    with CheckpointReader(open_storage(tmp_path), 9) as reader:
+        wanted = rank_chunks(list(reader.root.tensors.values()), LAYERS, ParallelLayout(), ParallelLayout().coords(0))
+        targets = [np.zeros(info.numel, np.float32) for info, *_ in wanted]
+        reader.read(ChunkTable.of(wanted), addresses_of(targets))
+        for (info, *_), target in zip(wanted, targets, strict=True):
+            assert np.array_equal(target, arrays[info.name].reshape(-1))
+        assert reader.bytes_read <= sum(part.data_bytes for part in reader.root.parts)

@@ -1,0 +1,170 @@
+"""Reshard: the bytes a save of the target layout would have written, read once, committed or not there at all."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.format.root import ROOT_KEY, step_folder
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.passes.hashing import hash_checkpoint
+from ckptkit.passes.reshard import reshard
+from ckptkit.passes.verify import verify_checkpoint
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import Storage, open_storage
+
+LAYERS = 5
+layouts = st.builds(ParallelLayout, tp=st.sampled_from([1, 2, 4, 8]), dp=st.integers(1, 3), pp=st.integers(1, 4))
+
+
+def data_files(storage: Storage, step: int) -> list[bytes]:
+    root = CheckpointReader(storage, step).root
+    return [storage.read(f"{step_folder(step)}/{part.data}") for part in root.parts]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=layouts, second=layouts, tied=st.booleans())
+def test_the_target_is_what_its_ranks_would_have_saved(
+    tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, tied: bool
+) -> None:
+    tensors = gpt_tensors(LAYERS, tied=tied, hidden=128, kv=32, ffn=264, vocab=1001)
+    arrays = values(tensors)
+    base = tmp_path_factory.mktemp("reshard")
+    source, target, expected = (open_storage(base / name) for name in ("source", "target", "expected"))
+    write_checkpoint(source, 7, first, LAYERS, tensors, arrays)
+    write_checkpoint(expected, 7, second, LAYERS, tensors, arrays)
+    with CheckpointReader(source, 7) as reader:
+        report = reshard(reader, target, second, slab_bytes=1 << 20)
+        digest = hash_checkpoint(reader)
+    assert report.bytes_read <= 1.05 * sum(part.data_bytes for part in reader.root.parts)
+    assert data_files(target, 7) == data_files(expected, 7)
+    with CheckpointReader(target, 7) as reader:
+        assert reader.root.layout == second
+        assert reader.root.metadata == {"tokens": 5}
+        assert verify_checkpoint(reader).ok
+        assert hash_checkpoint(reader, slab_bytes=1 << 20) == digest
+
+
+def test_mixed_dtypes_and_several_files_a_writer(tmp_path: Path) -> None:
+    tensors = gpt_tensors(2, dtype="BF16") + [
+        type(info)(f"optim.master/{info.name}", "F32", info.shape, info.placement)
+        for info in gpt_tensors(2)
+        if "/" not in info.name
+    ]
+    arrays = values(tensors)
+    source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
+    write_checkpoint(source, 1, ParallelLayout(tp=2, dp=2), 2, tensors, arrays, max_chunks=9)
+    with CheckpointReader(source, 1) as reader:
+        assert len(reader.root.parts) > 4
+        reshard(reader, target, ParallelLayout(pp=2))
+        before = hash_checkpoint(reader)
+    with CheckpointReader(target, 1) as reader:
+        assert hash_checkpoint(reader) == before
+        assert verify_checkpoint(reader).ok
+
+
+def make_source(folder: Path) -> Storage:
+    tensors = gpt_tensors(LAYERS)
+    storage = open_storage(folder)
+    write_checkpoint(storage, 3, ParallelLayout(tp=2, dp=2), LAYERS, tensors, values(tensors))
+    return storage
+
+
+def test_a_layout_that_does_not_divide_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        with pytest.raises(UserError, match=r"cannot cut .* into tp=3 along dim") as caught:
+            reshard(reader, open_storage(tmp_path / "target"), ParallelLayout(tp=3))
+        assert caught.value.hint
+        assert caught.value.hint.startswith("choose tp from 1, 2, 4")
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_step_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    before = source.read("step-000000003/root.json")
+    with CheckpointReader(source, 3) as reader, pytest.raises(UserError, match="already holds step 3"):
+        reshard(reader, source, ParallelLayout())
+    assert source.read("step-000000003/root.json") == before
+    with CheckpointReader(source, 3) as reader:
+        assert reshard(reader, source, ParallelLayout(), step=4).step == 4
+
+
+def test_damage_in_the_source_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    with CheckpointReader(source, 3) as reader:
+        path = source.local_path(f"step-000000003/{reader.root.parts[1].data}")
+        assert path is not None
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(
+            CheckFailed, match=r"part-00001.safetensors is damaged between bytes 0 and 1048576, where .*weight"
+        ):
+            reshard(reader, open_storage(tmp_path / "target"), ParallelLayout())
+    assert [path for path in (tmp_path / "target").rglob("*") if path.is_file()] == []
+
+
+class FullDisk:
+    """A storage on which the n-th write fails as a full disk does, local or not."""
+
+    def __init__(self, storage: Storage, fails_at: int) -> None:
+        self._storage, self._left = storage, fails_at
+        self.supports_if_absent = True
+        self.url = storage.url
+
+    def write(self, key: str, data, *, if_absent: bool = False) -> None:  # type: ignore[no-untyped-def]
+        self._left -= 1
+        if self._left < 0:
+            raise StorageError("no space left")
+        self._storage.write(key, data, if_absent=if_absent)
+
+    def local_path(self, key: str) -> None:
+        return None
+
+    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
+        return getattr(self._storage, name)
+
+
+@pytest.mark.parametrize("fails_at", range(0, 17, 4))
+def test_a_write_that_fails_leaves_no_checkpoint_and_no_debris(tmp_path: Path, fails_at: int) -> None:
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        target = FullDisk(open_storage(tmp_path / "target"), fails_at)
+        with pytest.raises(StorageError, match="no space left"):
+            reshard(reader, target, ParallelLayout(tp=2, pp=4))
+        assert list(open_storage(tmp_path / "target").list()) == []
+        whole = FullDisk(open_storage(tmp_path / "target"), 17)
+        assert reshard(reader, whole, ParallelLayout(tp=2, pp=4)).num_files == 8
+        assert whole.info(f"{step_folder(3)}/{ROOT_KEY}") is not None
+
+
+def test_swapping_two_elements_changes_the_hash(tmp_path: Path) -> None:
+    tensors = gpt_tensors(LAYERS)
+    arrays = values(tensors)
+    hashes = []
+    for name in ("one", "two"):
+        storage = open_storage(tmp_path / name)
+        write_checkpoint(storage, 1, ParallelLayout(tp=2), LAYERS, tensors, arrays)
+        with CheckpointReader(storage, 1) as reader:
+            hashes.append(hash_checkpoint(reader))
+        flat = arrays["optim.exp_avg/layers.2.mlp.up.weight"].reshape(-1)
+        flat[[3, 4]] = flat[[4, 3]]
+    changed = [name for name in hashes[0].tensors if hashes[0].tensors[name] != hashes[1].tensors[name]]
+    assert changed == ["optim.exp_avg/layers.2.mlp.up.weight"]
+    assert hashes[0].params == hashes[1].params
+    assert hashes[0].optim != hashes[1].optim
+    assert hashes[0].all != hashes[1].all
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        report = reshard(
+            reader, open_storage(tmp_path / "target"), ParallelLayout(), progress=lambda *at: seen.append(at)
+        )
+    assert seen[-1] == (report.bytes_needed, report.bytes_needed)
+    assert np.all(np.diff([done for done, _ in seen]) >= 0)

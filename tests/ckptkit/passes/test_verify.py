@@ -1,0 +1,142 @@
+"""Verify finds every kind of damage, all of it, and names file, offset and tensor."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.format.root import ROOT_KEY, Part, Root
+from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.passes.verify import Verification, verify_checkpoint
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
+from threefold.errors import UserError
+from threefold.storage import open_storage
+
+LAYERS = 3
+
+
+def make(folder: Path, **options: object) -> Root:
+    tensors = gpt_tensors(LAYERS, hidden=128, vocab=2001)
+    return write_checkpoint(
+        open_storage(folder),
+        9,
+        ParallelLayout(tp=2, dp=2),
+        LAYERS,
+        tensors,
+        values(tensors),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def verify(folder: Path) -> Verification:
+    with CheckpointReader(open_storage(folder), 9) as reader:
+        return verify_checkpoint(reader)
+
+
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bits]))
+
+
+def test_a_sound_checkpoint_verifies(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    result = verify(tmp_path)
+    assert result.ok
+    assert result.bytes_read == sum(part.data_bytes for part in root.parts)
+    assert result.num_files == 4
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_byte_of_any_file_is_found(data: st.DataObject, tmp_path: Path) -> None:
+    if not (tmp_path / "step-000000009").exists():
+        make(tmp_path)
+    path = data.draw(st.sampled_from(sorted(p for p in tmp_path.rglob("*") if p.is_file())))
+    at, bits = data.draw(st.integers(0, path.stat().st_size - 1)), data.draw(st.integers(1, 255))
+    flip(path, at, bits)
+    try:
+        if path.name == ROOT_KEY:
+            with pytest.raises(UserError, match=r"root.json"):
+                verify(tmp_path)
+            return
+        faults = verify(tmp_path).faults
+        assert len(faults) >= 1
+        assert faults[0].file.endswith(path.name)
+        if path.suffix == ".safetensors":
+            assert faults[0].offset == at // GRANULE_BYTES * GRANULE_BYTES
+            assert faults[0].tensors
+    finally:
+        flip(path, at, bits)
+
+
+def test_all_damage_is_listed_not_only_the_first(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    folder = tmp_path / "step-000000009"
+    last = folder / root.parts[0].data
+    flip(last, root.parts[0].data_bytes - 1)
+    flip(folder / root.parts[1].data, 4096)
+    (folder / root.parts[2].data).unlink()
+    (folder / root.parts[3].index).unlink()
+    faults = {fault.file.rpartition("/")[2]: fault for fault in verify(tmp_path).faults}
+    assert set(faults) == {
+        "part-00000.safetensors",
+        "part-00001.safetensors",
+        "part-00002.safetensors",
+        "part-00003.index",
+    }
+    assert "does not exist" in faults["part-00002.safetensors"].what
+    assert faults["part-00002.safetensors"].tensors
+
+
+def test_a_file_that_grew_or_shrank_is_found(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    folder = tmp_path / "step-000000009"
+    for number, content in enumerate((b"x", None)):
+        path = folder / root.parts[number].data
+        data = path.read_bytes()
+        path.write_bytes(data + content if content else data[:-1])
+    faults = verify(tmp_path).faults
+    assert [fault.file.rpartition("/")[2] for fault in faults] == ["part-00000.safetensors", "part-00001.safetensors"]
+    assert all("its checkpoint says" in fault.what for fault in faults)
+
+
+def test_files_of_another_rank_under_right_checksums_are_found(tmp_path: Path) -> None:
+    """Two parts swapped together with their index entries: each file is sound, the tensors are not whole."""
+    root = make(tmp_path)
+    doubled = (root.parts[0], *(Part(root.parts[n].data, root.parts[0].data_bytes, root.parts[n].index,
+               root.parts[0].index_bytes, root.parts[0].index_xxh3) for n in (1,)), *root.parts[2:])  # fmt: skip
+    folder = tmp_path / "step-000000009"
+    for kind in ("data", "index"):
+        source, target = (folder / getattr(root.parts[n], kind) for n in (0, 1))
+        target.write_bytes(source.read_bytes())
+    fake = Root(9, root.attempt, root.layout, LAYERS, root.tensors, doubled, {})
+    (folder / ROOT_KEY).write_bytes(fake.to_bytes())
+    faults = verify(tmp_path).faults
+    assert faults
+    assert all("exactly once" in fault.what for fault in faults)
+
+
+def test_a_header_that_its_index_does_not_describe_is_found(tmp_path: Path) -> None:
+    """A header rewritten with right checksums would mislead other safetensors readers."""
+    root = make(tmp_path)
+    part, folder = root.parts[0], tmp_path / "step-000000009"
+    data = bytearray((folder / part.data).read_bytes())
+    at = data.index(b"embed.weight@0")
+    data[at : at + 5] = b"tebed"
+    (folder / part.data).write_bytes(data)
+    with CheckpointReader(open_storage(tmp_path), 9) as reader:
+        old = reader.indexes[0]
+    index = type(old)(old.chunks, old.data_offset, old.size_bytes, checksums(bytes(data))).to_bytes()
+    (folder / part.index).write_bytes(index)
+    parts = (Part(part.data, part.data_bytes, part.index, len(index), xxh3_64(index)), *root.parts[1:])
+    (folder / ROOT_KEY).write_bytes(Root(9, root.attempt, root.layout, LAYERS, root.tensors, parts, {}).to_bytes())
+    assert [fault.what for fault in verify(tmp_path).faults] == [
+        "its safetensors header is not the one that its index describes"
+    ]

@@ -1,0 +1,107 @@
+"""Shared by the tests of saving and restoring: pieces of a small model on any layout, and ranks in processes."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptkit.chunk import Piece
+from ckptkit.layout import ParallelLayout
+from ckptkit.partition import rank_chunks
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
+from ckptkit.tensor import TensorInfo
+from tests.ckptkit.model_tables import NUMPY, gpt_tensors, values
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_LAYERS = 3
+ONE = ParallelLayout()
+
+
+def pieces_of(
+    tensors: list[TensorInfo], layout: ParallelLayout, rank: int, arrays: dict[str, np.ndarray] | None = None,
+    make: Callable[[np.ndarray], Any] = np.copy,
+) -> list[Piece]:  # fmt: skip
+    """What a rank holds, from whole arrays, or zeros where there are none; `make` turns each range into its memory."""
+    pieces = []
+    for info, box, start, stop in rank_chunks(tensors, NUM_LAYERS, layout, layout.coords(rank)):
+        if arrays is None:
+            flat = np.zeros(stop - start, NUMPY[info.dtype])
+        else:
+            cut = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))
+            flat = arrays[info.name][cut].reshape(-1)[start:stop]
+        pieces.append(Piece(info.name, box, start, stop, make(flat)))
+    return pieces
+
+
+def save_one(
+    checkpointer: Checkpointer, step: int, tensors: list[TensorInfo], layout: ParallelLayout = ONE, rank: int = 0,
+    scale: int = 1, **metadata: object,
+) -> float:  # fmt: skip
+    """Save the values of a table, times `scale`, as one rank; returns the stall."""
+    arrays = {name: (array * scale).astype(array.dtype) for name, array in values(tensors).items()}
+    pieces = pieces_of(tensors, layout, rank, arrays)
+    return checkpointer.save(
+        step, pieces, tensors=tensors, layout=layout, num_layers=NUM_LAYERS, metadata=metadata | {"scale": scale}
+    )
+
+
+def save_whole(
+    url: str | Path, step: int, tensors: list[TensorInfo], *, scale: int = 1, attempt: str = "a",
+    deadline_s: float = 60.0,
+) -> SaveReport:  # fmt: skip
+    """Save a table's values from this process as the only rank, and wait; a failure is in the report."""
+    with Checkpointer(str(url), attempt=attempt, options=CheckpointerOptions(deadline_s)) as checkpointer:
+        save_one(checkpointer, step, tensors, scale=scale)
+        return checkpointer.wait()[0]
+
+
+def assert_restored(pieces: Sequence[Piece], expected: Sequence[Piece]) -> None:
+    """Bit for bit."""
+    for piece, want in zip(pieces, expected, strict=True):
+        assert np.asarray(piece.data).tobytes() == np.asarray(want.data).tobytes(), piece.name
+
+
+def assert_holds(url: str | Path, step: int, tensors: list[TensorInfo], scale: int = 1) -> None:
+    """The committed step holds the values of the table, times `scale`."""
+    from ckptkit.loading.restore import restore
+
+    pieces = pieces_of(tensors, ONE, 0)
+    arrays = {name: (array * scale).astype(array.dtype) for name, array in values(tensors).items()}
+    root = restore(str(url), step, pieces, tensors=tensors)
+    assert root.metadata["scale"] == scale
+    assert_restored(pieces, pieces_of(tensors, ONE, 0, arrays))
+
+
+def start_rank(url: str, *arguments: object, under: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start `tests.ckptkit.rank_program`, a trainer of one rank, in a process of its own; `under` is put before it."""
+    command = [*under, sys.executable, "-m", "tests.ckptkit.rank_program", url, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Wait until something holds that another process brings about."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def strace(*inject: str) -> list[str]:
+    """The command that runs another under strace with faults injected into its system calls."""
+    return ["strace", "-f", "-qq", "-o", os.devnull, *(word for each in inject for word in ("-e", f"inject={each}"))]
+
+
+SMALL = gpt_tensors()

@@ -1,0 +1,414 @@
+"""Saves through the writer process, under real faults: kills, full disks, broken and slow servers."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore
+from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.runs.catalogue import committed_steps, latest_step
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.saves import (
+    NUM_LAYERS,
+    ONE,
+    SMALL,
+    assert_holds,
+    assert_restored,
+    is_running,
+    pieces_of,
+    save_one,
+    save_whole,
+    start_rank,
+    strace,
+    wait_until,
+)  # fmt: skip
+from threefold.errors import StorageError, UserError
+from threefold.storage import open_storage
+from tools.fault_proxy import Fault, FaultProxy
+
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+
+
+@pytest.fixture(params=["local", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_url")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage clients give up within seconds."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "2")
+
+
+def test_saves_are_committed_one_after_the_other(url: str) -> None:
+    with Checkpointer(url, attempt="a") as checkpointer:
+        assert checkpointer.poll() == []
+        for step in (10, 20, 30):
+            stall_s = save_one(checkpointer, step, SMALL, scale=step)
+        reports = checkpointer.wait()
+        assert checkpointer.poll() == []
+    assert [(report.step, report.ok, report.error) for report in reports] == [(s, True, "") for s in (10, 20, 30)]
+    assert reports[-1].stall_s == stall_s
+    assert all(report.data_bytes > sum(info.size_bytes for info in SMALL) for report in reports)
+    assert committed_steps(open_storage(url)) == [10, 20, 30]
+    for step in (10, 20, 30):
+        assert_holds(url, step, SMALL, scale=step)
+
+
+def test_what_changes_after_the_save_returned_is_not_saved(url: str) -> None:
+    with Checkpointer(url, attempt="a") as checkpointer:
+        pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
+        for step in (1, 2):
+            meta = {"scale": 1}
+            checkpointer.save(step, pieces, tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata=meta)
+            for piece in pieces:
+                piece.data[:] = -1
+        checkpointer.wait()
+    assert_holds(url, 1, SMALL)
+    restored = pieces_of(SMALL, ONE, 0)
+    restore(url, 2, restored)
+    assert all((piece.data == -1).all() for piece in restored)
+
+
+def test_the_arena_grows_with_the_state(tmp_path: Path) -> None:
+    large = gpt_tensors(hidden=256, ffn=1024, vocab=5000)
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        for step, tensors in enumerate([SMALL, large, SMALL]):
+            save_one(checkpointer, step, tensors)
+        assert all(report.ok for report in checkpointer.wait())
+    for step, tensors in enumerate([SMALL, large, SMALL]):
+        assert_holds(tmp_path, step, tensors)
+
+
+def test_after_prepare_no_save_grows_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        checkpointer.prepare(pieces_of(SMALL, ONE, 0, values(SMALL)), SMALL)
+        monkeypatch.setattr(os, "posix_fallocate", None)
+        for step in (1, 2):
+            save_one(checkpointer, step, SMALL, note="x" * 1000)
+        assert all(report.ok for report in checkpointer.wait())
+    assert_holds(tmp_path, 2, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "saved_as", "restored_as"),
+    [("F32", "tp2-dp2", "pp3"), ("F64", "tp4", "dp4"), ("BF16", "dp2-pp2", "tp3-pp2")],
+)
+def test_ranks_in_processes_save_and_any_layout_restores(
+    tmp_path: Path, dtype: str, saved_as: str, restored_as: str
+) -> None:
+    tensors = gpt_tensors(dtype=dtype, hidden=24, kv=12)
+    layout = ParallelLayout.parse(saved_as)
+    options = ["--layout", saved_as, "--dtype", dtype, "--hidden", 24]
+    program = [start_rank(str(tmp_path), *options, "--kv", 12, "--rank", rank) for rank in range(layout.world_size)]
+    for rank in program:
+        output, _ = rank.communicate(timeout=60)
+        assert rank.returncode == 0
+        assert json.loads(output.splitlines()[-1])["ok"], output
+    other = ParallelLayout.parse(restored_as)
+    for rank in range(other.world_size):
+        pieces = pieces_of(tensors, other, rank)
+        restore(str(tmp_path), 1, pieces, tensors=tensors)
+        assert_restored(pieces, pieces_of(tensors, other, rank, values(tensors)))
+    with CheckpointReader(open_storage(tmp_path), 1) as reader:
+        assert verify_checkpoint(reader).ok
+        assert len(reader.root.parts) == layout.world_size
+
+
+def test_torch_tensors_are_saved_and_restored_in_place(url: str) -> None:
+    torch = pytest.importorskip("torch")
+    for step, (dtype, torch_dtype) in enumerate([("BF16", torch.bfloat16), ("F32", torch.float32)]):
+        tensors = gpt_tensors(dtype=dtype)
+
+        def tensor(flat: np.ndarray, torch_dtype: object = torch_dtype) -> object:
+            signed = flat.view(np.int16) if flat.dtype == np.uint16 else flat
+            return torch.nn.Parameter(torch.from_numpy(signed.copy()).view(torch_dtype))
+
+        saved = pieces_of(tensors, ONE, 0, values(tensors), tensor)
+        with Checkpointer(url, attempt="a") as checkpointer:
+            checkpointer.save(step, saved, tensors=tensors, layout=ONE, num_layers=NUM_LAYERS, metadata={"scale": 1})
+            assert checkpointer.wait()[0].ok
+        assert_holds(url, step, tensors)  # as numpy arrays, bfloat16 as uint16
+        restored = pieces_of(tensors, ONE, 0, None, tensor)
+        restore(url, step, restored, tensors=tensors)
+        assert all(torch.equal(a.data, b.data) for a, b in zip(restored, saved, strict=True))
+
+
+def test_the_writer_has_a_session_and_no_torch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    assert torch.__file__
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        checkpointer.wait()
+        writer = checkpointer.writer_pid
+        assert os.getsid(writer) == writer != os.getsid(0)
+        assert "torch" not in Path(f"/proc/{writer}/maps").read_text()
+    assert not is_running(writer)
+
+
+@pytest.mark.parametrize("then", ["kill", "fork-kill"])
+def test_a_writer_finishes_its_save_after_its_trainer_was_killed(s3_proxy: FaultProxy, s3_url: str, then: str) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    trainer = start_rank(s3_url, "--steps", 7, "--then", then)
+    output, _ = trainer.communicate(timeout=30) if then == "kill" else (trainer.stdout.readline(), None)
+    assert trainer.wait(timeout=30) == -signal.SIGKILL
+    writer = int(output.split()[1])
+    assert is_running(writer)
+    assert committed_steps(open_storage(s3_url)) == []
+    wait_until(lambda: committed_steps(open_storage(s3_url)) == [7])
+    assert_holds(s3_url, 7, SMALL, scale=7)
+    wait_until(lambda: not is_running(writer))  # also while another process holds its pipe open
+
+
+@needs_strace
+def test_a_writer_finishes_local_files_after_its_trainer_was_killed(tmp_path: Path) -> None:
+    trainer = start_rank(
+        str(tmp_path / "run"), "--steps", 7, "--then", "kill", under=strace("fsync:delay_enter=200000")
+    )
+    writer = int(trainer.stdout.readline().split()[1])
+    wait_until(lambda: committed_steps(open_storage(tmp_path / "run")) == [7])
+    assert_holds(tmp_path / "run", 7, SMALL, scale=7)
+    wait_until(lambda: not is_running(writer))
+    trainer.communicate(timeout=30)
+
+
+# The eight fsyncs: of two new folders' parents, then of the data file, the index and the root and of their folders.
+POINTS = ["pwrite64", "link", "fsync:7"]
+ALL_POINTS = ["rename", *(f"fsync:{number}" for number in (1, 2, 3, 4, 5, 6, 8))]
+
+
+@needs_strace
+@pytest.mark.parametrize("point", [*POINTS, *(pytest.param(p, marks=pytest.mark.slow) for p in ALL_POINTS)])
+def test_a_writer_killed_at_any_point_leaves_the_step_whole_or_unlisted(tmp_path: Path, point: str) -> None:
+    run = tmp_path / "run"
+    save_whole(run, 1, SMALL)
+    call, _, number = point.partition(":")
+    trainer = start_rank(str(run), "--steps", 2, under=strace(f"{call}:signal=KILL:when={number or 1}"))
+    output, _ = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0
+    report = json.loads(output.splitlines()[-1])
+    assert report["ok"] is False
+    assert "the writer process was killed by SIGKILL while it saved step 2" in report["error"]
+    steps = committed_steps(open_storage(run))
+    assert steps in ([1], [1, 2])
+    for step in steps:
+        assert_holds(run, step, SMALL, scale=step)
+    assert save_whole(run, 3, SMALL, attempt="b").ok
+    assert latest_step(open_storage(run)) == 3
+
+
+def test_a_new_writer_follows_a_killed_one(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        first = checkpointer.writer_pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: not is_running(first))
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].ok
+        os.kill(checkpointer.writer_pid, signal.SIGSTOP)
+        save_one(checkpointer, 2, SMALL)
+        assert checkpointer.poll() == []
+        os.kill(checkpointer.writer_pid, signal.SIGKILL)
+        report = checkpointer.wait()[0]
+        assert not report.ok
+        assert report.error == "rank 0: the writer process was killed by SIGKILL while it saved step 2"
+        save_one(checkpointer, 3, SMALL)
+        assert checkpointer.wait()[0].ok
+    assert committed_steps(open_storage(tmp_path)) == [1, 3]
+
+
+def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=5.0)) as checkpointer:
+        os.kill(checkpointer.writer_pid, signal.SIGSTOP)
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].error == "the writer was not done after 5 s and was killed"
+        save_one(checkpointer, 2, SMALL)
+        checkpointer.wait()
+    assert committed_steps(open_storage(tmp_path)) == [2]
+
+
+def test_a_full_disk_fails_one_save_and_no_more(small_disk: Path) -> None:
+    tensors = gpt_tensors(hidden=128, ffn=256, vocab=256, dtype="F32")
+    assert 2 << 20 < sum(info.size_bytes for info in tensors) < 8 << 20
+    with Checkpointer(str(small_disk / "run"), attempt="a") as checkpointer:
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes(6 << 20))
+        save_one(checkpointer, 1, tensors)
+        report = checkpointer.wait()[0]
+        assert not report.ok
+        assert "No space left on device" in report.error
+        assert "part-00000.safetensors" in report.error
+        assert "df -h" in report.error
+        assert committed_steps(open_storage(small_disk / "run")) == []
+        assert list(open_storage(small_disk / "run").list()) == []  # what was written of it made room again
+        filler.unlink()
+        save_one(checkpointer, 2, tensors)
+        assert checkpointer.wait()[0].ok
+    assert_holds(small_disk / "run", 2, tensors)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize(
+    "kind", ["dead", "reset", *(pytest.param(k, marks=pytest.mark.slow) for k in ("503", "stall"))]
+)
+def test_a_server_that_fails_in_mid_save_fails_one_save_and_no_more(
+    s3_proxy: FaultProxy, s3_url: str, kind: str
+) -> None:
+    with Checkpointer(s3_url, attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].ok
+        if kind == "dead":
+            s3_proxy.__exit__(None, None, None)  # connections are refused
+        else:
+            s3_proxy.fault = Fault(kind, method="PUT")
+        save_one(checkpointer, 2, SMALL)
+        report = checkpointer.wait()[0]
+        if kind == "dead":
+            s3_proxy.__enter__()
+        s3_proxy.fault = Fault()
+        assert not report.ok
+        assert f"127.0.0.1:{s3_proxy.port}" in report.error
+        assert committed_steps(open_storage(s3_url)) == [1]
+        save_one(checkpointer, 3, SMALL, scale=3)
+        assert checkpointer.wait()[0].ok
+    assert committed_steps(open_storage(s3_url)) == [1, 3]
+    assert_holds(s3_url, 3, SMALL, scale=3)
+
+
+def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s3_url: str) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=1.0)
+    num_steps = 0
+    with Checkpointer(s3_url, attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        while not (reports := checkpointer.poll()):
+            num_steps += 1  # a training step
+    assert reports[0].ok
+    assert s3_proxy.num_faults >= 3, "data, index and root were held back"
+    assert num_steps > 100
+    assert reports[0].stall_s < 0.2 * reports[0].write_s
+
+
+def test_of_two_jobs_saving_one_step_one_commits(url: str) -> None:
+    with Checkpointer(url, attempt="a") as first, Checkpointer(url, attempt="b") as second:
+        save_one(first, 5, SMALL, scale=2)
+        save_one(second, 5, SMALL, scale=3)
+        reports = [*first.wait(), *second.wait()]
+    assert sorted(report.ok for report in reports) == [False, True]
+    loser = next(report for report in reports if not report.ok)
+    assert "step 5" in loser.error
+    assert "committed" in loser.error
+    assert_holds(url, 5, SMALL, scale=2 if reports[0].ok else 3)
+    attempts = set(open_storage(url).list_folders("step-000000005"))
+    if not url.startswith("s3"):
+        assert attempts == {"a-0001" if reports[0].ok else "b-0001"}, "the loser's files are gone"
+
+
+def test_a_rank_that_never_saves_is_named(tmp_path: Path) -> None:
+    layout = ParallelLayout(tp=2, dp=2)
+    options = CheckpointerOptions(deadline_s=0.5)
+    checkpointers = [Checkpointer(str(tmp_path), rank=r, world_size=4, attempt="a", options=options) for r in (0, 2)]
+    for checkpointer, rank in zip(checkpointers, (0, 2), strict=True):
+        save_one(checkpointer, 1, SMALL, layout, rank)
+    reports = [checkpointer.close()[0] for checkpointer in checkpointers]
+    assert "from writers 1, 3 of 4" in reports[0].error
+    assert reports[1].ok  # its own files are written
+    assert committed_steps(open_storage(tmp_path)) == []
+
+
+def test_a_rank_that_fails_is_told_to_rank_0_at_once(tmp_path: Path) -> None:
+    layout = ParallelLayout(dp=2)
+    part = tmp_path / "step-000000001/a-0001/part-00001.safetensors"
+    part.mkdir(parents=True)  # in the way of the second rank's file
+    with (
+        Checkpointer(str(tmp_path), rank=0, world_size=2, attempt="a") as first,
+        Checkpointer(str(tmp_path), rank=1, world_size=2, attempt="a") as second,
+    ):
+        save_one(second, 1, SMALL, layout, 1)
+        second_report = second.wait()[0]
+        save_one(first, 1, SMALL, layout, 0)
+        first_report = first.wait()[0]
+    assert "Is a directory" in second_report.error
+    assert "writer 1 failed: cannot write" in first_report.error
+    assert committed_steps(open_storage(tmp_path)) == []
+
+
+def test_tensors_that_no_rank_holds_whole_are_not_committed(tmp_path: Path) -> None:
+    pieces = [piece for piece in pieces_of(SMALL, ONE, 0, values(SMALL)) if piece.name != "layers.1.attn.q.weight"]
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        checkpointer.save(1, pieces, tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={})
+        assert "layers.1.attn.q.weight: 0 of 1024 bytes" in checkpointer.wait()[0].error
+    assert committed_steps(open_storage(tmp_path)) == []
+
+
+def test_pieces_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    pieces = pieces_of(SMALL, ONE, 0, values(SMALL), lambda flat: flat[:-1])
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        with pytest.raises(UserError, match=r"norm\.weight: a piece of 64 bytes has memory of 60 bytes"):
+            checkpointer.save(1, pieces[-1:], tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={})
+        save_one(checkpointer, 2, SMALL)
+        assert checkpointer.wait()[0].ok
+
+
+def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # bounds the arena's memfd too
+        try:
+            save_one(checkpointer, 1, SMALL)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert checkpointer.wait()[0].error == "rank 0: no memory to stage step 1: File too large"
+        save_one(checkpointer, 2, SMALL)
+        assert checkpointer.wait()[0].ok
+    assert committed_steps(open_storage(tmp_path)) == [2]
+
+
+def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    options = CheckpointerOptions(max_failed_saves=2)
+    with Checkpointer(str(tmp_path / "file"), attempt="a", options=options) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        save_one(checkpointer, 2, SMALL)
+        with pytest.raises(StorageError, match="2 saves in a row failed, the last: cannot"):
+            save_one(checkpointer, 3, SMALL)
+        assert len(checkpointer.poll()) == 2
+
+
+def test_older_steps_go_after_a_newer_commit(url: str) -> None:
+    options = CheckpointerOptions(keep_last=2)
+    with Checkpointer(url, attempt="a", options=options) as checkpointer:
+        for step in (1, 2, 3, 4):
+            save_one(checkpointer, step, SMALL, scale=step)
+        assert all(report.ok for report in checkpointer.wait())
+    storage = open_storage(url)
+    assert committed_steps(storage) == [3, 4]
+    assert {item.key.split("/")[0] for item in storage.list()} == {"step-000000003", "step-000000004"}
+    assert_holds(url, 3, SMALL, scale=3)
+
+
+def test_a_storage_without_exclusive_writes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Checkpointer("memory://somewhere", attempt="a").close()
+    assert "warning: memory://somewhere cannot commit exclusively" in capsys.readouterr().err
