@@ -14,24 +14,21 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
-from ckptkit.io.blocks import Columns, checksums, write_file
+from ckptkit.format.root import Root
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import expired, prune
-from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
+from ckptkit.saving.staging import StagedFile
+from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
 from ckptkit.torch_tensors import Bytes
-from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists, Storage, open_storage
-from threefold.storage.local import local_failure, make_folders
+from threefold.errors import UserError
+from threefold.storage import open_storage
 
-UPLOAD_BYTES = 16 << 20
 ORPHAN_CHECK_S = 1.0
 READ_BYTES = 1 << 16
 MIN_GRACE_S, GRACE_FACTOR = 10.0, 3.0
@@ -56,32 +53,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
-    """Write the files and indexes of one writer; writer 0 then waits for all others and commits.
-
-    On a failure this writer's files are removed, and a `.failed` object tells writer 0.
-    """
-    started = time.monotonic()
+    """Write what an order says; writer 0 commits, and prunes once it read the new root back."""
     storage = open_storage(order.url)
-    if storage.info(f"{step_folder(order.step)}/{ROOT_KEY}") is not None:
-        raise AlreadyExists(f"step {order.step} of {order.url} is committed already")
-    try:
-        # The first file's index goes last: it says that this writer is done.
-        for number in reversed(range(len(order.files))):
-            _write_part(storage, order, number, arena)
-        patience = _Patience(order.deadline_s, time.monotonic() - started, trainer)
-        root = _gather(storage, order, arena, patience) if order.writer == 0 else None
-    except Exception as error:
-        _clean_up(storage, order, error)
-        raise
-    if root is not None:
-        try:
-            commit_root(storage, root)
-        except AlreadyExists as error:  # on no other failure: the root may be there although its answer was lost
-            _clean_up(storage, order, error)
-            raise
-        if order.keep_last:
-            read_root(storage, order.step)  # nothing older goes before the new one was seen whole
-            prune(storage, expired(committed_steps(storage), order.keep_last))
+    target = StepTarget(storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads)
+    parts = [_source(file, arena) for file in order.files]
+    draft = None
+    if order.writer == 0:
+        draft = Root.from_bytes(order.root.of(arena).tobytes(), f"the order to save step {order.step}")
+    root = write_step(target, parts, draft, _Patience(order.deadline_s, trainer).in_all_s)
+    if root is not None and order.keep_last:
+        read_root(storage, order.step)  # nothing older goes before the new one was seen whole
+        prune(storage, expired(committed_steps(storage), order.keep_last))
+
+
+def _source(file: StagedFile, arena: Bytes) -> PartSource:
+    draft = PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index")
+    data = file.data.of(arena)
+    return PartSource(draft, [np.array([(data.ctypes.data, len(data))], np.uint64)])
 
 
 def _lines(trainer: int) -> Iterator[bytes]:
@@ -122,60 +110,19 @@ class _Patience:
     Then the job was probably killed: writers that were told to save are as far as this one, the others never begin.
     """
 
-    def __init__(self, deadline_s: float, write_s: float, trainer: int) -> None:
+    def __init__(self, deadline_s: float, trainer: int) -> None:
         self._deadline_s, self._trainer = deadline_s, trainer
-        self._grace_s = MIN_GRACE_S + GRACE_FACTOR * write_s
-        self._started = time.monotonic()
+        self._started: float | None = None
 
-    def in_all_s(self) -> float:
-        """Seconds to wait in all, as things stand."""
+    def in_all_s(self, write_s: float) -> float:
+        """Seconds to wait in all from the first time this is asked, as things stand."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now
         if os.getppid() != self._trainer:
-            waited_s = time.monotonic() - self._started
-            self._deadline_s, self._trainer = min(self._deadline_s, waited_s + self._grace_s), os.getppid()
+            grace_s = MIN_GRACE_S + GRACE_FACTOR * write_s
+            self._deadline_s, self._trainer = min(self._deadline_s, now - self._started + grace_s), os.getppid()
         return self._deadline_s
-
-
-def _write_part(storage: Storage, order: SaveOrder, number: int, arena: Bytes) -> None:
-    staged = order.files[number]
-    data_key, index_key = (f"{step_folder(order.step)}/{key}" for key in part_keys(order.attempt, order.writer, number))
-    draft = PartIndex.from_bytes(staged.index.of(arena).tobytes(), index_key)
-    found = _write_data(storage, data_key, staged.data.of(arena), order.num_threads)
-    storage.write(index_key, replace(draft, checksums=found).to_bytes())
-
-
-def _write_data(storage: Storage, key: str, data: Bytes, num_threads: int) -> Columns:
-    """Write one data file durably; give its granules' checksums."""
-    path = storage.local_path(key)
-    if path is None:
-        storage.write(key, (data[at : at + UPLOAD_BYTES].data for at in range(0, len(data), UPLOAD_BYTES)))
-        return checksums(data)
-    try:
-        make_folders(path.parent)
-        return write_file(path, [(data.ctypes.data, len(data))], num_threads=num_threads)
-    except OSError as error:
-        raise local_failure(error, "write", path) from error
-
-
-def _gather(storage: Storage, order: SaveOrder, arena: Bytes, patience: "_Patience") -> Root:
-    """The root, complete, once all writers are done."""
-    draft = Root.from_bytes(order.root.of(arena).tobytes(), f"the order to save step {order.step}")
-    parts = wait_for_parts(storage, order.step, order.attempt, order.num_writers, patience.in_all_s)
-    check_complete(order.step, list(draft.tensors.values()), [index for _, index in parts])
-    return replace(draft, parts=tuple(part for part, _ in parts))
-
-
-def _clean_up(storage: Storage, order: SaveOrder, error: Exception) -> None:
-    """Make room, and let writer 0 know; where the storage is gone neither works, and writer 0 has its deadline."""
-    folder = step_folder(order.step)
-    if order.writer == 0:  # without a root the others' files are of no use
-        with contextlib.suppress(StorageError):
-            storage.delete([item.key for item in storage.list(f"{folder}/{order.attempt}/")])
-        return
-    for number in range(len(order.files)):
-        with contextlib.suppress(StorageError):
-            storage.delete(f"{folder}/{key}" for key in part_keys(order.attempt, order.writer, number))
-    with contextlib.suppress(StorageError):
-        storage.write(f"{folder}/{failed_key(order.attempt, order.writer)}", str(error).encode())
 
 
 if __name__ == "__main__":
