@@ -56,7 +56,7 @@ def num_granules(size_bytes: int) -> int:
 def xxh3_64(data: Buffer) -> int:
     """XXH3-64 with seed 0 of a contiguous buffer."""
     address, size = _span(data)
-    return int(_library().ck_xxh3_64(address, size, -1))
+    return int(_library().ck_xxh3_64(address, size, -1, None))
 
 
 def checksums(data: Buffer) -> Columns:
@@ -215,7 +215,7 @@ def _library() -> ctypes.CDLL:
     library = load_library("ckptkit")
     pointer, number, integer = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     signatures: dict[str, tuple[Any, Sequence[Any]]] = {
-        "ck_xxh3_64": (number, [pointer, number, integer]),
+        "ck_xxh3_64": (number, [pointer, number, integer, pointer]),
         "ck_checksums": (None, [pointer, number, pointer]),
         "ck_copy_many": (None, [pointer, number]),
         "ck_writer_open": (integer, [ctypes.c_char_p, number, integer, pointer]),

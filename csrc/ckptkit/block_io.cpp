@@ -74,9 +74,9 @@ int run_jobs(uint64_t num_jobs, int num_threads, const std::function<int(uint64_
 
 }  // namespace ckptkit
 
-uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd) {
-  return simd < 0 ? ckptkit::xxh3_64(data, size_bytes)
-                  : ckptkit::xxh3_64(data, size_bytes, static_cast<ckptkit::Simd>(simd));
+uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* target) {
+  using namespace ckptkit;
+  return xxh3_64(data, size_bytes, simd < 0 ? best_simd() : static_cast<Simd>(simd), target);
 }
 
 int ck_best_simd() { return static_cast<int>(ckptkit::best_simd()); }

@@ -58,19 +58,24 @@ class Sequence {
   }
   uint64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
-  // The bytes [start, stop): where they lie in one segment if they do, else gathered into `buffer`.
-  const uint8_t* get(uint64_t start, uint64_t stop, uint8_t* buffer) const {
-    size_t i = std::upper_bound(ends_.begin(), ends_.end(), start) - ends_.begin();
-    if (stop <= ends_[i]) return address(i, start);
+  // Where the bytes [start, stop) lie, null where they lie in several segments.
+  const uint8_t* contiguous(uint64_t start, uint64_t stop) const {
+    const size_t i = segment_of(start);
+    return stop <= ends_[i] ? address(i, start) : nullptr;
+  }
+
+  // Copies the bytes [start, stop) to `buffer`.
+  void gather(uint64_t start, uint64_t stop, uint8_t* buffer) const {
+    size_t i = segment_of(start);
     for (uint64_t at = start; at < stop; ++i) {
       const uint64_t until = std::min(stop, ends_[i]);
       if (until > at) std::memcpy(buffer + (at - start), address(i, at), until - at);
       at = std::max(at, until);
     }
-    return buffer;
   }
 
  private:
+  size_t segment_of(uint64_t at) const { return std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin(); }
   const uint8_t* address(size_t i, uint64_t at) const {
     return static_cast<const uint8_t*>(segments_[i].data) + (at - (ends_[i] - segments_[i].size_bytes));
   }
@@ -81,15 +86,23 @@ class Sequence {
 int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64_t stop, uint64_t offset,
                 uint64_t* checksums, uint8_t* buffer) {
   const uint64_t size = stop - start;
-  const uint8_t* const data = sequence.get(start, stop, buffer);
-  const bool aligned = reinterpret_cast<uintptr_t>(data) % kDirectAlignment == 0 && size % kDirectAlignment == 0;
-  const bool padded = writer.direct && !aligned;
+  const uint8_t* const whole = sequence.contiguous(start, stop);
+  const bool aligned = reinterpret_cast<uintptr_t>(whole) % kDirectAlignment == 0 && size % kDirectAlignment == 0;
+  const bool in_place = whole != nullptr && (aligned || !writer.direct);
   for (uint64_t done = 0; done < size; done += kGranule) {
     const uint64_t part = std::min(kGranule, size - done);
-    checksums[done / kGranule] = xxh3_64(data + done, part);
-    if (padded && data != buffer) std::memcpy(buffer + done, data + done, part);
+    const uint8_t* const data = sequence.contiguous(start + done, start + done + part);
+    if (in_place) {
+      checksums[done / kGranule] = xxh3_64(data, part);
+    } else if (data != nullptr) {
+      checksums[done / kGranule] = xxh3_64(data, part, best_simd(), buffer + done);
+    } else {
+      sequence.gather(start + done, start + done + part, buffer + done);
+      checksums[done / kGranule] = xxh3_64(buffer + done, part);
+    }
   }
-  if (!padded) return write_fully(writer, data, size, offset);
+  if (in_place) return write_fully(writer, whole, size, offset);
+  if (!writer.direct) return write_fully(writer, buffer, size, offset);
   const uint64_t padded_size = (size + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
   std::memset(buffer + size, 0, padded_size - size);
   if (padded_size != size) writer.padded = true;

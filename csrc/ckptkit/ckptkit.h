@@ -26,7 +26,8 @@ struct ck_copy {
 };
 
 // XXH3-64, seed 0. `simd` is 0 portable, 1 AVX2, 2 AVX-512, or -1 for the widest that this CPU offers.
-CK_API uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd);
+// Where `target` (64-byte aligned) is not null the data is copied there in the same pass.
+CK_API uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* target);
 CK_API int ck_best_simd();
 // The checksum of each granule of a buffer that begins at a granule.
 CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums);

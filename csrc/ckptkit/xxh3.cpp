@@ -80,12 +80,12 @@ uint64_t hash_up_to_240(const uint8_t* data, size_t size) {
   return avalanche(hash + mix16(data + size - 16, kSecret + 136 - 17));
 }
 
-uint64_t hash_long(const uint8_t* data, size_t size, Simd simd) {
+uint64_t hash_long(const uint8_t* data, size_t size, Simd simd, uint8_t* target) {
   uint64_t lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
   switch (simd) {
-    case Simd::avx512: xxh3_stripes_avx512(data, size, lanes); break;
-    case Simd::avx2: xxh3_stripes_avx2(data, size, lanes); break;
-    case Simd::base: xxh3_stripes_base(data, size, lanes); break;
+    case Simd::avx512: xxh3_stripes_avx512(data, size, lanes, target); break;
+    case Simd::avx2: xxh3_stripes_avx2(data, size, lanes, target); break;
+    case Simd::base: xxh3_stripes_base(data, size, lanes, target); break;
   }
   uint64_t hash = size * kPrime64_1;
   for (int i = 0; i < 8; i += 2) {
@@ -108,12 +108,13 @@ Simd best_simd() {
   return best;
 }
 
-uint64_t xxh3_64(const void* data, size_t size, Simd simd) {
+uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target) {
   const auto* const bytes = static_cast<const uint8_t*>(data);
+  if (size > 240) return hash_long(bytes, size, simd, static_cast<uint8_t*>(target));
+  if (target != nullptr) std::memcpy(target, data, size);
   if (size <= 16) return hash_up_to_16(bytes, size);
   if (size <= 128) return hash_up_to_128(bytes, size);
-  if (size <= 240) return hash_up_to_240(bytes, size);
-  return hash_long(bytes, size, simd);
+  return hash_up_to_240(bytes, size);
 }
 
 uint64_t xxh3_64(const void* data, size_t size) { return xxh3_64(data, size, best_simd()); }

@@ -13,12 +13,15 @@ enum class Simd { base = 0, avx2 = 1, avx512 = 2 };
 
 Simd best_simd();                                               // the widest set this CPU offers
 uint64_t xxh3_64(const void* data, size_t size);                // with best_simd()
-uint64_t xxh3_64(const void* data, size_t size, Simd simd);     // with a chosen set, which the CPU must offer
+// With a chosen set, which the CPU must offer. Where `target` (64-byte aligned) is not null the data is copied there in the
+// same pass, past the cache: for memory that a device reads next.
+uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target = nullptr);
 
-// The stripe loops: `accumulators` come in initialised and leave ready to be merged; size > 240.
-void xxh3_stripes_base(const uint8_t* data, size_t size, uint64_t accumulators[8]);
-void xxh3_stripes_avx2(const uint8_t* data, size_t size, uint64_t accumulators[8]);
-void xxh3_stripes_avx512(const uint8_t* data, size_t size, uint64_t accumulators[8]);
+// The stripe loops: `accumulators` come in initialised and leave ready to be merged; size > 240. Where `target` is not
+// null the data is copied there.
+void xxh3_stripes_base(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target);
+void xxh3_stripes_avx2(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target);
+void xxh3_stripes_avx512(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target);
 
 // The specification's default secret.
 alignas(64) inline constexpr uint8_t kSecret[192] = {

@@ -32,6 +32,11 @@ struct Lanes {
     for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4 * i), half[i]);
   }
 
+  static void copy(const uint8_t* stripe, uint8_t* target) {
+    for (int i = 0; i < 2; ++i) _mm256_stream_si256(reinterpret_cast<__m256i*>(target + 32 * i), load(stripe + 32 * i));
+  }
+  static void end_of_copies() { _mm_sfence(); }
+
   static __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 };
 

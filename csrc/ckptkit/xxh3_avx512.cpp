@@ -23,6 +23,10 @@ struct Lanes {
     all = _mm512_mullo_epi64(_mm512_xor_si512(mixed, _mm512_loadu_si512(secret)), _mm512_set1_epi64(0x9E3779B1LL));
   }
   void store(uint64_t* to) const { _mm512_storeu_si512(to, all); }
+  static void copy(const uint8_t* stripe, uint8_t* target) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(stripe));
+  }
+  static void end_of_copies() { _mm_sfence(); }
 };
 
 }  // namespace

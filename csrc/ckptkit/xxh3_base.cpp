@@ -25,6 +25,8 @@ struct Lanes {
     for (int i = 0; i < 8; ++i) lane[i] = (lane[i] ^ (lane[i] >> 47) ^ read64(secret + 8 * i)) * 0x9E3779B1U;
   }
   void store(uint64_t* to) const { std::memcpy(to, lane, sizeof lane); }
+  static void copy(const uint8_t* stripe, uint8_t* target) { std::memcpy(target, stripe, 64); }
+  static void end_of_copies() {}
 };
 
 }  // namespace

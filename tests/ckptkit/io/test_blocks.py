@@ -58,11 +58,18 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
 @pytest.mark.parametrize("simd", range(load_library("ckptkit").ck_best_simd() + 1))
 def test_checksum_of_every_length_in_every_instruction_set(simd: int) -> None:
     function = load_library("ckptkit").ck_xxh3_64
-    function.restype, function.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]
+    pointer = ctypes.c_void_p
+    function.restype, function.argtypes = ctypes.c_uint64, [pointer, ctypes.c_uint64, ctypes.c_int, pointer]
+    memory = np.empty((1 << 20) + 64, np.uint8)
+    copy = memory[-memory.ctypes.data % 64 :]
     for length in [*range(600), *range(1000, 1100), 2047, 2048, 2049, 4096, 65_537, 1 << 20]:
         for start in (0, 3):
             data = RANDOM[start : start + length]
-            assert function(data.ctypes.data, length, simd) == xxhash.xxh3_64_intdigest(data), (simd, length, start)
+            expected = xxhash.xxh3_64_intdigest(data)
+            assert function(data.ctypes.data, length, simd, None) == expected, (simd, length, start)
+            copy[:length] = ~data
+            assert function(data.ctypes.data, length, simd, copy.ctypes.data) == expected, (simd, length, start)
+            assert (copy[:length] == data).all()
 
 
 @given(st.binary(max_size=3000))
