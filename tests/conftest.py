@@ -11,6 +11,8 @@ import pytest
 from tools.fault_proxy import FaultProxy
 from tools.s3_server import Server, find_weed, start, stop
 
+pytest.register_assert_rewrite("threefold.storage.conformance")
+
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:

@@ -54,6 +54,7 @@ class FaultProxy:
     fault: Fault = field(default_factory=Fault)
     port: int = 0
     num_faults: int = 0
+    bytes_in: int = 0  # of all requests, heads and bodies
 
     def __enter__(self) -> Self:
         self._num_matching = 0
@@ -87,6 +88,7 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             head = await reader.readuntil(b"\r\n\r\n")
+            self.bytes_in += len(head)
             await self._answer(head, reader, writer, self._fault_of(head))
         writer.close()
 
@@ -107,7 +109,7 @@ class FaultProxy:
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
     ) -> None:
         if fault.kind == "503":
-            await _discard(reader, _content_length(head))
+            self.bytes_in += await _discard(reader, _content_length(head))
             status = b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
             writer.write(status + b"Content-Length: %d\r\n\r\n" % len(SLOW_DOWN) + SLOW_DOWN)
             await writer.drain()
@@ -116,7 +118,7 @@ class FaultProxy:
         try:
             line, rest = head.split(b"\r\n", 1)
             to_server.write(line + b"\r\nConnection: close\r\n" + rest)
-            forward = asyncio.create_task(_pump(reader, to_server))
+            forward = asyncio.create_task(self._pump(reader, to_server))
             try:
                 answer_head = await from_server.readuntil(b"\r\n\r\n")
                 if fault.kind == "delay":
@@ -127,12 +129,12 @@ class FaultProxy:
         finally:
             to_server.close()
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(CHUNK_BYTES):
+                self.bytes_in += len(data)
+                writer.write(data)
+                await writer.drain()
 
 
 async def _send_back(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault) -> None:
@@ -163,10 +165,12 @@ async def _send_back(head: bytes, reader: asyncio.StreamReader, writer: asyncio.
         await writer.drain()
 
 
-async def _discard(reader: asyncio.StreamReader, num_bytes: int) -> None:
-    """Read a request's body to its end: closing with unread data would reset the answer away."""
-    while num_bytes > 0 and (data := await reader.read(min(num_bytes, CHUNK_BYTES))):
-        num_bytes -= len(data)
+async def _discard(reader: asyncio.StreamReader, num_bytes: int) -> int:
+    """Read a request's body to its end: closing with unread data would reset the answer away; gives the bytes read."""
+    left = num_bytes
+    while left > 0 and (data := await reader.read(min(left, CHUNK_BYTES))):
+        left -= len(data)
+    return num_bytes - left
 
 
 def _content_length(head: bytes) -> int:

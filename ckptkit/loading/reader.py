@@ -60,7 +60,7 @@ class CheckpointReader:
     def read_index(self, part: Part) -> PartIndex:
         """One part index, verified against the root."""
         where = f"{self.url}/{part.index}"
-        data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
+        data = bytes(self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0])
         if xxh3_64(data) != part.index_xxh3:
             raise CheckFailed(f"{where} is damaged: its checksum is not the one in {ROOT_KEY}")
         index = PartIndex.from_bytes(data, where)

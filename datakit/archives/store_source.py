@@ -93,7 +93,7 @@ class StoreSource:
         reader = SeekableReader(
             self.place_of(file),
             self._check_size(file, file.packed),
-            lambda start, stop: self.storage.read_ranges(_key(file), [(start, stop)])[0],
+            lambda start, stop: bytes(self.storage.read_ranges(_key(file), [(start, stop)])[0]),
         )
         if reader.size_bytes != file.digest.size_bytes:
             raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")
@@ -117,7 +117,8 @@ class StoreSource:
     def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
         size_bytes = self._check_size(file, file.digest)
         for start in range(0, size_bytes, READ_BYTES):
-            yield from self.storage.read_ranges(_key(file), [(start, min(start + READ_BYTES, size_bytes))])
+            [block] = self.storage.read_ranges(_key(file), [(start, min(start + READ_BYTES, size_bytes))])
+            yield bytes(block)
 
     def _check_size(self, file: SourceFile, digest: FileDigest) -> int:
         info = self.storage.info(_key(file))
@@ -142,7 +143,7 @@ def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
         return None
     if info.size_bytes > max_bytes:
         raise _fault(f"{storage.url}/{key} has {info.size_bytes} bytes, more than the {max_bytes} it may have")
-    return storage.read_ranges(key, [(0, info.size_bytes)])[0]
+    return bytes(storage.read_ranges(key, [(0, info.size_bytes)])[0])
 
 
 def _fault(message: str) -> CheckFailed:

@@ -82,7 +82,7 @@ class Output:
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of a file of the output."""
         [content] = self._storage.read_ranges(key, [(start, stop)])
-        return content
+        return bytes(content)
 
     def blocks(self, key: str) -> Iterator[bytes]:
         """The bytes of a file of the output, some MiB at a time."""

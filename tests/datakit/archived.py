@@ -43,15 +43,17 @@ class FaultyStorage:
         self.url, self.supports_if_absent = self._storage.url, self._storage.supports_if_absent
         self.num_faults = 0
 
-    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
+    ) -> None:
         self._count("write")
-        self._storage.write(key, data, if_absent=if_absent)
+        self._storage.write(key, data, if_absent=if_absent, size_bytes=size_bytes)
 
     def read(self, key: str) -> bytes:
         self._count("read")
         return self._storage.read(key)
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         self._count("read_ranges")
         return self._storage.read_ranges(key, ranges)
 

@@ -1,16 +1,26 @@
 """S3 under real faults: refused, reset, cut, stalled and delayed answers, and every way of being set up wrongly."""
 
 import re
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, open_storage
+from threefold.storage.object_store import MAX_PARTS_IN_FLIGHT, MIN_PART_BYTES, PART_BYTES, part_plan
+from threefold.storage.repeating import RepeatingStorage
+from threefold.storage.stale_uploads import abort_stale_uploads
 from tools.fault_proxy import Fault, FaultProxy
 from tools.s3_server import READ_ONLY_KEY, READ_ONLY_SECRET
 
 LARGE = b"x" * (9 << 20)
+PART = MIN_PART_BYTES
 
 
 def operations(storage: Storage) -> dict[str, Callable[[], object]]:
@@ -59,7 +69,7 @@ def test_a_body_that_breaks_off_is_read_to_its_end(s3_proxy: FaultProxy, s3_url:
 def test_lasting_faults_are_errors_and_no_hangs(
     s3_proxy: FaultProxy, s3_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "0.5")
     storage = open_storage(s3_url)
     s3_proxy.fault = Fault(kind)
     for name in ("write", "write if absent", "read", "list"):
@@ -77,6 +87,82 @@ def test_a_large_write_that_fails_is_never_listed(s3_proxy: FaultProxy, s3_url: 
         storage.write("key", iter([LARGE] * 6))
     s3_proxy.fault = Fault()
     assert list(storage.list()) == []
+
+
+@pytest.mark.parametrize("kind", ["503", "reset", "cut", "stall"])
+def test_of_a_large_write_only_the_parts_that_failed_are_sent_again(
+    s3_proxy: FaultProxy, s3_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
+    storage = open_storage(s3_url, write_memory_bytes=3 * PART)
+    s3_proxy.fault = Fault(kind, method="PUT", skip=2, times=2)
+    storage.write("key", iter([LARGE[:PART]] * 12))
+    assert s3_proxy.num_faults == 2
+    assert s3_proxy.bytes_in <= 1.3 * 12 * PART
+    info = storage.info("key")
+    assert info is not None
+    assert info.size_bytes == 12 * PART
+
+
+@pytest.mark.parametrize("source", ["source", "server"])
+def test_an_upload_that_fails_is_taken_back(s3_proxy: FaultProxy, s3_url: str, source: str) -> None:
+    def buffers() -> Iterator[bytes]:
+        yield from [LARGE] * 5
+        if source == "source":
+            raise RuntimeError("the source is broken")
+
+    if source == "server":
+        s3_proxy.fault = Fault("503", method="PUT", skip=1)
+    storage = open_storage(s3_url)
+    with pytest.raises((RuntimeError, StorageError)):
+        storage.write("key", buffers())
+    s3_proxy.fault = Fault()
+    assert abort_stale_uploads(storage, older_than_s=0) == []
+
+
+UPLOAD_AND_DIE = """
+import os, signal, sys
+from threefold.storage import open_storage
+def buffers():
+    yield from [bytes(9 << 20)] * 5
+    os.kill(os.getpid(), signal.SIGKILL)
+open_storage(sys.argv[1]).write("step/key", buffers())
+"""
+
+
+def test_what_a_killed_upload_left_is_found_and_aborted(s3_url: str) -> None:
+    for url in (f"{s3_url}/run", f"{s3_url}/run-2"):
+        died = subprocess.run([sys.executable, "-c", UPLOAD_AND_DIE, url], check=False, timeout=60)
+        assert died.returncode == -signal.SIGKILL
+    storage = RepeatingStorage(open_storage(f"{s3_url}/run"))
+    assert abort_stale_uploads(storage, "other/", older_than_s=0) == []
+    assert abort_stale_uploads(storage) == []  # too young
+    assert abort_stale_uploads(storage, older_than_s=0) == ["step/key"]
+    assert abort_stale_uploads(storage, older_than_s=0) == []
+    assert abort_stale_uploads(open_storage(s3_url), "run-2/", older_than_s=0) == ["run-2/step/key"]
+
+
+def test_uploads_that_cannot_be_listed_are_an_error(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StorageError, match="cannot abort unfinished uploads of s3://"):
+        abort_stale_uploads(open_storage(s3_url))
+
+
+def test_other_storages_have_no_stale_uploads(tmp_path: Path) -> None:
+    assert abort_stale_uploads(open_storage(tmp_path), older_than_s=0) == []
+
+
+@given(size_bytes=st.none() | st.integers(0, 5 << 40), memory_bytes=st.none() | st.integers(0, 1 << 34))
+def test_parts_suffice_for_the_object_and_fit_the_memory(size_bytes: int | None, memory_bytes: int | None) -> None:
+    part_bytes, in_flight = part_plan(size_bytes, memory_bytes)
+    assert MIN_PART_BYTES <= part_bytes <= 5 << 30
+    assert 1 <= in_flight <= MAX_PARTS_IN_FLIGHT
+    if size_bytes is not None:
+        assert -(-size_bytes // part_bytes) <= 10_000
+    if memory_bytes is not None and memory_bytes >= 3 * part_bytes:
+        assert (in_flight + 2) * part_bytes <= memory_bytes
+    if not size_bytes and memory_bytes is None:
+        assert part_bytes == PART_BYTES
 
 
 @pytest.mark.parametrize("times", [1, None])

@@ -16,7 +16,10 @@ from urllib.parse import unquote, urlsplit
 from threefold.errors import StorageError, UserError
 
 # no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
-_BROKEN_URL = re.compile(r"(s3|gs|gcs|az|hf|http|https):(?!//)")
+_BROKEN_URL = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss|hf|http|https):(?!//)")
+OBJECT_STORES = {  # URL schemes, and whose client serves them
+    "s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "abfs": "azure", "abfss": "azure",
+}  # fmt: skip
 Buffer = bytes | bytearray | memoryview
 
 
@@ -43,18 +46,21 @@ class Storage(Protocol):
     url: str
     supports_if_absent: bool
 
-    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
+    ) -> None:
         """Write one object durably and atomically: after return it is whole, before that it is not listed.
 
         With if_absent, of all writers of different bytes exactly one returns, the others get AlreadyExists; writing
         the very bytes that are there succeeds, so that a write whose answer was lost may be repeated. Without
-        supports_if_absent that holds for writers that come one after the other only.
+        supports_if_absent that holds for writers that come one after the other only. `size_bytes` tells the size of an
+        iterable's bytes where it is known: object stores size the parts of an upload by it.
         """
 
     def read(self, key: str) -> bytes:
         """Read one object whole; StorageError if it is missing."""
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         """Read several [start, stop) byte ranges of one object; StorageError where one goes past its end."""
 
     def info(self, key: str) -> ObjectInfo | None:
@@ -62,6 +68,9 @@ class Storage(Protocol):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects whose key starts with prefix, sorted by key."""
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        """The keys that start with prefix, in no order and without a look at each object, so cheaper than `list`."""
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         """Names of the folders immediately in folder `prefix`, sorted, without descending.
@@ -80,10 +89,10 @@ class Storage(Protocol):
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
-    """The storage behind a local path, a file:// or s3:// URL, or any URL that fsspec knows.
+    """The storage behind a local path or file:// URL, S3, Google Cloud or Azure URL, or any that fsspec knows.
 
     Nothing is contacted yet. The client libraries are imported only for a URL that needs them. `write_memory_bytes`
-    bounds what one S3 write of several parts holds in memory, for a program that writes many objects at once.
+    bounds what one write of several parts to an object store holds in memory, for a program that writes many at once.
     """
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
@@ -97,10 +106,10 @@ def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> S
         from threefold.storage.local import LocalStorage
 
         return LocalStorage(unquote(urlsplit(text).path) if scheme else text)
-    if scheme == "s3":
-        from threefold.storage.s3 import S3Storage
+    if scheme in OBJECT_STORES:
+        from threefold.storage.object_store import ObjectStorage
 
-        return S3Storage(text, write_memory_bytes=write_memory_bytes)
+        return ObjectStorage(text, write_memory_bytes=write_memory_bytes)
     from threefold.storage.fsspec import FsspecStorage
 
     return FsspecStorage(text)

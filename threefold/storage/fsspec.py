@@ -46,7 +46,9 @@ class FsspecStorage:
             ) from error
         self._root = root.rstrip("/")
 
-    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
+    ) -> None:
         target = self._path(key)
         folder, _, name = target.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
@@ -61,7 +63,7 @@ class FsspecStorage:
                 with self._open_new(temporary, folder) as file:
                     for buffer in buffers:
                         file.write(buffer)
-                self._fs.mv(temporary, target)
+                self._move(temporary, target)
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._fs.rm_file(temporary)
@@ -72,14 +74,14 @@ class FsspecStorage:
     def read(self, key: str) -> bytes:
         return bytes(self._call("read", key, lambda: self._fs.cat_file(self._path(key))))
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         path = self._path(key)
         wanted = [(start, stop) for start, stop in ranges if stop > start]
         starts, stops = [start for start, _ in wanted], [stop for _, stop in wanted]
         found = iter(
             self._call("read", key, lambda: self._fs.cat_ranges([path] * len(wanted), starts, stops, on_error="raise"))
         )
-        parts = [bytes(next(found)) if stop > start else b"" for start, stop in ranges]
+        parts: list[Buffer] = [bytes(next(found)) if stop > start else b"" for start, stop in ranges]
         for (start, stop), part in zip(ranges, parts, strict=True):
             if len(part) != stop - start:
                 raise StorageError(f"{self.url}/{key} gave {len(part)} of the bytes {start} to {stop}")
@@ -105,10 +107,13 @@ class FsspecStorage:
                 found = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
             except FileNotFoundError:
                 return []
-            objects = [self._object(info) for info in found.values()]
+            objects = [self._object(info) for info in found.values() if info["type"] != "directory"]
             return [o for o in objects if o.key.startswith(prefix) and not is_temporary(o.key.rpartition("/")[2])]
 
         return iter(sorted(self._call("list", folder, find), key=lambda item: item.key))
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        return (item.key for item in self.list(prefix))
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         folder = f"{self._root}/{prefix}".rstrip("/")
@@ -145,6 +150,16 @@ class FsspecStorage:
         time = next((info[field] for field in TIME_FIELDS if info.get(field)), 0.0)
         key = info["name"].removeprefix(self._root).lstrip("/")
         return ObjectInfo(key, info["size"] or 0, time.timestamp() if isinstance(time, datetime) else _seconds(time))
+
+    def _move(self, source: str, target: str) -> None:
+        """Rename, where the file system has its own way to; fsspec's general one takes names for patterns."""
+        from fsspec import AbstractFileSystem
+
+        if type(self._fs).mv is not AbstractFileSystem.mv:
+            self._fs.mv(source, target)
+            return
+        self._fs.cp_file(source, target)
+        self._fs.rm_file(source)
 
     def _open_new(self, path: str, folder: str) -> Any:
         """Open a file for writing; its folder is made only where the file system insists on one."""

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import filecmp
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +26,9 @@ class LocalStorage:
         self.folder = Path(folder).absolute()
         self.url = str(self.folder)
 
-    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
+    ) -> None:
         target = self._path(key)
         temporary = target.with_name(temporary_name(target.name))
         try:
@@ -49,7 +52,7 @@ class LocalStorage:
         except OSError as error:
             raise local_failure(error, "read", path) from error
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         path = self._path(key)
         try:
             with path.open("rb", buffering=0) as file:
@@ -65,11 +68,16 @@ class LocalStorage:
             return None
         except OSError as error:
             raise local_failure(error, "look up", path) from error
-        return ObjectInfo(key, status.st_size, status.st_mtime) if path.is_file() else None
+        return ObjectInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = prefix[: prefix.rfind("/") + 1]
-        return self._walk(folder, prefix)
+        for key, entry in self._walk(prefix[: prefix.rfind("/") + 1], prefix):
+            with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                status = entry.stat()
+                yield ObjectInfo(key, status.st_size, status.st_mtime)
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        return (key for key, _ in self._walk(prefix[: prefix.rfind("/") + 1], prefix))
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
@@ -105,16 +113,15 @@ class LocalStorage:
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Key and entry of each file below a folder whose key starts with prefix; only folders are read, no file."""
         for entry in _entries(self.folder / folder):
             key = folder + entry.name
             if entry.is_dir():
                 if f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/"):
                     yield from self._walk(f"{key}/", prefix)
             elif key.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
-                    status = entry.stat()
-                    yield ObjectInfo(key, status.st_size, status.st_mtime)
+                yield key, entry
 
     def _remove_empty(self, folder: Path) -> None:
         """Make deletions in a folder durable, then remove it and its parents as far as they are empty."""

@@ -37,16 +37,18 @@ class RepeatingStorage:
         self._storage = storage
         self.url, self.supports_if_absent = storage.url, storage.supports_if_absent
 
-    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
+    ) -> None:
         if isinstance(data, bytes | bytearray | memoryview):
-            repeating(lambda: self._storage.write(key, data, if_absent=if_absent))
+            repeating(lambda: self._storage.write(key, data, if_absent=if_absent, size_bytes=size_bytes))
         else:
-            self._storage.write(key, data, if_absent=if_absent)
+            self._storage.write(key, data, if_absent=if_absent, size_bytes=size_bytes)
 
     def read(self, key: str) -> bytes:
         return repeating(lambda: self._storage.read(key))
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         return repeating(lambda: self._storage.read_ranges(key, ranges))
 
     def info(self, key: str) -> ObjectInfo | None:
@@ -54,6 +56,9 @@ class RepeatingStorage:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return iter(repeating(lambda: tuple(self._storage.list(prefix))))
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        return iter(repeating(lambda: tuple(self._storage.list_keys(prefix))))
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         return iter(repeating(lambda: tuple(self._storage.list_folders(prefix))))

@@ -235,7 +235,7 @@ def test_a_damaged_large_file_is_not_uploaded_to_s3(
     tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts: the fault comes up in the middle of the client's upload."""
-    monkeypatch.setattr("threefold.storage.s3.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("threefold.storage.object_store.PART_BYTES", 5 << 20)
     monkeypatch.setattr(module, "FRAME_BYTES", 1 << 20)
     tokens = np.random.default_rng(0).integers(0, 60_000, 8 << 20)
     damaged = write_store(tmp_path / "s", [tokens], vocab_size=60_000).path

@@ -1,106 +1,68 @@
-"""S3 and what speaks its language, through obstore, set up by the standard AWS_* variables.
+"""S3 (and what speaks its language), Google Cloud Storage and Azure through obstore; `service` sets the client up.
 
-AWS_ENDPOINT_URL (http or https), AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_MAX_ATTEMPTS are read
-here and the rest (session tokens, roles, ...) by obstore. Every request has a deadline, THREEFOLD_STORAGE_TIMEOUT_S
-(default 120), and a bounded number of repeats, so a dead server is an error and never a hang. Memory of a write is
-at most MAX_PARTS_IN_FLIGHT + 2 parts of PART_BYTES; an object holds at most 10,000 parts (160 GB).
+Large objects go up in parts, several at once, each repeated on its own where its request fails; an upload that fails is
+taken back, and what a killed process left behind `abort_stale_uploads` finds. Memory of a write is at most
+MAX_PARTS_IN_FLIGHT + 2 parts; a part has PART_BYTES, or, told the size of an object of more than 140 GiB, a
+MAX_PARTS-th of that. obstore does not check what it receives: who reads must.
 """
 
 import itertools
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
+from threefold.storage.service import open_service
 
 PART_BYTES = 16 << 20
 MIN_PART_BYTES = 5 << 20  # S3 takes no smaller part but the last
-MAX_PARTS_IN_FLIGHT = 4
+MAX_PARTS = 9_000  # of the 10,000 that S3 and GCS take, in case the object is a little larger than was said
+MAX_PARTS_IN_FLIGHT = 8
 MAX_COPY_BYTES = 5 << 30  # S3 copies no larger object in one request
-DEFAULT_ATTEMPTS = 8
-DEFAULT_TIMEOUT_S = 120.0
+NUM_DELETES_AT_ONCE = 16
 RETRY_AFTER_S = 0.1
-CREDENTIALS_HINT = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL=... if it is not AWS)"
+MISSING_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # what S3 and GCS, and Azure, call it
 T = TypeVar("T")
 
 
-class S3Storage:
-    """Keys below s3://BUCKET/PREFIX."""
+class ObjectStorage:
+    """Keys below SCHEME://BUCKET/PREFIX."""
 
     supports_if_absent = True
 
     def __init__(self, url: str, *, write_memory_bytes: int | None = None) -> None:
-        try:
-            from obstore.exceptions import BaseError
-            from obstore.store import S3Store
-        except ImportError as error:
-            raise UserError(f"{url} needs the package obstore", hint='pip install "threefold[s3]"') from error
-        # by hand: keys may hold what ends the path of other URLs, "?" and "#"
-        bucket, _, path = url.partition("://")[2].rstrip("/").partition("/")
-        if not bucket:
-            raise UserError(f"{url!r} names no bucket", hint="write it like s3://bucket/run")
-        kept = [part for part in path.split("/") if part not in ("", ".", "..")]
-        if path and path != "/".join(kept):
-            raise UserError(
-                f"{url!r} has an empty part, a . or a .. in its path, which no key has here",
-                hint="/".join(["s3:/", bucket, *kept]),
-            )
+        from obstore.exceptions import BaseError
+
+        self._service = open_service(url)
+        self._store = self._service.store
         self.url = url.rstrip("/")
-        self._part_bytes, self._parts_in_flight = _parts_within(write_memory_bytes)
-        self._bucket = bucket
-        self._prefix = f"{path}/" if path else ""
-        self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if self._endpoint and not re.match(r"https?://[^/]", self._endpoint):
-            raise UserError(
-                f"AWS_ENDPOINT_URL is {self._endpoint!r}, no URL of a server",
-                hint="export AWS_ENDPOINT_URL=http://HOST:PORT, or unset it for AWS",
-            )
-        self._attempts = max(int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS)), 1)
-        timeout_s = _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S)
-        config: Any = {"region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"}
-        if self._endpoint:
-            config["endpoint"] = self._endpoint
+        self._write_memory_bytes = write_memory_bytes
+        self._prefix = f"{self._service.path}/" if self._service.path else ""
         # obstore tells a missing object as the builtin FileNotFoundError
         self._errors = (BaseError, FileNotFoundError)
-        self._store = S3Store(
-            self._bucket,
-            config=config,
-            client_options={
-                "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
-                "connect_timeout": timedelta(seconds=min(timeout_s, 5.0)),
-                "timeout": timedelta(seconds=timeout_s),
-            },
-            retry_config={
-                "max_retries": self._attempts - 1,
-                "retry_timeout": timedelta(seconds=timeout_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=10),
-                    "base": 2,
-                },
-            },
-        )
 
-    def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
+    ) -> None:
         import obstore
 
         path = self._path(key)
         if if_absent:
             self._write_if_absent(key, path, b"".join(buffers_of(data)))
             return
+        part_bytes, parts_in_flight = part_plan(size_bytes, self._write_memory_bytes)
         source = iter(buffers_of(data))
         first, num_bytes = [], 0
         for buffer in source:
             first.append(buffer)
             num_bytes += memoryview(buffer).nbytes
-            if num_bytes > self._part_bytes:
+            if num_bytes > part_bytes:
                 break
-        if num_bytes <= self._part_bytes:
+        if num_bytes <= part_bytes:
             body = b"".join(first)
             self._call("write", key, lambda: obstore.put(self._store, path, body, use_multipart=False))
             return
@@ -109,17 +71,16 @@ class S3Storage:
             "write",
             key,
             lambda: obstore.put(
-                self._store, path, parts, chunk_size=self._part_bytes, max_concurrency=self._parts_in_flight,
-                use_multipart=True,
+                self._store, path, parts, chunk_size=part_bytes, max_concurrency=parts_in_flight, use_multipart=True
             ),
-        )  # fmt: skip
+        )
 
     def read(self, key: str) -> bytes:
         import obstore
 
         return self._call("read", key, lambda: bytes(obstore.get(self._store, self._path(key)).bytes()))
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         import obstore
 
         path = self._path(key)
@@ -131,7 +92,7 @@ class S3Storage:
                 "read", key, lambda: obstore.get_ranges(self._store, path, starts=starts, ends=stops, coalesce=0)
             )
         gotten = iter(found)
-        parts = [bytes(next(gotten)) if stop > start else b"" for start, stop in ranges]
+        parts: list[Buffer] = [memoryview(next(gotten)) if stop > start else b"" for start, stop in ranges]
         for (start, stop), part in zip(ranges, parts, strict=True):
             if len(part) != stop - start:
                 raise StorageError(f"{self.url}/{key} ends at byte {start + len(part)}, wanted were {start} to {stop}")
@@ -161,6 +122,9 @@ class S3Storage:
 
         return iter(self._call("list", prefix, find))
 
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        return (item.key for item in self.list(prefix))
+
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         import obstore
 
@@ -172,13 +136,16 @@ class S3Storage:
         import obstore
 
         paths = [self._path(key) for key in keys]
-        for attempt in range(self._attempts if paths else 0):
+        for attempt in range(self._service.attempts if paths else 0):
             try:
                 obstore.delete(self._store, paths)
                 return
+            except FileNotFoundError:
+                self._delete_singly(paths)  # who tells what is missing may have passed over what is not
+                return
             except self._errors as error:
                 # obstore repeats what the server refused for now, but no deletion whose answer was lost
-                if attempt == self._attempts - 1 or "status code" in str(error):
+                if attempt == self._service.attempts - 1 or "status code" in str(error):
                     raise self._failure(error, "delete", f"{len(paths)} objects") from error
                 time.sleep(RETRY_AFTER_S * 2**attempt)
 
@@ -191,7 +158,7 @@ class S3Storage:
         if info.size_bytes > MAX_COPY_BYTES:
             starts = range(0, info.size_bytes, PART_BYTES)
             ranges = ((start, min(start + PART_BYTES, info.size_bytes)) for start in starts)
-            self.write(target, (self.read_ranges(source, [each])[0] for each in ranges))
+            self.write(target, (self.read_ranges(source, [each])[0] for each in ranges), size_bytes=info.size_bytes)
             return
         self._call("copy", source, lambda: obstore.copy(self._store, self._path(source), self._path(target)))
 
@@ -203,6 +170,19 @@ class S3Storage:
 
     def _object(self, meta: Any) -> ObjectInfo:
         return ObjectInfo(meta["path"].removeprefix(self._prefix), meta["size"], meta["last_modified"].timestamp())
+
+    def _delete_singly(self, paths: Sequence[str]) -> None:
+        import obstore
+
+        def remove(path: str) -> None:
+            try:
+                obstore.delete(self._store, path)
+            except FileNotFoundError as error:
+                if any(code in str(error) for code in MISSING_BUCKET):
+                    raise
+
+        with ThreadPoolExecutor(NUM_DELETES_AT_ONCE) as pool:
+            self._call("delete", f"{len(paths)} objects", lambda: [*pool.map(remove, paths)])
 
     def _write_if_absent(self, key: str, path: str, body: bytes) -> None:
         """A conditional PUT; where its answer was lost or a repeat met the first try, what is there decides."""
@@ -229,39 +209,42 @@ class S3Storage:
 
     def _failure(self, error: Exception, doing: str, key: str) -> StorageError:
         """What obstore said, in one sentence: its message repeats itself over twenty lines."""
-        text = str(error)
-        server = self._endpoint or "AWS"
+        service, text = self._service, str(error)
         place = f"{self.url}/{key}".rstrip("/")
         code = match[1] if (match := re.search(r"<Code>(\w+)</Code>", text)) else ""
         status = match[1] if (match := re.search(r"status code: (\d+)", text)) else ""
         reason = " ".join(filter(None, [status, code]))
-        if code == "NoSuchBucket":
-            endpoint = f" --endpoint-url {self._endpoint}" if self._endpoint else ""
-            hint = f"aws s3 mb s3://{self._bucket}{endpoint}"
-            return StorageError(f"bucket {self._bucket!r} does not exist on {server}", hint=hint)
-        if "169.254." in text:
-            return StorageError(f"cannot {doing} {place}: no S3 credentials are set", hint=CREDENTIALS_HINT)
+        if code in MISSING_BUCKET:
+            message = f"bucket {service.bucket!r} does not exist on {service.server}"
+            return StorageError(message, hint=service.make_bucket_hint)
+        if "169.254." in text or "metadata.google" in text:
+            return StorageError(f"cannot {doing} {place}: no credentials are set", hint=service.credentials_hint)
         if isinstance(error, FileNotFoundError):
             return StorageError(f"{place} does not exist")
         if status in ("401", "403") or "AccessDenied" in text:
-            key_id = os.environ.get("AWS_ACCESS_KEY_ID", "")
-            message = f"cannot {doing} {place}: {server} refused access key {key_id!r} ({reason or 'AccessDenied'})"
-            return StorageError(message, hint=CREDENTIALS_HINT)
+            refused = f"{service.server} refused {service.identity} ({reason or 'AccessDenied'})"
+            return StorageError(f"cannot {doing} {place}: {refused}", hint=service.credentials_hint)
         if status:
             kind = TemporaryFailure if status == "429" or status.startswith("5") else StorageError
-            return kind(f"cannot {doing} {place}: {server} answered {reason}")
+            return kind(f"cannot {doing} {place}: {service.server} answered {reason}")
         cause = text.split("\n", 1)[0].rpartition(" - ")[2]
-        return TemporaryFailure(
-            f"cannot {doing} {place}: no answer from {server} ({cause})", hint="check AWS_ENDPOINT_URL"
-        )
+        message = f"cannot {doing} {place}: no answer from {service.server} ({cause})"
+        return TemporaryFailure(message, hint=service.address_hint)
 
 
-def _parts_within(write_memory_bytes: int | None) -> tuple[int, int]:
-    """Size of a part and how many are in flight at once, so that they and two more being gathered fit in memory."""
-    if write_memory_bytes is None:
-        return PART_BYTES, MAX_PARTS_IN_FLIGHT
-    part_bytes = min(max(write_memory_bytes // 3, MIN_PART_BYTES), PART_BYTES)
-    return part_bytes, min(max(write_memory_bytes // part_bytes - 2, 1), MAX_PARTS_IN_FLIGHT)
+def part_plan(size_bytes: int | None, write_memory_bytes: int | None) -> tuple[int, int]:
+    """Bytes of a part and how many are in flight at once, so that these and two more being gathered fit in memory.
+
+    An object of known size gets parts so large that MAX_PARTS of them suffice, whatever memory that takes.
+    """
+    part_bytes, in_flight = PART_BYTES, MAX_PARTS_IN_FLIGHT
+    if write_memory_bytes is not None:
+        part_bytes = min(max(write_memory_bytes // 3, MIN_PART_BYTES), PART_BYTES)
+    if size_bytes is not None:
+        part_bytes = max(part_bytes, -(-size_bytes // MAX_PARTS))
+    if write_memory_bytes is not None:
+        in_flight = min(max(write_memory_bytes // part_bytes - 2, 1), MAX_PARTS_IN_FLIGHT)
+    return part_bytes, in_flight
 
 
 def _emptying(buffers: list[Buffer]) -> Iterator[Buffer]:
@@ -269,11 +252,3 @@ def _emptying(buffers: list[Buffer]) -> Iterator[Buffer]:
     buffers.reverse()
     while buffers:
         yield buffers.pop()
-
-
-def _number(variable: str, default: float) -> float:
-    text = os.environ.get(variable, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise UserError(f"{variable}={text!r} is not a number", hint=f"unset {variable}") from None

@@ -1,0 +1,296 @@
+"""StorageConformance: what every Storage promises, as pytest tests that any backend can be held to.
+
+    class TestMyStorage(StorageConformance):
+        @pytest.fixture
+        def storage(self) -> Storage:
+            return MyStorage(...)          # an empty place; what is left there is yours to remove
+
+A `pytest.register_assert_rewrite("threefold.storage.conformance")` in conftest.py shows values in failures. A backend
+that cannot have some keys, or is slow with large objects, sets the attributes below to less.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from threefold.errors import StorageError
+from threefold.storage import AlreadyExists, Storage
+
+MIB = 1 << 20
+ODD_PARTS = (
+    "with space", " edges ", "a+b", "100%", "50%25", "%2F", "query?x=1", "hash#1", "x=1&y=2", "at@sign", "tilde~",
+    "comma,semi;colon:", "it's", "(round)[square]{curly}", "dollar$", "bang!", "é-ü", "日本語", "🙂", ".hidden", "a..b",
+    "trailing.", "UPPER", "upper", "-", "0",
+)  # fmt: skip
+
+
+class StorageConformance:
+    """Subclass it with a fixture `storage` that gives an empty Storage for each test."""
+
+    large_bytes = 40 * MIB
+    num_writers = 16
+    num_listed = 1100  # more than one answer of S3 lists
+    odd_parts: tuple[str, ...] = ODD_PARTS
+
+    def test_what_was_written_is_read_back_whole(self, storage: Storage) -> None:
+        storage.write("a/b/whole", b"0123456789")
+        storage.write("view", memoryview(b"abcdef")[2:4])
+        storage.write("array", bytearray(b"xyz"))
+        assert storage.read("a/b/whole") == b"0123456789"
+        assert storage.read("view") == b"cd"
+        assert storage.read("array") == b"xyz"
+
+    def test_an_empty_object_is_an_object(self, storage: Storage) -> None:
+        storage.write("empty", b"")
+        storage.write("folder/empty", iter([]))
+        assert storage.read("empty") == b""
+        assert storage.read_ranges("empty", [(0, 0)]) == [b""]
+        info = storage.info("folder/empty")
+        assert info is not None
+        assert info.size_bytes == 0
+        assert _keys(storage) == ["empty", "folder/empty"]
+        storage.copy("empty", "copied")
+        assert storage.read("copied") == b""
+
+    def test_a_write_replaces_what_was_there(self, storage: Storage) -> None:
+        storage.write("key", b"a long first value")
+        storage.write("key", b"second")
+        assert storage.read("key") == b"second"
+        assert _keys(storage) == ["key"]
+
+    @pytest.mark.parametrize("sizes", [[], [0], [1, 0, 3], [MIB] * 3, [MIB + 1] * 20])
+    @pytest.mark.parametrize("told", [False, True])
+    def test_buffers_are_written_one_after_the_other(self, storage: Storage, sizes: list[int], told: bool) -> None:
+        parts = [bytes([65 + i % 26]) * size for i, size in enumerate(sizes)]
+        storage.write("object", (memoryview(part) for part in parts), size_bytes=sum(sizes) if told else None)
+        info = storage.info("object")
+        assert info is not None
+        assert info.size_bytes == sum(sizes)
+        assert storage.read("object") == b"".join(parts)
+
+    def test_a_large_object_of_many_parts(self, storage: Storage) -> None:
+        block = bytes(range(256)) * (MIB // 256)
+        num_blocks = self.large_bytes // MIB
+        numbered = (number.to_bytes(8, "big") + block[8:] for number in range(num_blocks))
+        storage.write("large", numbered, size_bytes=num_blocks * MIB)
+        starts = [number * MIB for number in (0, num_blocks // 2, num_blocks - 1)]
+        found = storage.read_ranges("large", [(start, start + MIB) for start in starts])
+        assert [bytes(part[:8]) for part in found] == [(start // MIB).to_bytes(8, "big") for start in starts]
+        assert all(bytes(part[8:]) == block[8:] for part in found)
+        storage.copy("large", "copied")
+        info = storage.info("copied")
+        assert info is not None
+        assert info.size_bytes == num_blocks * MIB
+
+    def test_a_write_whose_source_fails_leaves_nothing(self, storage: Storage) -> None:
+        def source() -> Iterator[bytes]:
+            yield from [b"x" * MIB] * 20
+            raise RuntimeError("the source is broken")
+
+        with pytest.raises((RuntimeError, StorageError), match="the source is broken"):
+            storage.write("folder/object", source())
+        assert storage.info("folder/object") is None
+        assert _keys(storage) == []
+
+    def test_an_object_is_seen_whole_or_not_at_all(self, storage: Storage) -> None:
+        """While a write is under way its key shows what was there before, and so it does to readers all along."""
+        first, second = b"1" * 1000, b"2" * (self.large_bytes // 2)
+        seen: list[tuple[object, ...]] = []
+
+        def source() -> Iterator[bytes]:
+            for start in range(0, len(second), 4 * MIB):
+                if start in (0, len(second) // 2 // (4 * MIB) * 4 * MIB):
+                    seen.append((storage.info("new"), storage.read("old"), _keys(storage), [*storage.list_keys()]))
+                yield second[start : start + 4 * MIB]
+
+        storage.write("old", first)
+        storage.write("new", source())
+        storage.write("old", iter([second]))
+        assert seen == [(None, first, ["old"], ["old"])] * 2
+        assert storage.read("new") == second == storage.read("old")
+
+    def test_readers_beside_a_writer_see_one_value_or_the_other(self, storage: Storage) -> None:
+        values = [bytes([number]) * 300_000 for number in range(8)]
+        storage.write("key", values[0])
+        done = threading.Event()
+
+        def read() -> set[bytes]:
+            seen = set()
+            while not done.is_set():
+                seen.add(storage.read("key"))
+            return seen
+
+        with ThreadPoolExecutor(2) as pool:
+            reading = [pool.submit(read) for _ in range(2)]
+            for value in values:
+                storage.write("key", value)
+            done.set()
+            assert all(task.result() <= set(values) for task in reading)
+
+    def test_ranges_come_in_the_order_they_were_asked_for(self, storage: Storage) -> None:
+        storage.write("object", bytes(range(200)))
+        wanted = [(10, 20), (0, 5), (199, 200), (7, 7), (10, 20), (0, 200)]
+        assert storage.read_ranges("object", wanted) == [bytes(range(*each)) for each in wanted]
+        assert storage.read_ranges("object", []) == []
+
+    @pytest.mark.parametrize("wanted", [(5, 11), (10, 11), (50, 60)])
+    def test_a_range_past_the_end_is_an_error(self, storage: Storage, wanted: tuple[int, int]) -> None:
+        storage.write("object", b"0123456789")
+        with pytest.raises(StorageError, match="object"):
+            storage.read_ranges("object", [(0, 1), wanted])
+
+    def test_missing_objects(self, storage: Storage) -> None:
+        storage.write("there/object", b"x")
+        assert storage.info("there/missing") is None
+        assert storage.info("there") is None
+        assert storage.info("there/object/below") is None
+        for read in (lambda: storage.read("there/missing"), lambda: storage.read_ranges("there/missing", [(0, 1)])):
+            with pytest.raises(StorageError, match="there/missing does not exist"):
+                read()
+        with pytest.raises(StorageError, match="missing"):
+            storage.copy("there/missing", "target")
+        storage.delete(["there/missing", "nowhere/at/all"])
+        assert _keys(storage) == ["there/object"]
+
+    def test_listing_is_by_prefix_and_sorted_by_key(self, storage: Storage) -> None:
+        names = ["a", "b/1", "b/10", "b/2", "b-/x", "b.txt", "bc/1", "c/d/e/f", "é"]
+        for name in reversed(names):
+            storage.write(name, name.encode())
+        assert _keys(storage) == sorted(names)
+        for prefix in ["", "a", "b", "b/", "b/1", "b-", "bc", "c", "c/d", "c/d/e/", "c/d/e/f", "x", "x/y", "é"]:
+            below = [name for name in sorted(names) if name.startswith(prefix)]
+            assert _keys(storage, prefix) == below, prefix
+            assert sorted(storage.list_keys(prefix)) == below, prefix
+        assert {item.key: item.size_bytes for item in storage.list()} == {name: len(name.encode()) for name in names}
+
+    def test_more_objects_than_one_answer_lists(self, storage: Storage) -> None:
+        names = [f"many/{number:04}" for number in range(self.num_listed)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda name: storage.write(name, b""), names))
+        assert _keys(storage, "many/") == names
+        storage.delete(names[1:])
+        assert _keys(storage) == names[:1]
+
+    def test_folders_are_named_without_descending(self, storage: Storage) -> None:
+        for key in ["step-2/root", "step-10/a/b/c", "step-1/x", "file"]:
+            storage.write(key, b"")
+        assert list(storage.list_folders()) == ["step-1", "step-10", "step-2"]
+        assert list(storage.list_folders("step-10")) == ["a"]
+        assert list(storage.list_folders("step-10/a/")) == ["b"]
+        assert list(storage.list_folders("step-1")) == []
+        assert list(storage.list_folders("nowhere")) == []
+
+    def test_an_empty_place_lists_nothing(self, storage: Storage) -> None:
+        assert _keys(storage) == []
+        assert _keys(storage, "some/prefix") == []
+        assert list(storage.list_keys()) == []
+        assert list(storage.list_folders()) == []
+        assert storage.info("anything") is None
+
+    def test_deleted_objects_are_gone(self, storage: Storage) -> None:
+        for key in ["a/1", "a/2", "b/c/d/e", "f"]:
+            storage.write(key, b"x")
+        storage.delete(["a/1", "missing", "b/c/d/e"])
+        assert _keys(storage) == ["a/2", "f"]
+        storage.delete([])
+        storage.write("b/c/d/e", b"again")
+        assert storage.read("b/c/d/e") == b"again"
+
+    def test_a_copy_is_independent_of_its_source(self, storage: Storage) -> None:
+        content = bytes(range(256)) * 100_000
+        storage.write("source", content)
+        storage.copy("source", "deep/target")
+        storage.write("source", b"changed")
+        assert storage.read("deep/target") == content
+        storage.copy("source", "deep/target")
+        assert storage.read("deep/target") == b"changed"
+
+    def test_times_are_seconds_since_the_epoch(self, storage: Storage) -> None:
+        storage.write("object", b"x")
+        info = storage.info("object")
+        assert info is not None
+        assert info == next(storage.list())
+        assert 1.7e9 < info.modified_s < time.time() + 24 * 3600
+
+    def test_odd_keys_are_keys_like_others(self, storage: Storage) -> None:
+        keys = [key for part in self.odd_parts for key in (part, f"below/{part}/x")]
+        for key in keys:
+            storage.write(key, key.encode())
+        assert _keys(storage) == sorted(keys)
+        assert {key: storage.read(key).decode() for key in keys} == {key: key for key in keys}
+        for key in keys:
+            info = storage.info(key)
+            assert info is not None, key
+            assert (info.key, info.size_bytes) == (key, len(key.encode()))
+            assert _keys(storage, key) == [other for other in sorted(keys) if other.startswith(key)]
+        assert list(storage.list_folders("below")) == sorted(self.odd_parts)
+        odd = f"below/{self.odd_parts[0]}/x"
+        storage.copy(odd, f"{odd} copied")
+        assert storage.read(f"{odd} copied").decode() == odd
+        storage.write(f"{odd} once", b"1", if_absent=True)
+        storage.delete([*keys, f"{odd} copied", f"{odd} once"])
+        assert _keys(storage) == []
+
+    @pytest.mark.parametrize("key", ["", "/absolute", "a//b", "../up", "a/../b", "./a", "folder/"])
+    def test_a_key_cannot_leave_the_storage(self, storage: Storage, key: str) -> None:
+        calls: list[Callable[[str], object]] = [
+            storage.read, storage.info, lambda k: storage.write(k, b""), lambda k: storage.delete([k])
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(AssertionError, match="not a storage key"):
+                call(key)
+
+    def test_if_absent_writes_once(self, storage: Storage) -> None:
+        storage.write("root", b"first", if_absent=True)
+        with pytest.raises(AlreadyExists, match="root exists already"):
+            storage.write("root", b"second", if_absent=True)
+        assert storage.read("root") == b"first"
+        storage.write("plain", b"1")
+        with pytest.raises(AlreadyExists):
+            storage.write("plain", b"2", if_absent=True)
+        assert _keys(storage) == ["plain", "root"]
+
+    def test_a_repeat_whose_first_answer_was_lost_succeeds(self, storage: Storage) -> None:
+        for value in (b"the same", b""):
+            storage.write(f"root{len(value)}", value, if_absent=True)
+            storage.write(f"root{len(value)}", value, if_absent=True)
+            storage.write(f"root{len(value)}", iter([value]), if_absent=True)
+            assert storage.read(f"root{len(value)}") == value
+
+    def test_of_many_racing_writers_exactly_one_wins(self, storage: Storage) -> None:
+        if not storage.supports_if_absent:
+            pytest.skip("this backend serves one committing writer, and says so")
+        barrier = threading.Barrier(self.num_writers)
+
+        def write(number: int) -> bytes | None:
+            value = b"writer %d" % number
+            barrier.wait()
+            try:
+                storage.write("step/root", value, if_absent=True)
+            except AlreadyExists:
+                return None
+            return value
+
+        with ThreadPoolExecutor(self.num_writers) as pool:
+            won = [value for value in pool.map(write, range(self.num_writers)) if value is not None]
+        assert won == [storage.read("step/root")]
+        assert _keys(storage) == ["step/root"]
+
+    def test_threads_may_share_it(self, storage: Storage) -> None:
+        def use(number: int) -> bool:
+            key, value = f"thread-{number}/object", b"%d" % number * 10_000
+            storage.write(key, value)
+            same = storage.read(key) == value == storage.read_ranges(key, [(0, len(value))])[0]
+            storage.delete([key])
+            return same and storage.info(key) is None
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(use, range(24)))
+        assert _keys(storage) == []
+
+
+def _keys(storage: Storage, prefix: str = "") -> list[str]:
+    return [item.key for item in storage.list(prefix)]

@@ -1,0 +1,183 @@
+"""Service: the obstore client of S3, Google Cloud Storage or Azure behind a URL, and the words for its errors.
+
+Each is set up by its own standard variables: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and
+AWS_MAX_ATTEMPTS; GOOGLE_BASE_URL and GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ENDPOINT, AZURE_STORAGE_ACCOUNT_NAME
+and AZURE_STORAGE_ACCOUNT_KEY. What is not named here (session tokens, roles, ...) obstore reads by itself.
+Every request has a deadline, THREEFOLD_STORAGE_TIMEOUT_S (default 60), and is repeated within three times that.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from threefold.errors import UserError
+from threefold.storage import OBJECT_STORES
+
+DEFAULT_ATTEMPTS = 8
+DEFAULT_TIMEOUT_S = 60.0
+REPEAT_WITHIN_TIMEOUTS = 3
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """A client for one bucket (Azure: container), with `path` the keys' common prefix in it, without a "/" at its end.
+
+    `server` is who answers, `identity` whose rights count, `address_hint` what to check where nobody answers.
+    """
+
+    store: Any
+    bucket: str
+    path: str
+    attempts: int
+    server: str
+    identity: str
+    credentials_hint: str
+    address_hint: str
+    make_bucket_hint: str
+
+
+def open_service(url: str) -> Service:
+    """The service behind a URL of one of OBJECT_STORES; nothing is contacted yet."""
+    try:
+        import obstore  # noqa: F401  # asked for here, so that its lack is told in our words
+    except ImportError as error:
+        raise UserError(f"{url} needs the package obstore", hint='pip install "threefold[s3]"') from error
+    bucket, path = split_url(url)
+    kind = OBJECT_STORES[url.partition("://")[0]]
+    return {"s3": _s3, "gcs": _gcs, "azure": _azure}[kind](bucket, path)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Bucket and path of a URL, by hand: keys may hold what ends the path of other URLs, "?" and "#"."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.rstrip("/").partition("/")
+    if not bucket:
+        raise UserError(f"{url!r} names no bucket", hint=f"write it like {scheme}://bucket/run")
+    kept = [part for part in path.split("/") if part not in ("", ".", "..")]
+    if path and path != "/".join(kept):
+        raise UserError(
+            f"{url!r} has an empty part, a . or a .. in its path, which no key has here",
+            hint="/".join([f"{scheme}:/", bucket, *kept]),
+        )
+    return bucket, path
+
+
+def request_timeout_s() -> float:
+    """The deadline of one request."""
+    return _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S)
+
+
+def s3_endpoint() -> str | None:
+    """The S3 server that the environment names, None for AWS."""
+    return _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+def s3_region() -> str:
+    """The region that the environment names."""
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+def _s3(bucket: str, path: str) -> Service:
+    from obstore.store import S3Store
+
+    endpoint = s3_endpoint()
+    attempts = max(int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS)), 1)
+    config: dict[str, Any] = {"region": s3_region()}
+    if endpoint:
+        config["endpoint"] = endpoint
+    if "AWS_UNSIGNED_PAYLOAD" not in os.environ and not (endpoint or "https:").startswith("http:"):
+        config["unsigned_payload"] = True  # TLS guards the body already, and hashing it doubles the CPU of a PUT
+    at = f" --endpoint-url {endpoint}" if endpoint else ""
+    return Service(
+        S3Store(bucket, config=config, **_client(endpoint, attempts)),  # type: ignore[arg-type]
+        bucket, path, attempts, endpoint or "AWS", f"access key {os.environ.get('AWS_ACCESS_KEY_ID', '')!r}",
+        "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL=... if it is not AWS)",
+        "check AWS_ENDPOINT_URL", f"aws s3 mb s3://{bucket}{at}",
+    )  # fmt: skip
+
+
+def _gcs(bucket: str, path: str) -> Service:
+    from obstore.store import GCSStore
+
+    endpoint = _endpoint("GOOGLE_BASE_URL")
+    config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
+    if token := os.environ.get("GOOGLE_BEARER_TOKEN"):
+        config["bearer_token"] = token
+    return Service(
+        GCSStore(bucket, config=config, **_client(endpoint, DEFAULT_ATTEMPTS)),  # type: ignore[arg-type]
+        bucket, path, DEFAULT_ATTEMPTS, endpoint or "Google Cloud Storage", "the Google account in use",
+        "export GOOGLE_APPLICATION_CREDENTIALS=KEY.json", "check GOOGLE_BASE_URL",
+        f"gcloud storage buckets create gs://{bucket}",
+    )  # fmt: skip
+
+
+def _azure(bucket: str, path: str) -> Service:
+    from obstore.exceptions import BaseError
+    from obstore.store import AzureStore
+
+    endpoint = _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    container, _, host = bucket.partition("@")  # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH
+    account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    config = {"endpoint": endpoint} if endpoint else {}
+    if account:
+        config["account_name"] = account
+    try:
+        store = AzureStore(container, config=config, **_client(endpoint, DEFAULT_ATTEMPTS))  # type: ignore[arg-type]
+    except BaseError as error:
+        raise UserError(
+            f"cannot open the container {container!r}: {str(error).partition(chr(10))[0]}",
+            hint="export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...",
+        ) from error
+    return Service(
+        store, container, path, DEFAULT_ATTEMPTS, endpoint or "Azure", f"account {account!r}",
+        "export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...", "check AZURE_STORAGE_ENDPOINT",
+        f"az storage container create --name {container}",
+    )  # fmt: skip
+
+
+def _client(endpoint: str | None, attempts: int) -> Mapping[str, Any]:
+    """Deadlines and repeats: a request may stall to its deadline twice and still be repeated."""
+    timeout_s = request_timeout_s()
+    return {
+        "client_options": {
+            "allow_http": bool(endpoint and endpoint.startswith("http://")),
+            "connect_timeout": timedelta(seconds=min(timeout_s, CONNECT_TIMEOUT_S)),
+            "timeout": timedelta(seconds=timeout_s),
+        },
+        "retry_config": {
+            "max_retries": attempts - 1,
+            "retry_timeout": timedelta(seconds=REPEAT_WITHIN_TIMEOUTS * timeout_s),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=10),
+                "base": 2,
+            },
+        },
+    }
+
+
+def _endpoint(*variables: str) -> str | None:
+    """The URL of a server that the first variable which is set names."""
+    for variable in variables:
+        endpoint = os.environ.get(variable)
+        if endpoint:
+            if not re.match(r"https?://[^/]", endpoint) or not urlsplit(endpoint).hostname:
+                raise UserError(
+                    f"{variable} is {endpoint!r}, no URL of a server",
+                    hint=f"export {variable}=http://HOST:PORT, or unset it for the vendor's own",
+                )
+            return endpoint
+    return None
+
+
+def _number(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise UserError(f"{variable}={text!r} is not a number", hint=f"unset {variable}") from None

@@ -1,0 +1,52 @@
+"""Multipart uploads that a killed process left behind: invisible to listings, and paid for until they are aborted.
+
+S3 keeps them for ever, Google Cloud Storage until a lifecycle rule removes them; Azure drops them after a week.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from threefold.errors import StorageError, UserError
+from threefold.storage import Storage
+from threefold.storage.service import request_timeout_s, s3_endpoint, s3_region, split_url
+
+SAFE_AGE_S = 24 * 3600.0  # no single upload lasts so long
+
+
+def abort_stale_uploads(storage: Storage, prefix: str = "", older_than_s: float = SAFE_AGE_S) -> list[str]:
+    """Abort the unfinished uploads of keys that start with prefix and began longer ago than that; gives their keys.
+
+    Does nothing where a storage is not on S3. StorageError where the server refuses or does not answer.
+    """
+    if not storage.url.startswith("s3://"):
+        return []
+    try:
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.session import get_session
+    except ImportError as error:
+        raise UserError("listing unfinished uploads needs botocore", hint='pip install "threefold[s3]"') from error
+    bucket, path = split_url(storage.url)
+    base = f"{path}/" if path else ""
+    timeout_s = request_timeout_s()
+    try:
+        client = get_session().create_client(
+            "s3", endpoint_url=s3_endpoint(), region_name=s3_region(),
+            config=Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries={"max_attempts": 3}),
+        )  # fmt: skip
+        stale = list(_stale(client, bucket, base + prefix, time.time() - older_than_s))
+        for key, upload in stale:
+            client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
+    except (BotoCoreError, ClientError) as error:
+        raise StorageError(f"cannot abort unfinished uploads of {storage.url}: {error}") from error
+    return [key.removeprefix(base) for key, _ in stale]
+
+
+def _stale(client: Any, bucket: str, prefix: str, began_before_s: float) -> Iterator[tuple[str, str]]:
+    """Full key and upload id of each upload to abort."""
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+        for upload in page.get("Uploads", []):
+            # not every server heeds the prefix
+            if upload["Key"].startswith(prefix) and upload["Initiated"].timestamp() <= began_before_s:
+                yield upload["Key"], upload["UploadId"]
