@@ -24,7 +24,7 @@ from ckptkit.io.blocks import Columns, checksums, write_file
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import expired, prune
-from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError, UserError
@@ -76,7 +76,7 @@ def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
     if root is not None:
         try:
             commit_root(storage, root)
-        except AlreadyExists as error:  # on no other failure: the root may be there although its answer was lost
+        except (AlreadyExists, NotCommitted) as error:  # on no other failure: the root may be there
             _clean_up(storage, order, error)
             raise
         if order.keep_last:
