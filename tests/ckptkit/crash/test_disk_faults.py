@@ -27,21 +27,9 @@ from tests.ckptkit.saves import (
 from threefold.storage import open_storage
 
 SAYS = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}
-WRITING = [
-    "mkdir",
-    "fallocate",
-    "pwrite64",
-    "ftruncate",
-    "write",
-    "fsync",
-    "close",
-    "rename",
-    "link",
-    "unlink",
-    "rmdir",
-]
-FAULTS = [(call, error) for call in WRITING for error in SAYS]
-FAULTS += [(call, "EIO") for call in ("openat", "read", "getdents64", "newfstatat")]
+FAULTS = [(c, "ENOSPC") for c in ("mkdir", "openat", "fallocate", "pwrite64", "write", "fsync", "rename", "link")]
+READING = ("read", "getdents64")
+FAULTS += [(c, "EIO") for c in ("pwrite64", "ftruncate", "write", "fsync", "rename", "link", "unlink", *READING)]
 PIPES = ("read", "write")  # they may fail towards the trainer too
 FAST = [("pwrite64", "ENOSPC"), ("rename", "ENOSPC"), ("link", "EIO")]
 
