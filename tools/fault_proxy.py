@@ -3,7 +3,8 @@
     python tools/fault_proxy.py LISTEN_PORT TARGET_PORT reset --method PUT --times 2
 
 Each connection carries one request (the proxy asks the server to close it), so counting requests is exact. The request
-always reaches the server whole, except with 503: what breaks is the answer, as when an acknowledgement is lost.
+reaches the server whole and what breaks is the answer, as when an acknowledgement is lost; except with 409, 412 and
+503, where it does not reach the server, and with drop, where it breaks off on its way.
 """
 
 import argparse
@@ -22,24 +23,32 @@ from threefold.cli import Parser, run
 
 KINDS = {
     "none": "pass everything on",
+    "409": "answer 409 ConditionalRequestConflict in the server's place",
+    "412": "answer 412 PreconditionFailed in the server's place",
     "503": "answer 503 SlowDown in the server's place",
+    "drop": "reset the connection after AFTER_BYTES of the request's body were passed on",
     "reset": "reset the connection after AFTER_BYTES of the answer's body",
     "cut": "close the connection after AFTER_BYTES of the answer's body",
     "stall": "stop answering after AFTER_BYTES of the answer's body and keep the connection open",
     "flip": "flip one bit of the answer's body, AFTER_BYTES into it",
     "delay": "hold the answer back for DELAY_S seconds",
 }
-SLOW_DOWN = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>injected</Message></Error>'
+STATUS = {"409": "Conflict", "412": "Precondition Failed", "503": "Slow Down"}
+CODE = {"409": "ConditionalRequestConflict", "412": "PreconditionFailed", "503": "SlowDown"}
 CHUNK_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong, with which requests: after `skip` matching ones the next `times` (None: all that follow)."""
+    """What goes wrong, with which requests: after `skip` matching ones the next `times` (None: all that follow).
+
+    A request matches by its method and by a part of its target (path and query), where these are given.
+    """
 
     kind: str = "none"
     method: str | None = None
+    target: str | None = None
     skip: int = 0
     times: int | None = None
     after_bytes: int = 0
@@ -96,7 +105,9 @@ class FaultProxy:
         fault = self.fault
         if fault is not self._counted:
             self._counted, self._num_matching = fault, 0
-        if fault.kind == "none" or (fault.method and not head.startswith(fault.method.encode() + b" ")):
+        method, target = head.split(b" ", 2)[:2]
+        matches = method.decode() == (fault.method or method.decode()) and (fault.target or "") in target.decode()
+        if fault.kind == "none" or not matches:
             return Fault()
         index = self._num_matching - fault.skip
         self._num_matching += 1
@@ -108,16 +119,20 @@ class FaultProxy:
     async def _answer(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
     ) -> None:
-        if fault.kind == "503":
+        if fault.kind in STATUS:
             self.bytes_in += await _discard(reader, _content_length(head))
-            status = b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-            writer.write(status + b"Content-Length: %d\r\n\r\n" % len(SLOW_DOWN) + SLOW_DOWN)
+            writer.write(_refusal(fault.kind))
             await writer.drain()
             return
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self.target_port, limit=MAX_HEAD_BYTES)
         try:
             line, rest = head.split(b"\r\n", 1)
             to_server.write(line + b"\r\nConnection: close\r\n" + rest)
+            if fault.kind == "drop":
+                to_server.write(await reader.readexactly(fault.after_bytes))
+                await to_server.drain()
+                _reset(writer)
+                return
             forward = asyncio.create_task(self._pump(reader, to_server))
             try:
                 answer_head = await from_server.readuntil(b"\r\n\r\n")
@@ -150,9 +165,7 @@ async def _send_back(head: bytes, reader: asyncio.StreamReader, writer: asyncio.
             if fault.kind == "stall":
                 await asyncio.Event().wait()
             if fault.kind == "reset":
-                sock: socket.socket = writer.get_extra_info("socket")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                writer.transport.abort()
+                _reset(writer)
             return
         data = await reader.read(min(CHUNK_BYTES, fault.after_bytes - position) if breaks else CHUNK_BYTES)
         if not data:
@@ -163,6 +176,18 @@ async def _send_back(head: bytes, reader: asyncio.StreamReader, writer: asyncio.
         position += len(data)
         writer.write(data)
         await writer.drain()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def _refusal(status: str) -> bytes:
+    body = f'<?xml version="1.0"?><Error><Code>{CODE[status]}</Code><Message>injected</Message></Error>'
+    head = f"HTTP/1.1 {status} {STATUS[status]}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
 async def _discard(reader: asyncio.StreamReader, num_bytes: int) -> int:
@@ -180,8 +205,9 @@ def _content_length(head: bytes) -> int:
 
 def _proxy(arguments: argparse.Namespace) -> None:
     fault = Fault(
-        arguments.fault, arguments.method, arguments.skip, arguments.times, arguments.after_bytes, arguments.delay_s
-    )
+        arguments.fault, arguments.method, arguments.target, arguments.skip, arguments.times, arguments.after_bytes,
+        arguments.delay_s,
+    )  # fmt: skip
     with FaultProxy(arguments.target_port, fault, arguments.listen_port) as proxy:
         print(f"http://127.0.0.1:{proxy.port}", flush=True)
         proxy.wait()
@@ -195,9 +221,10 @@ def build_parser() -> Parser:
     parser.add_argument("target_port", type=int, help="port of the server on 127.0.0.1")
     parser.add_argument("fault", choices=KINDS, help="what goes wrong")
     parser.add_argument("--method", help="only requests of this HTTP method, such as PUT")
+    parser.add_argument("--target", help="only requests with this in their path or query, such as root.json")
     parser.add_argument("--skip", type=int, default=0, help="let so many matching requests pass first")
     parser.add_argument("--times", type=int, help="then spoil so many; all that follow if left out")
-    parser.add_argument("--after-bytes", type=int, default=0, help="bytes of the answer's body to pass first")
+    parser.add_argument("--after-bytes", type=int, default=0, help="bytes of the body to pass first")
     parser.add_argument("--delay-s", type=float, default=5.0, help="seconds that delay holds an answer back")
     parser.set_defaults(handler=_proxy)
     return parser

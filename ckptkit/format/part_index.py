@@ -75,12 +75,12 @@ class PartIndex:
         _, version, num_dims, num_tensors, num_chunks, data_offset, size_bytes, names_bytes, granules = (
             _HEADER.unpack_from(data)
         )
+        if struct.unpack_from("<Q", data, len(data) - 8)[0] != xxh3_64(memoryview(data)[:-8]):
+            raise CheckFailed(f"{where} is damaged: its checksum differs")
         if version != VERSION:
             raise UserError(
                 f"{where} has format version {version}, this program reads {VERSION}", hint="pip install -U threefold"
             )
-        if struct.unpack_from("<Q", data, len(data) - 8)[0] != xxh3_64(memoryview(data)[:-8]):
-            raise CheckFailed(f"{where} is damaged: its checksum differs")
         if num_dims > MAX_DIMS or size_bytes > MAX_DATA_BYTES or not data_offset <= size_bytes:
             raise CheckFailed(f"{where}: {num_dims} dims, a file of {size_bytes} bytes with data from {data_offset}")
         if granules != num_granules(size_bytes):

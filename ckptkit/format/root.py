@@ -108,14 +108,14 @@ class Root:
             raise CheckFailed(f"{where} is not a checkpoint's root: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise CheckFailed(f"{where} is not a checkpoint's root")
+        tail = _CHECKSUM.search(data, max(len(data) - 64, 0))
+        if tail is None or tail.end() != len(data) or int(tail[1], 16) != xxh3_64(data[: tail.start()]):
+            raise CheckFailed(f"{where} is damaged: its checksum differs")
         if document.get("version") != VERSION:
             raise UserError(
                 f"{where} has format version {document.get('version')!r}, this program reads {VERSION}",
                 hint="pip install -U threefold",
             )
-        tail = _CHECKSUM.search(data, max(len(data) - 64, 0))
-        if tail is None or tail.end() != len(data) or int(tail[1], 16) != xxh3_64(data[: tail.start()]):
-            raise CheckFailed(f"{where} is damaged: its checksum differs")
         try:
             root = cls(
                 step=_whole(document["step"], 10**15),

@@ -59,8 +59,9 @@ class CheckpointReader:
 
     def read_index(self, part: Part) -> PartIndex:
         """One part index, verified against the root."""
-        where = f"{self.url}/{part.index}"
-        data = bytes(self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0])
+        where, key = f"{self.url}/{part.index}", f"{self.folder}/{part.index}"
+        with self._told_as_damage(key, part.index_bytes):
+            data = bytes(self.storage.read_ranges(key, [(0, part.index_bytes)])[0])
         if xxh3_64(data) != part.index_xxh3:
             raise CheckFailed(f"{where} is damaged: its checksum is not the one in {ROOT_KEY}")
         index = PartIndex.from_bytes(data, where)
@@ -115,7 +116,9 @@ class CheckpointReader:
         else:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._drop_oldest()
-            self._open[number] = self.open_part(number, self.indexes[number].checksums)
+            part = self.root.parts[number]
+            with self._told_as_damage(f"{self.folder}/{part.data}", part.data_bytes):
+                self._open[number] = self.open_part(number, self.indexes[number].checksums)
         return self._open[number]
 
     def _drop_oldest(self) -> None:
@@ -124,14 +127,27 @@ class CheckpointReader:
         source.close()
 
     def _read_part(self, number: int, source: BlockReader | RemoteReader, rows: Columns, num_threads: int) -> None:
-        name = f"{self.url}/{self.root.parts[number].data}"
+        part = self.root.parts[number]
+        name = f"{self.url}/{part.data}"
         try:
-            with _as_storage_error(name):
+            with self._told_as_damage(f"{self.folder}/{part.data}", part.data_bytes), _as_storage_error(name):
                 source.read(rows, num_threads=num_threads)
         except DamagedGranule as damage:
             start = damage.granule * GRANULE_BYTES
             tensors = self.indexes[number].tensors_between(start, start + GRANULE_BYTES)
             raise DamagedGranule(name, damage.granule, tensors) from None
+
+    @contextmanager
+    def _told_as_damage(self, key: str, size_bytes: int) -> Iterator[None]:
+        """Tell a failure to read a file that is gone or of another size as damage: no later try will mend that."""
+        try:
+            yield
+        except StorageError as failure:
+            found = self.storage.info(key)
+            if found is not None and found.size_bytes == size_bytes:
+                raise
+            held = "is missing" if found is None else f"has {found.size_bytes} bytes"
+            raise CheckFailed(f"{self.storage.url}/{key} {held}, it should have {size_bytes}") from failure
 
 
 def read_root(storage: Storage, step: int) -> Root:

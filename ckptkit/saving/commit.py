@@ -4,6 +4,7 @@ A writer puts the index of its first file after all else it wrote, so that one n
 writer that fails puts a `.failed` object in its place, so that nobody waits for it in vain.
 """
 
+import errno
 import re
 import time
 from collections import defaultdict
@@ -24,6 +25,10 @@ NUM_READS_AT_ONCE = 8
 MAX_NAMED = 16
 _INDEX = re.compile(r"part-([0-9]+)(\.[0-9]+)?\.index")
 _FAILED = re.compile(r"part-([0-9]+)\.failed")
+
+
+class NotCommitted(StorageError):
+    """The root is surely not there and will not come: nothing needs the files of this attempt."""
 
 
 def failed_key(attempt: str, writer: int) -> str:
@@ -78,11 +83,22 @@ def check_complete(step: int, tensors: Sequence[TensorInfo], indexes: Iterable[P
 
 
 def commit_root(storage: Storage, root: Root) -> None:
-    """Put the root, once and for all; AlreadyExists where another attempt committed the step first."""
+    """Put the root, once and for all.
+
+    AlreadyExists where another attempt committed the step first, NotCommitted where a full disk refused it; after any
+    other failure the root may be there although its answer was lost.
+    """
+    key = f"{step_folder(root.step)}/{ROOT_KEY}"
     try:
-        storage.write(f"{step_folder(root.step)}/{ROOT_KEY}", root.to_bytes(), if_absent=True)
+        storage.write(key, root.to_bytes(), if_absent=True)
     except AlreadyExists as error:
         raise AlreadyExists(f"step {root.step} of {storage.url} was committed by another attempt first") from error
+    except StorageError as error:
+        cause = error.__cause__
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full and storage.info(key) is None:  # it may be there: its folder is synced after it was linked
+            raise NotCommitted(error.message, hint=error.hint) from error
+        raise
 
 
 def _refuse_failed(storage: Storage, folder: str, listed: Mapping[str, ObjectInfo]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
-from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Storage
@@ -80,7 +80,7 @@ def write_step(
     if root is not None:
         try:
             commit_root(target.storage, root)
-        except AlreadyExists as error:  # on no other failure: the root may be there although its answer was lost
+        except (AlreadyExists, NotCommitted) as error:  # on no other failure: the root may be there
             _clean_up(target, len(parts), error)
             raise
     return root

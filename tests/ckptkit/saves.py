@@ -1,21 +1,28 @@
-"""Shared by the tests of saving and restoring: pieces of a small model on any layout, and ranks in processes."""
+"""Shared by the tests of saving and restoring: pieces of a small model on any layout, ranks in processes, faults."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import pytest
 
 from ckptkit.chunk import Piece
+from ckptkit.format.root import ROOT_KEY
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
+from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
 from ckptkit.tensor import TensorInfo
 from tests.ckptkit.model_tables import NUMPY, gpt_tensors, values
+from threefold.errors import CheckFailed
+from threefold.storage import open_storage
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_LAYERS = 3
@@ -77,6 +84,27 @@ def assert_holds(url: str | Path, step: int, tensors: list[TensorInfo], scale: i
     assert_restored(pieces, pieces_of(tensors, ONE, 0, arrays))
 
 
+def newest_good(url: str | Path, tensors: list[TensorInfo]) -> int:
+    """The step that a restart gets: the newest committed one that is not damaged; it must hold step times the values.
+
+    Wrong values fail the test: damage has to be found, not restored.
+    """
+    for step in reversed(committed_steps(open_storage(url))):
+        try:
+            assert_holds(url, step, tensors, scale=step)
+        except CheckFailed:
+            continue
+        return step
+    raise AssertionError(f"{url} holds no sound step")
+
+
+def remove_remains(run: Path) -> None:
+    """Delete what failed saves left in a run, the folders of steps that are not committed."""
+    for folder in run.iterdir():
+        if not (folder / ROOT_KEY).exists():
+            shutil.rmtree(folder)
+
+
 def start_rank(url: str, *arguments: object, under: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start `tests.ckptkit.rank_program`, a trainer of one rank, in a process of its own; `under` is put before it."""
     command = [*under, sys.executable, "-m", "tests.ckptkit.rank_program", url, *map(str, arguments)]
@@ -102,6 +130,36 @@ def is_running(pid: int) -> bool:
 def strace(*inject: str) -> list[str]:
     """The command that runs another under strace with faults injected into its system calls."""
     return ["strace", "-f", "-qq", "-o", os.devnull, *(word for each in inject for word in ("-e", f"inject={each}"))]
+
+
+class Injection:
+    """Faults in the system calls of a running process, such as `fsync:error=EIO:when=2`, while in the `with`.
+
+    Calls are counted from its begin, those of each thread apart. Afterwards `is_met` tells whether any fault came.
+    """
+
+    def __init__(self, pid: int, inject: str) -> None:
+        if shutil.which("strace") is None:
+            pytest.skip("strace is not installed")
+        self.is_met = False
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115  # closed with the process
+        trace = f"trace={inject.partition(':')[0]}"
+        command = ["strace", "-f", "-o", self._log.name, "-e", trace, "-e", f"inject={inject}", "-p", str(pid)]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        said = self._process.stderr.readline()
+        if "attached" not in said:
+            self.__exit__()
+            pytest.skip(f"strace cannot attach to processes here: {said}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate(timeout=30)
+        log = self._log.read()
+        self.is_met = b"(INJECTED)" in log or b"+++ killed by SIGKILL +++" in log
+        self._log.close()
 
 
 SMALL = gpt_tensors()

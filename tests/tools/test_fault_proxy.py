@@ -15,13 +15,14 @@ from tools.fault_proxy import Fault, FaultProxy
 
 ROOT = Path(__file__).parent.parent.parent
 BODY = bytes(range(256)) * 1000
+received: list[int] = []  # bytes of the bodies that reached the server
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        received.append(len(self.rfile.read(int(self.headers["Content-Length"]))))
         self.do_GET()
 
     def do_GET(self) -> None:
@@ -49,10 +50,10 @@ def proxy(server_port: int) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def ask(port: int, method: str = "GET", timeout_s: float = 20.0) -> tuple[int, bytes]:
+def ask(port: int, method: str = "GET", timeout_s: float = 20.0, target: str = "/") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
-        connection.request(method, "/", body=b"x" * 300_000 if method == "PUT" else None)
+        connection.request(method, target, body=b"x" * 300_000 if method == "PUT" else None)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -65,11 +66,36 @@ def test_without_a_fault_all_passes(proxy: FaultProxy) -> None:
     assert proxy.num_faults == 0
 
 
-def test_503(proxy: FaultProxy) -> None:
-    proxy.fault = Fault("503")
+@pytest.mark.parametrize(
+    ("kind", "code"), [("409", b"ConditionalRequestConflict"), ("412", b"PreconditionFailed"), ("503", b"SlowDown")]
+)
+def test_refusals_never_reach_the_server(proxy: FaultProxy, kind: str, code: bytes) -> None:
+    received.clear()
+    proxy.fault = Fault(kind)
     status, body = ask(proxy.port, "PUT")
-    assert status == 503
-    assert b"SlowDown" in body
+    assert status == int(kind)
+    assert code in body
+    assert received == []
+
+
+@pytest.mark.parametrize("after_bytes", [0, 100_000])
+def test_a_dropped_request_reaches_the_server_in_part(proxy: FaultProxy, after_bytes: int) -> None:
+    received.clear()
+    proxy.fault = Fault("drop", after_bytes=after_bytes)
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        ask(proxy.port, "PUT")
+    deadline = time.monotonic() + 10
+    while not received and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert received == [after_bytes]
+
+
+def test_only_requests_to_the_target_are_broken(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("503", target="root")
+    asked = [("GET", "/run/part"), ("GET", "/run/root.json"), ("PUT", "/run/part?like=root"), ("PUT", "/run/part")]
+    assert [ask(proxy.port, method, target=target)[0] for method, target in asked] == [200, 503, 503, 200]
+    proxy.fault = Fault("503", method="PUT", target="root")
+    assert [ask(proxy.port, method, target=target)[0] for method, target in asked] == [200, 200, 503, 200]
 
 
 @pytest.mark.parametrize(("kind", "error"), [("reset", ConnectionResetError), ("cut", http.client.IncompleteRead)])
