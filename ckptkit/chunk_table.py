@@ -18,16 +18,47 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkTable:
-    """Columns of N chunks over T tensors with at most D dims.
-
-    names[T], dtypes[T], ndims[T]; tensor[N] indexes them; offset[N, D] and shape[N, D] are boxes; start[N] and stop[N]
-    are ranges of row-major positions in the boxes.
-    """
+class TensorColumns:
+    """Name, dtype and number of dims of T tensors; many tables share one object, and what is derived from it."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     ndims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, infos: Sequence[TensorInfo]) -> "TensorColumns":
+        """The columns of a tensor table, in its order."""
+        return cls(
+            tuple(info.name for info in infos),
+            tuple(info.dtype for info in infos),
+            tuple(len(info.shape) for info in infos),
+        )
+
+    @cached_property
+    def itemsize(self) -> Ints:
+        """Bytes an element of each tensor."""
+        return np.array([ITEMSIZE[dtype] for dtype in self.dtypes], np.int64)
+
+    @cached_property
+    def num_dims(self) -> Ints:
+        """`ndims` as an array."""
+        return np.array(self.ndims, np.int64)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The place of each name."""
+        return {name: number for number, name in enumerate(self.names)}
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """Columns of N chunks over T tensors with at most D dims.
+
+    tensor[N] indexes the tensors; offset[N, D] and shape[N, D] are boxes; start[N] and stop[N] are ranges of row-major
+    positions in the boxes.
+    """
+
+    tensors: TensorColumns
     tensor: Ints
     offset: Ints
     shape: Ints
@@ -40,9 +71,8 @@ class ChunkTable:
     @classmethod
     def of(cls, chunks: Sequence[tuple[TensorInfo, Box, int, int]]) -> "ChunkTable":
         """The table of (tensor, box, start, stop); rows keep their order."""
-        infos = {info.name: info for info, *_ in chunks}
-        index = {name: i for i, name in enumerate(infos)}
-        num_dims = max((len(info.shape) for info in infos.values()), default=0)
+        tensors = TensorColumns.of(list({info.name: info for info, *_ in chunks}.values()))
+        num_dims = max(tensors.ndims, default=0)
         offset = np.zeros((len(chunks), num_dims), np.int64)
         shape = np.ones((len(chunks), num_dims), np.int64)
         for row, (info, box, _, _) in enumerate(chunks):
@@ -50,10 +80,8 @@ class ChunkTable:
                 offset[row, -len(info.shape) :] = box.offset
                 shape[row, -len(info.shape) :] = box.shape
         return cls(
-            tuple(infos),
-            tuple(info.dtype for info in infos.values()),
-            tuple(len(info.shape) for info in infos.values()),
-            np.array([index[info.name] for info, *_ in chunks], np.int64),
+            tensors,
+            np.array([tensors.numbers[info.name] for info, *_ in chunks], np.int64),
             offset,
             shape,
             np.array([start for _, _, start, _ in chunks], np.int64),
@@ -76,10 +104,20 @@ class ChunkTable:
             raise UserError("pieces do not fit the checkpoint's tensor table:\n  " + "\n  ".join(faults))
         return cls.of(chunks)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names."""
+        return self.tensors.names
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The tensors' dtypes."""
+        return self.tensors.dtypes
+
     @cached_property
     def itemsize(self) -> Ints:
         """Bytes an element of each chunk."""
-        return np.array([ITEMSIZE[dtype] for dtype in self.dtypes], np.int64)[self.tensor]
+        return self.tensors.itemsize[self.tensor]
 
     @cached_property
     def size_bytes(self) -> Ints:
@@ -89,41 +127,60 @@ class ChunkTable:
     def take(self, rows: npt.NDArray[np.integer] | slice) -> "ChunkTable":
         """Some rows, in the given order, over the same tensors."""
         return ChunkTable(
-            self.names, self.dtypes, self.ndims,
-            self.tensor[rows], self.offset[rows], self.shape[rows], self.start[rows], self.stop[rows],
-        )  # fmt: skip
+            self.tensors, self.tensor[rows], self.offset[rows], self.shape[rows], self.start[rows], self.stop[rows]
+        )
 
     def box(self, row: int) -> Box:
         """The box of one chunk, without the padding dims."""
-        skip = self.offset.shape[1] - self.ndims[self.tensor[row]]
+        skip = self.offset.shape[1] - self.tensors.ndims[self.tensor[row]]
         return Box(tuple(self.offset[row, skip:].tolist()), tuple(self.shape[row, skip:].tolist()))
 
-    def with_tensors(self, infos: Sequence[TensorInfo]) -> "ChunkTable":
-        """The same chunks numbered by a common tensor table, of which every name here must be a part."""
-        index = {info.name: i for i, info in enumerate(infos)}
-        numbers = np.array([index[name] for name in self.names], np.int64)
-        return ChunkTable(
-            tuple(index), tuple(info.dtype for info in infos), tuple(len(info.shape) for info in infos),
-            numbers[self.tensor], self.offset, self.shape, self.start, self.stop,
-        )  # fmt: skip
+    def bounds(self) -> tuple[Ints, Ints]:
+        """The smallest box around each chunk's range in its tensor: the first index and the one past the last, [N, D].
+
+        Chunks without elements have no such box: theirs means nothing.
+        """
+        strides = row_major_strides(self.shape)
+        low, high = np.empty_like(self.offset), np.empty_like(self.offset)
+        first, last = self.start, self.stop - 1
+        together = np.ones(len(self), bool)  # whether the range has one index only in all dims so far
+        for dim in range(self.offset.shape[1]):
+            (first_index, first), (last_index, last) = np.divmod(first, strides[:, dim]), np.divmod(last, strides[:, dim])
+            low[:, dim] = np.where(together, first_index, 0)
+            high[:, dim] = np.where(together, last_index + 1, self.shape[:, dim])
+            together &= first_index == last_index
+        return self.offset + low, self.offset + high
+
+    def renumbered(self, tensors: TensorColumns, numbers: Ints) -> "ChunkTable":
+        """The same chunks over other tensors; numbers[t] is the place there of this table's tensor t."""
+        return ChunkTable(tensors, numbers[self.tensor], self.offset, self.shape, self.start, self.stop)
 
     @staticmethod
     def concatenate(tables: Sequence["ChunkTable"]) -> "ChunkTable":
         """All rows of tables over the same tensors, in order."""
         assert tables, "at least one table"
         first, num_dims = tables[0], max(table.offset.shape[1] for table in tables)
-        assert all(table.names == first.names for table in tables), "tables over the same tensors"
+        assert all(table.tensors is first.tensors for table in tables), "tables over the same tensors"
         return ChunkTable(
-            first.names, first.dtypes, first.ndims,
+            first.tensors,
             np.concatenate([table.tensor for table in tables]),
-            np.concatenate([_left_padded(table.offset, num_dims, 0) for table in tables]),
-            np.concatenate([_left_padded(table.shape, num_dims, 1) for table in tables]),
+            np.concatenate([left_padded(table.offset, num_dims, 0) for table in tables]),
+            np.concatenate([left_padded(table.shape, num_dims, 1) for table in tables]),
             np.concatenate([table.start for table in tables]),
             np.concatenate([table.stop for table in tables]),
         )  # fmt: skip
 
 
-def _left_padded(columns: Ints, num_dims: int, value: int) -> Ints:
+def row_major_strides(shape: Ints) -> Ints:
+    """How far apart, in row-major positions, neighbours along each dim of boxes of shape[N, D] stand; at least 1."""
+    strides = np.ones_like(shape)
+    if shape.shape[1]:
+        strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return np.maximum(strides, 1)
+
+
+def left_padded(columns: Ints, num_dims: int, value: int) -> Ints:
+    """Boxes' offsets (value 0) or shapes (value 1) with more dims in front."""
     missing = num_dims - columns.shape[1]
     return np.pad(columns, ((0, 0), (missing, 0)), constant_values=value) if missing else columns
 

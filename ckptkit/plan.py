@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.chunk import Piece
-from ckptkit.chunk_table import ChunkTable, Ints
+from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns, left_padded, row_major_strides
 from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.tensor import TensorInfo, storage_order
@@ -32,28 +32,99 @@ class SavePlan:
 
 
 @dataclass(frozen=True, eq=False)
+class Bounds:
+    """The smallest box around all that is wanted of each tensor of a table: [low, high) in each dim, [T, D] each.
+
+    It tells at once of most stored chunks that none of their elements are wanted.
+    """
+
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, wanted: ChunkTable, tensors: TensorColumns) -> "Bounds":
+        """The bounds of wanted chunks, whose names must be among the table's; of no tensor that is not wanted."""
+        num_dims = max(tensors.ndims, default=0)
+        low = np.full((len(tensors.names), num_dims), np.iinfo(np.int64).max)
+        high = np.full_like(low, -1)
+        rows = wanted.take(np.flatnonzero(wanted.start < wanted.stop))
+        rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors))
+        first, last = rows.bounds()
+        np.minimum.at(low, rows.tensor, left_padded(first, num_dims, 0))
+        np.maximum.at(high, rows.tensor, left_padded(last, num_dims, 1))
+        return cls(low, high)
+
+    def rows(self, chunks: ChunkTable) -> Ints:
+        """The rows of chunks over the same tensors that may hold wanted elements."""
+        is_wanted = (self.low < self.high).all(axis=1)
+        rows = np.flatnonzero(is_wanted[chunks.tensor] & (chunks.start < chunks.stop))
+        low, high = (left_padded(side, self.low.shape[1], value) for value, side in enumerate(chunks.take(rows).bounds()))
+        tensor = chunks.tensor[rows]
+        return rows[((low < self.high[tensor]) & (high > self.low[tensor])).all(axis=1)]
+
+
+@dataclass(frozen=True, eq=False)
 class StoredChunks:
-    """The chunks of all parts of a checkpoint, sorted by tensor: the part and the file offset of each."""
+    """Chunks of the parts of a checkpoint over its tensor table: the part and the file offset of each."""
 
     chunks: ChunkTable
     part: Ints
     offset: Ints
 
     @classmethod
-    def of(cls, indexes: Sequence[PartIndex], tensors: Sequence[TensorInfo]) -> "StoredChunks":
-        """Join part indexes over a checkpoint's tensor table; CheckFailed where one names a tensor not in it."""
-        infos = {info.name: info for info in tensors}
-        for index in indexes:
-            for name, dtype, ndim in zip(index.chunks.names, index.chunks.dtypes, index.chunks.ndims, strict=True):
-                info = infos.get(name)
-                if info is None or info.dtype != dtype or len(info.shape) != ndim:
-                    raise CheckFailed(f"a part index holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
-        joined = ChunkTable.concatenate([ChunkTable.of([]).with_tensors(tensors)] + [
-            index.chunks.with_tensors(tensors) for index in indexes])  # fmt: skip
-        part = np.repeat(np.arange(len(indexes)), [len(index.chunks) for index in indexes])
-        offset = np.concatenate([np.empty(0, np.int64), *(index.offsets for index in indexes)])
-        order = np.argsort(joined.tensor, kind="stable")
-        return cls(joined.take(order), part[order], offset[order])
+    def of(
+        cls, indexes: Sequence[PartIndex], tensors: Sequence[TensorInfo], bounds: Bounds | None = None
+    ) -> "StoredChunks":
+        """The chunks of all parts, or of those only that lie within bounds, sorted by tensor.
+
+        CheckFailed where a part names a tensor that is not in the table.
+        """
+        join = PartJoin(tensors, bounds)
+        return join.joined([join.of(number, index) for number, index in enumerate(indexes)])
+
+
+class PartJoin:
+    """Joins part indexes one by one over a checkpoint's tensor table, without ever holding what lies out of bounds.
+
+    `of` may be called from several threads.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo], bounds: Bounds | None = None) -> None:
+        self.tensors = TensorColumns.of(tensors)
+        self._bounds = bounds
+        self._numbers: dict[TensorColumns, Ints] = {}  # by identity: indexes of equal names share their columns
+
+    def of(self, part: int, index: PartIndex) -> StoredChunks:
+        """The chunks of one part, in file order."""
+        numbers = self._numbers.get(index.chunks.tensors)
+        if numbers is None:
+            numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors)
+        chunks, offsets = index.chunks.renumbered(self.tensors, numbers), index.offsets
+        if self._bounds is not None:
+            rows = self._bounds.rows(chunks)
+            chunks, offsets = chunks.take(rows), offsets[rows]
+        return StoredChunks(chunks, np.full(len(chunks), part), offsets)
+
+    def joined(self, parts: Sequence[StoredChunks]) -> StoredChunks:
+        """The chunks of several parts, sorted by tensor, then in the order of the parts."""
+        none = np.empty(0, np.int64)
+        empty = ChunkTable(self.tensors, none, none.reshape(0, 0), none.reshape(0, 0), none, none)
+        chunks = ChunkTable.concatenate([empty, *(part.chunks for part in parts)])
+        order = np.argsort(chunks.tensor, kind="stable")
+        part = np.concatenate([none, *(part.part for part in parts)])
+        offset = np.concatenate([none, *(part.offset for part in parts)])
+        return StoredChunks(chunks.take(order), part[order], offset[order])
+
+
+def _numbers(columns: TensorColumns, table: TensorColumns) -> Ints:
+    """The place in a table of each tensor of other columns; CheckFailed where it is not there as it should be."""
+    numbers = []
+    for name, dtype, ndim in zip(columns.names, columns.dtypes, columns.ndims, strict=True):
+        number = table.numbers.get(name, -1)
+        if number < 0 or table.dtypes[number] != dtype or table.ndims[number] != ndim:
+            raise CheckFailed(f"a part index holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
+        numbers.append(number)
+    return np.array(numbers, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +172,8 @@ def plan_load(wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
 
     The names of `wanted` must be among the stored ones.
     """
-    number = {name: i for i, name in enumerate(stored.chunks.names)}
-    tensor = np.array([number[name] for name in wanted.names], np.int64)[wanted.tensor]
+    numbers = stored.chunks.tensors.numbers
+    tensor = np.array([numbers[name] for name in wanted.names], np.int64)[wanted.tensor]
     first = np.searchsorted(stored.chunks.tensor, tensor, "left")
     counts = np.searchsorted(stored.chunks.tensor, tensor, "right") - first
     pair_wanted = np.repeat(np.arange(len(wanted)), counts)
@@ -182,12 +253,10 @@ class _Boxes:
     """The boxes and ranges of chunks over a common number of dims, with the boxes' row-major strides."""
 
     def __init__(self, chunks: ChunkTable, num_dims: int) -> None:
-        missing = ((0, 0), (num_dims - chunks.offset.shape[1], 0))
-        self.offset = np.pad(chunks.offset, missing)
-        self.shape = np.pad(chunks.shape, missing, constant_values=1)
+        self.offset = left_padded(chunks.offset, num_dims, 0)
+        self.shape = left_padded(chunks.shape, num_dims, 1)
         self.start, self.stop = chunks.start, chunks.stop
-        self.strides = np.ones_like(self.shape)
-        self.strides[:, :-1] = np.cumprod(self.shape[:, :0:-1], axis=1)[:, ::-1]
+        self.strides = row_major_strides(self.shape)
 
     def take(self, rows: Ints) -> "_Boxes":
         taken = object.__new__(_Boxes)

@@ -13,17 +13,18 @@ from typing import Self
 
 import numpy as np
 
-from ckptkit.chunk_table import ChunkTable
+from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
-from ckptkit.plan import LoadPlan, StoredChunks, plan_load
+from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.local import local_failure
 
 MAX_OPEN_FILES = 128  # each keeps a granule
+MIN_INDEX_THREADS = 8
 
 
 class CheckpointReader:
@@ -38,19 +39,19 @@ class CheckpointReader:
         self.url = f"{storage.url}/{self.folder}"
         self.num_threads = num_threads
         self.root = read_root(storage, step)
+        self._known: dict[bytes, TensorColumns] = {}
+        self._checksums: dict[int, Columns] = {}
         self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
         self._closed_bytes_read = 0
 
     @cached_property
-    def indexes(self) -> list[PartIndex]:
-        """The part indexes, in the order of root.parts; CheckFailed where one is not what the root says."""
-        with ThreadPoolExecutor(max(self.num_threads, 8)) as pool:
-            return list(pool.map(self.read_index, self.root.parts))
-
-    @cached_property
     def stored(self) -> StoredChunks:
         """All chunks of the checkpoint."""
-        return StoredChunks.of(self.indexes, list(self.root.tensors.values()))
+        return self._join(None)
+
+    def plan(self, wanted: ChunkTable) -> LoadPlan:
+        """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
+        return plan_load(wanted, self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values())))))
 
     @property
     def bytes_read(self) -> int:
@@ -64,7 +65,7 @@ class CheckpointReader:
             data = bytes(self.storage.read_ranges(key, [(0, part.index_bytes)])[0])
         if xxh3_64(data) != part.index_xxh3:
             raise CheckFailed(f"{where} is damaged: its checksum is not the one in {ROOT_KEY}")
-        index = PartIndex.from_bytes(data, where)
+        index = PartIndex.from_bytes(data, where, self._known)
         if index.size_bytes != part.data_bytes:
             raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
         return index
@@ -75,7 +76,10 @@ class CheckpointReader:
 
     def execute(self, plan: LoadPlan, targets: Sequence[int] | Columns) -> None:
         """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
-        addresses = np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target
+        self.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target)
+
+    def fetch(self, plan: LoadPlan, addresses: Ints) -> None:
+        """Make the copies of a plan, each to an address of its own."""
         rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]
@@ -110,6 +114,18 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _join(self, bounds: Bounds | None) -> StoredChunks:
+        """The chunks of all part indexes, read side by side, and on the way the checksums of all granules."""
+        join = PartJoin(list(self.root.tensors.values()), bounds)
+
+        def read(number: int) -> StoredChunks:
+            index = self.read_index(self.root.parts[number])
+            self._checksums[number] = index.checksums
+            return join.of(number, index)
+
+        with ThreadPoolExecutor(max(self.num_threads, MIN_INDEX_THREADS)) as pool:
+            return join.joined(list(pool.map(read, range(len(self.root.parts)))))
+
     def _source(self, number: int) -> BlockReader | RemoteReader:
         if number in self._open:
             self._open.move_to_end(number)
@@ -118,7 +134,7 @@ class CheckpointReader:
                 self._drop_oldest()
             part = self.root.parts[number]
             with self._told_as_damage(f"{self.folder}/{part.data}", part.data_bytes):
-                self._open[number] = self.open_part(number, self.indexes[number].checksums)
+                self._open[number] = self.open_part(number, self._checksums[number])
         return self._open[number]
 
     def _drop_oldest(self) -> None:
@@ -134,7 +150,7 @@ class CheckpointReader:
                 source.read(rows, num_threads=num_threads)
         except DamagedGranule as damage:
             start = damage.granule * GRANULE_BYTES
-            tensors = self.indexes[number].tensors_between(start, start + GRANULE_BYTES)
+            tensors = self.read_index(self.root.parts[number]).tensors_between(start, start + GRANULE_BYTES)
             raise DamagedGranule(name, damage.granule, tensors) from None
 
     @contextmanager

@@ -53,7 +53,7 @@ def restore_from(
     wanted = ChunkTable.of_pieces(stored, table.values())
     order = storage_rows(wanted, list(table.values()))  # so that each file is read from its begin to its end
     wanted, ordered = wanted.take(order), [stored[row] for row in order.tolist()]
-    plan = plan_load(wanted, reader.stored)  # refuses what is stored never or twice
+    plan = reader.plan(wanted)  # refuses what is stored never or twice
     addresses = [host_address(piece.data) for piece in ordered]
     on_host = np.array([address is not None for address in addresses], bool)[plan.wanted]
     reader.execute(plan.take(np.flatnonzero(on_host)), [address or 0 for address in addresses])

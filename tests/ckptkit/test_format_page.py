@@ -50,8 +50,8 @@ class Reader:
         assert len(index) == part["index_bytes"]
         assert xxhash.xxh3_64_hexdigest(index) == part["index_xxh3"]
         assert index[:8] == b"CKPTIDX\0"
-        version, dims = np.frombuffer(index, "<u4", 2, 8).tolist()
-        assert version == 1
+        assert np.frombuffer(index, "<u4", 1, 8) == 1
+        dims, width = np.frombuffer(index, "<u2", 2, 12).tolist()
         tensors, chunks, data_offset, data_bytes, names_bytes, granules = np.frombuffer(index, "<u8", 6, 16).tolist()
         at = 64
 
@@ -63,8 +63,9 @@ class Reader:
 
         ends, _, ndims = column("<u4", tensors), column("u1", tensors), column("u1", tensors)
         names = column("u1", names_bytes).tobytes()
-        tensor, offset, shape = column("<u4", chunks), column("<i8", chunks, dims), column("<i8", chunks, dims)
-        start, stop, checksums = column("<i8", chunks), column("<i8", chunks), column("<u8", granules)
+        number = f"<u{width}"
+        tensor, offset, shape = column("<u4", chunks), column(number, chunks, dims), column(number, chunks, dims)
+        start, stop, checksums = column(number, chunks), column(number, chunks), column("<u8", granules)
         assert xxhash.xxh3_64_intdigest(index[:at]) == int.from_bytes(index[at:], "little")
 
         data = (self.folder / part["data"]).read_bytes()

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.chunk import Piece
-from ckptkit.chunk_table import ChunkTable
+from ckptkit.chunk import Box, Piece
+from ckptkit.chunk_table import ChunkTable, TensorColumns
 from ckptkit.format.part_index import DTYPES, PartIndex
 from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
+from ckptkit.placement import Placement
 from ckptkit.plan import plan_save
-from ckptkit.tensor import ITEMSIZE
+from ckptkit.tensor import ITEMSIZE, TensorInfo
 from tests.ckptkit.model_tables import gpt_tensors
 from threefold.errors import CheckFailed, UserError
 
@@ -38,7 +39,7 @@ def sealed(body: bytes) -> bytes:
 def test_round_trip() -> None:
     found = PartIndex.from_bytes(DATA, "here")
     for name in ("names", "dtypes", "ndims"):
-        assert getattr(found.chunks, name) == getattr(INDEX.chunks, name)
+        assert getattr(found.chunks.tensors, name) == getattr(INDEX.chunks.tensors, name)
     for name in ("tensor", "offset", "shape", "start", "stop"):
         assert np.array_equal(getattr(found.chunks, name), getattr(INDEX.chunks, name)), name
     assert (found.data_offset, found.size_bytes) == (INDEX.data_offset, INDEX.size_bytes)
@@ -50,6 +51,23 @@ def test_round_trip() -> None:
 def test_an_index_of_no_chunks() -> None:
     empty = PartIndex(ChunkTable.of([]), 4096, 4096, np.zeros(1, np.uint64))
     assert len(PartIndex.from_bytes(empty.to_bytes(), "here").chunks) == 0
+
+
+def test_numbers_past_32_bits_take_8_bytes() -> None:
+    shape = (1 << 17, 1 << 17)
+    wide = ChunkTable.of([(TensorInfo("w", "U8", shape, Placement(0)), Box((0, 0), shape), (1 << 34) - 5, 1 << 34)])
+    data = PartIndex(wide, 4096, 4101, np.zeros(1, np.uint64)).to_bytes()
+    found = PartIndex.from_bytes(data, "here").chunks
+    assert (found.start[0], found.stop[0]) == ((1 << 34) - 5, 1 << 34)
+    assert (DATA[14], data[14]) == (4, 8)
+
+
+def test_equal_tensor_columns_are_shared() -> None:
+    known: dict[bytes, TensorColumns] = {}
+    first, second = (PartIndex.from_bytes(DATA, "here", known) for _ in range(2))
+    assert first.chunks.tensors is second.chunks.tensors
+    assert PartIndex.from_bytes(PartIndex(ChunkTable.of([]), 0, 0, first.checksums[:0]).to_bytes(), "here", known)
+    assert len(known) == 2
 
 
 def test_dtype_codes_are_those_of_the_format() -> None:

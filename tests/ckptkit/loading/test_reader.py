@@ -88,7 +88,7 @@ def test_any_chunks_from_any_storage(kind: str, tmp_path: Path, request: pytest.
 def test_damage_names_file_offset_and_tensor(tmp_path: Path, kind: type[LocalStorage]) -> None:
     make_checkpoint(LocalStorage(tmp_path))
     with CheckpointReader(kind(tmp_path), 9) as reader:
-        part, index = reader.root.parts[1], reader.indexes[1]
+        part, index = reader.root.parts[1], reader.read_index(reader.root.parts[1])
         path = tmp_path / reader.folder / part.data
         content = bytearray(path.read_bytes())
         at = int(index.offsets[3]) + 1

@@ -122,7 +122,7 @@ def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
     key = "step-000000001/a-0001/part-00000.safetensors"
     content = bytearray(storage.read(key))
     with CheckpointReader(storage, 1) as reader:
-        index = reader.indexes[0]
+        index = reader.read_index(reader.root.parts[0])
         row = index.chunks.names.index("layers.1.mlp.up.weight")
         at = int(index.offsets[np.flatnonzero(index.chunks.tensor == row)[0]]) + 5
     assert at > GRANULE_BYTES
@@ -145,7 +145,6 @@ def test_a_byte_flipped_on_the_wire_is_found(s3_proxy: FaultProxy, s3_url: str) 
     tensors = gpt_tensors(hidden=128, ffn=512, vocab=2000)
     assert save_whole(s3_url, 1, tensors).ok
     with CheckpointReader(open_storage(s3_url), 1) as reader:
-        assert reader.indexes
         s3_proxy.fault = Fault("flip", method="GET", after_bytes=500_000)
         with pytest.raises(CheckFailed, match=r"part-00000\.safetensors is damaged between bytes 0 and 1048576"):
             restore_from(reader, pieces_of(tensors, ONE, 0))

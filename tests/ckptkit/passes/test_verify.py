@@ -132,7 +132,7 @@ def test_a_header_that_its_index_does_not_describe_is_found(tmp_path: Path) -> N
     data[at : at + 5] = b"tebed"
     (folder / part.data).write_bytes(data)
     with CheckpointReader(open_storage(tmp_path), 9) as reader:
-        old = reader.indexes[0]
+        old = reader.read_index(reader.root.parts[0])
     index = type(old)(old.chunks, old.data_offset, old.size_bytes, checksums(bytes(data))).to_bytes()
     (folder / part.index).write_bytes(index)
     parts = (Part(part.data, part.data_bytes, part.index, len(index), xxh3_64(index)), *root.parts[1:])
