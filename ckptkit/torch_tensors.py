@@ -44,7 +44,19 @@ def host_address(data: Any) -> int | None:
     """Where the elements lie in host memory, None for a tensor on a device."""
     if not is_tensor(data):
         return int(data.ctypes.data)
-    return int(data.data_ptr()) if data.device.type == "cpu" else None
+    return int(data.data_ptr()) if data.is_cpu else None
+
+
+def host_addresses(sources: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Where the elements of each source lie in host memory, 0 for a tensor on a device (and for one without any)."""
+    return np.fromiter((host_address(data) or 0 for data in sources), np.int64, len(sources))
+
+
+def byte_range(tensor: Any, offset: int, size: int) -> Any:
+    """Bytes [offset, offset + size) of a contiguous tensor, as a tensor of uint8 over the same memory."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)[offset : offset + size]
 
 
 class Transfer:

@@ -89,10 +89,7 @@ def stage(
 
     Returns when all is copied: the caller may change the pieces' memory at once.
     """
-    itemsize = {info.name: ITEMSIZE[info.dtype] for info in tensors}
-    for piece in pieces:
-        if fault := memory_misfit(piece, itemsize[piece.name]):
-            raise UserError(f"{piece.name}: {fault}")
+    check_memory(pieces, tensors)
     indexes = [_draft(file) for file in plan.files]
     ends = _ends([file.size_bytes for file in plan.files] + [len(index) for index in indexes] + [len(extra)])
     arena.reserve(ends[-1])
@@ -117,6 +114,14 @@ def prepare(arena: Arena, pieces: Sequence[Piece], plan: SavePlan, extra_bytes: 
     arena.reserve(_ends([*sizes, extra_bytes])[-1])
     if any(host_address(piece.data) is None for piece in pieces):
         arena.transfer.lock(arena.memory)
+
+
+def check_memory(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
+    """UserError where a piece's memory is not its elements one after the other."""
+    itemsize = {info.name: ITEMSIZE[info.dtype] for info in tensors}
+    for piece in pieces:
+        if fault := memory_misfit(piece, itemsize[piece.name]):
+            raise UserError(f"{piece.name}: {fault}")
 
 
 def memory_misfit(piece: Piece, itemsize: int) -> str | None:

@@ -16,9 +16,10 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
 from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.stream import cut
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError
-from threefold.storage import AlreadyExists, Storage
+from threefold.storage import AlreadyExists, Buffer, Storage
 from threefold.storage.local import local_failure, make_folders
 
 UPLOAD_BYTES = 16 << 20
@@ -28,12 +29,13 @@ UPLOAD_BYTES = 16 << 20
 class PartSource:
     """A data file to be written: its index without checksums yet, and its bytes.
 
-    `blocks` gives rows of (address, bytes), in file order; each block but the last is a whole number of granules, and
-    its memory is asked for no more once the next block is taken.
+    `blocks` gives rows of (address, bytes), in file order; each block but the last is a whole number of granules.
+    `is_reused` says that a block's memory gets other bytes once the next block is taken.
     """
 
     draft: PartIndex
     blocks: Iterable[Columns]
+    is_reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
     path = target.storage.local_path(data_key)
     found: list[Columns] = []
     if path is None:
-        target.storage.write(data_key, _buffers(part.blocks, found))
+        target.storage.write(data_key, _buffers(part, found))
     else:
         try:
             make_folders(path.parent)
@@ -105,19 +107,27 @@ def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
     target.storage.write(index_key, replace(part.draft, checksums=np.concatenate(found)).to_bytes())
 
 
-def _buffers(blocks: Iterable[Columns], found: list[Columns]) -> Iterator[memoryview]:
-    """The blocks' bytes as buffers for an upload; the checksums of the granules that pass go to `found`."""
-    for rows in blocks:
-        if len(rows) > 1:
-            gathered = np.empty(int(rows[:, 1].sum()), np.uint8)
-            ends = np.cumsum(rows[:, 1])
-            copy_many(np.stack([rows[:, 0], gathered.ctypes.data + ends - rows[:, 1], rows[:, 1]], axis=1))
-        else:
-            gathered = _memory_at(*rows[0].tolist())
-        for start in range(0, len(gathered), UPLOAD_BYTES):
-            buffer = gathered[start : start + UPLOAD_BYTES]
+def _buffers(part: PartSource, found: list[Columns]) -> Iterator[Buffer]:
+    """A file's bytes as buffers for an upload, which may hold on to them; its granules' checksums go to `found`."""
+    for rows in part.blocks:
+        for buffer in _pieces_of_upload(rows):
             found.append(checksums(buffer))
-            yield buffer.data
+            yield buffer.tobytes() if part.is_reused else buffer.data
+
+
+def _pieces_of_upload(rows: Columns) -> Iterator[Bytes]:
+    """The bytes of a block, in buffers of UPLOAD_BYTES."""
+    if len(rows) == 1:
+        whole = _memory_at(*rows[0].tolist())
+        yield from (whole[start : start + UPLOAD_BYTES] for start in range(0, len(whole), UPLOAD_BYTES))
+        return
+    source, offset, block, at, size = cut(rows[:, 1].astype(np.int64), UPLOAD_BYTES)
+    for number in range(int(block[-1]) + 1):
+        part = block == number
+        gathered = np.empty(int(size[part].sum()), np.uint8)
+        address = rows[source[part], 0].astype(np.int64) + offset[part]
+        copy_many(np.stack([address, gathered.ctypes.data + at[part], size[part]], axis=1))
+        yield gathered
 
 
 def _memory_at(address: int, size_bytes: int) -> Bytes:
