@@ -20,6 +20,7 @@ _PUBLIC = {
     "reshard": "passes.reshard",
     "resolve": "runs.catalogue",
     "restore": "loading.restore",
+    "save": "saving.save",
     "verify_checkpoint": "passes.verify",
 }
 __all__ = sorted(_PUBLIC)

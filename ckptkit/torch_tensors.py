@@ -44,7 +44,19 @@ def host_address(data: Any) -> int | None:
     """Where the elements lie in host memory, None for a tensor on a device."""
     if not is_tensor(data):
         return int(data.ctypes.data)
-    return int(data.data_ptr()) if data.device.type == "cpu" else None
+    return int(data.data_ptr()) if data.is_cpu else None
+
+
+def host_addresses(sources: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Where the elements of each source lie in host memory, 0 for a tensor on a device (and for one without any)."""
+    return np.fromiter((host_address(data) or 0 for data in sources), np.int64, len(sources))
+
+
+def byte_range(tensor: Any, offset: int, size: int) -> Any:
+    """Bytes [offset, offset + size) of a contiguous tensor, as a tensor of uint8 over the same memory."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)[offset : offset + size]
 
 
 class Transfer:
@@ -59,18 +71,35 @@ class Transfer:
         self._is_registered = False
         self._streams: dict[Any, Any] = {}
 
-    def start(self, memory: Bytes, copies: Sequence[tuple[Any, int, int]], *, to_device: bool = False) -> None:
-        """Start copies of (tensor, offset in memory, bytes): out of the tensors, or into them; `wait` ends them."""
+    def follow(self, tensors: Sequence[Any]) -> None:
+        """Let copies that are started later begin behind the work that these tensors' current streams have now."""
+        if not tensors:
+            return
+        import torch
+
+        cuda: Any = torch.cuda
+        for device in {tensor.device for tensor in tensors}:
+            if device not in self._streams:
+                self._streams[device] = cuda.Stream(device)
+            self._streams[device].wait_stream(cuda.current_stream(device))
+
+    def start(
+        self, memory: Bytes, copies: Sequence[tuple[Any, int, int]], *, to_device: bool = False, follows: bool = False
+    ) -> None:
+        """Start copies of (tensor, offset in memory, bytes): out of the tensors, or into them; `wait` ends them.
+
+        They begin behind the current streams' work, or, where it `follows`, behind that of the last `follow`.
+        """
         if not copies:
             return
         import torch
 
         cuda: Any = torch.cuda
         host = self.lock(memory)
+        if not follows:
+            self.follow([tensor for tensor, _, _ in copies])
         for device in {tensor.device for tensor, _, _ in copies}:
-            stream = self._streams.setdefault(device, cuda.Stream(device))
-            stream.wait_stream(cuda.current_stream(device))
-            with cuda.stream(stream), torch.no_grad():
+            with cuda.stream(self._streams[device]), torch.no_grad():
                 for tensor, offset, size in copies:
                     if tensor.device == device:
                         there, here = tensor.detach().reshape(-1).view(torch.uint8), host[offset : offset + size]

@@ -84,7 +84,7 @@ class Root:
             "attempt": check_attempt(self.attempt),
             "layout": asdict(self.layout),
             "num_layers": self.num_layers,
-            "metadata": _without_nan(self.metadata),
+            "metadata": plain_json(self.metadata),
         }
         fields = [f"{_json(name)}: {_json(value)}" for name, value in head.items()]
         tensors = [
@@ -140,12 +140,12 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _without_nan(value: Any) -> Any:
-    """The same value with null for numbers that JSON does not know, so that a diverged loss cannot fail a save."""
+def plain_json(value: Any) -> Any:
+    """The same value of dicts and lists, null for numbers that JSON does not know: a diverged loss fails no save."""
     if isinstance(value, Mapping):
-        return {str(key): _without_nan(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [plain_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

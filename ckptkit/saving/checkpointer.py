@@ -1,8 +1,9 @@
 """Checkpointer: the trainer's side of a save. It stages state into the arena and leaves the rest to the writer process.
 
-`save` blocks for the copy alone (and for a save before it that still runs). Nothing here is collective: each rank has a
-Checkpointer and a writer of its own, and writer 0 finds the others' files by listing. A save that fails is reported and
-training goes on. The writer outlives a killed trainer for as long as it takes to finish the save it was told.
+`save` blocks for the copy alone (and, by default, for a save before it that still runs); with `overlap` the copy runs
+beside the caller's next work until `join`. Nothing here is collective: each rank has a Checkpointer and a writer of its
+own, and writer 0 finds the others' files by listing. A save that fails is reported and training goes on. The writer
+outlives a killed trainer for as long as it takes to finish the save it was handed.
 """
 
 import contextlib
@@ -14,25 +15,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Literal, Self
 
 import ckptkit
-from ckptkit.chunk import Box, Piece
-from ckptkit.format.root import Root, check_attempt
+from ckptkit.chunk import Piece
+from ckptkit.format.root import check_attempt, plain_json
 from ckptkit.layout import ParallelLayout
-from ckptkit.plan import SavePlan, plan_save
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome
-from ckptkit.saving.staging import Arena, prepare, stage
+from ckptkit.saving.handover import Signal
+from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder
+from ckptkit.saving.staging import Arena, Staging, check_memory
+from ckptkit.saving.structure import Structure
 from ckptkit.tensor import TensorInfo
+from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError
 from threefold.storage import open_storage
 
 CLOSE_WITHIN_S = 10.0
+GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 READ_BYTES = 1 << 16
-ROOT_ROOM_BYTES, ROOT_ROOM_BYTES_A_TENSOR = 1 << 20, 1 << 10  # arena that `prepare` keeps for a root
 MAX_TOLD_BYTES = 2000  # of what a dead writer said
 
 
@@ -40,20 +43,29 @@ MAX_TOLD_BYTES = 2000  # of what a dead writer said
 class CheckpointerOptions:
     """How to save.
 
-    deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; after
-    max_failed_saves failures in a row `save` raises; keep_last > 0 prunes older steps after each commit.
+    deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; what
+    fails for a cause that may pass is tried again for retry_s; after max_failed_saves failures in a row `save` raises;
+    keep_last > 0 prunes older steps after each commit. The arena has room for the rank's whole state, or, with
+    window_bytes > 0, for so much of it: then a save takes as long as the storage. when_busy says what a save does that
+    meets one before it still running: "wait" for it, "skip" (the new save is not made) or "abort" (the older is not).
     """
 
     deadline_s: float = 600.0
     timeout_s: float = 3600.0
+    retry_s: float = 60.0
     max_failed_saves: int = 3
     keep_last: int = 0
     num_threads: int = 2
+    window_bytes: int = 0
+    when_busy: Literal["wait", "skip", "abort"] = "wait"
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written."""
+    """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written.
+
+    A skipped save is not ok, and no failure either. `num_attempts` counts what was tried again.
+    """
 
     step: int
     ok: bool
@@ -61,6 +73,17 @@ class SaveReport:
     data_bytes: int
     write_s: float
     stall_s: float
+    num_attempts: int = 1
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCounts:
+    """How many saves ended how."""
+
+    ok: int = 0
+    failed: int = 0
+    skipped: int = 0
 
 
 @dataclass
@@ -68,9 +91,11 @@ class _Running:
     """The save that the writer works on."""
 
     step: int
+    attempt: str
     data_bytes: int
-    stall_s: float
+    stall_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
+    given_up: str = ""  # why, where it was
 
 
 class Checkpointer:
@@ -89,13 +114,17 @@ class Checkpointer:
         if rank == 0 and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
         self._rank, self._world_size, self._attempt, self._options = rank, world_size, check_attempt(attempt), options
+        self.counts = SaveCounts()
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
-        self._writer = _WriterProcess(self._arena.fd)
+        self._writer = _WriterProcess(self._arena)
         self._running: _Running | None = None
+        self._staging: Staging | None = None
+        self._told: SaveOutcome | EOFError | None = None  # of the running save, heard while it was staged
+        self._abandoned: list[tuple[int, str]] = []
         self._reports: list[SaveReport] = []
-        self._planned: tuple[object, SavePlan] | None = None
+        self._structure: Structure | None = None
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
         """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
@@ -103,46 +132,88 @@ class Checkpointer:
         Call it once before training, or leave it out.
         """
         self._await_running()
-        plan = self._plan(pieces, tensors)
-        prepare(self._arena, pieces, plan, ROOT_ROOM_BYTES + ROOT_ROOM_BYTES_A_TENSOR * len(tensors))
+        self._arena.hold(self._structure_of(pieces, tensors), self._options.window_bytes)
+        if any(host_address(piece.data) is None for piece in pieces):
+            self._arena.transfer.lock(self._arena.memory)
 
     def save(
         self, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
-        num_layers: int, metadata: Mapping[str, Any],
+        num_layers: int, metadata: Mapping[str, Any], overlap: bool = False,
     ) -> float:  # fmt: skip
         """Save this rank's pieces as part of a step; returns after they are copied, with the seconds that took.
 
-        `tensors` is the whole checkpoint's table, the same on all ranks. Raises UserError where pieces do not fit it,
-        StorageError after max_failed_saves failures in a row; a failure of this save is told by `poll` or `wait`.
+        With `overlap` the copy has only begun: the pieces' values may not change before `join` returned. `tensors` is
+        the whole checkpoint's table, the same on all ranks. Raises UserError where pieces do not fit it, StorageError
+        after max_failed_saves failures in a row; a failure of this save is told by `poll` or `wait`.
         """
         started = time.monotonic()
         self._num_saves += 1
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
         attempt = f"{self._attempt}-{self._num_saves:04d}"
-        self._await_running()
+        if not self._make_way(step, attempt):
+            return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        plan = self._plan(pieces, tensors)
-        table = {info.name: info for info in tensors}
-        draft = b"" if self._rank else Root(step, attempt, layout, num_layers, table, (), metadata).to_bytes()
+        structure = self._structure_of(pieces, tensors)
+        check_memory(pieces, tensors)
+        self._running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
         try:
-            files, root = stage(self._arena, pieces, tensors, plan, draft)
+            files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
-            self._running = _Running(step, 0, time.monotonic() - started)
+            self._running.stall_s = time.monotonic() - started
             self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
             return self._reports[-1].stall_s
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
-            files=tuple(files), root=root, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
-            keep_last=self._options.keep_last, num_threads=self._options.num_threads,
+            files=tuple(files), ring=ring, draft=draft, layout=asdict(layout), num_layers=num_layers,
+            metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
+            retry_s=self._options.retry_s, keep_last=self._options.keep_last, num_threads=self._options.num_threads,
+            abandoned=tuple(self._abandoned),
         )  # fmt: skip
-        if not self._writer.is_alive:
-            self._writer.close()
-            self._writer = _WriterProcess(self._arena.fd)
+        self._abandoned.clear()
+        self._arena.handover.reset()
+        self._told = None
+        self._running_writer().send(order.to_line())
+        sources = [*(piece.data for piece in pieces), *structure.headers]
+        try:
+            self._staging = Staging(self._arena, structure.stream, ring, sources)
+            if overlap:
+                self._staging.start(self._room)
+            else:
+                self._staging.run(self._room)
+                self._staging = None
+        except BaseException:
+            self._staging = None
+            self._arena.handover.stop.add()
+            raise
         stall_s = time.monotonic() - started
-        self._running = _Running(step, sum(file.data.size for file in files), stall_s)
-        self._writer.send(order)
+        self._running.stall_s = stall_s
         return stall_s
+
+    def join(self) -> float:
+        """Wait until all that an overlapped save copies is copied, so that values may change; the seconds that took.
+
+        Without such a save it does nothing. All other methods that wait, and the next save, call it themselves.
+        """
+        started = time.monotonic()
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return 0.0
+        try:
+            staging.join()
+        except BaseException:
+            self._arena.handover.stop.add()
+            raise
+        assert self._running is not None, "what is staged runs"
+        seconds = time.monotonic() - started
+        self._running.stall_s += seconds
+        return seconds
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save runs; does not wait."""
+        self._collect(0.0)
+        return self._running is not None
 
     def poll(self) -> list[SaveReport]:
         """Reports of the saves that ended since the last call; does not block."""
@@ -173,62 +244,142 @@ class Checkpointer:
         """Process id of the writer."""
         return self._writer.pid
 
-    def _plan(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> SavePlan:
-        """The plan, made anew only when the structure of the state changed."""
-        chunks: list[tuple[str, Box, int, int]] = [(p.name, p.box, p.start, p.stop) for p in pieces]
-        structure = (chunks, list(tensors))
-        if self._planned is None or self._planned[0] != structure:
-            self._planned = (structure, plan_save(pieces, tensors))
-        return self._planned[1]
+    def _structure_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> Structure:
+        """The plan and what follows from it, made anew only when the structure of the state changed."""
+        if self._structure is None or not self._structure.fits(pieces, tensors):
+            self._structure = Structure(pieces, tensors, commits=self._rank == 0)
+        return self._structure
+
+    def _running_writer(self) -> "_WriterProcess":
+        """The writer; a new one where the last one died."""
+        if not self._writer.is_alive:
+            self._writer.close()
+            self._writer = _WriterProcess(self._arena)
+        return self._writer
+
+    def _make_way(self, step: int, attempt: str) -> bool:
+        """Deal with a save that still runs; False where the new one is left out for it."""
+        running = self._running if self.is_busy else None
+        if running is None or self._options.when_busy == "wait":
+            self._await_running()
+        elif self._options.when_busy == "abort":
+            self._give_up(f"rank {self._rank}: step {running.step} was given up when step {step} was to be saved")
+        else:
+            reason = f"skipped: still saving step {running.step}"
+            self.join()
+            self._writer.send(SkipOrder(self.url, step, attempt, self._rank, reason).to_line())
+            self._report(SaveReport(step, False, f"rank {self._rank}: {reason}", 0, 0.0, 0.0, skipped=True))
+            return False
+        return True
+
+    def _give_up(self, reason: str) -> None:
+        """End the running save, which leaves nothing behind; by a kill where the writer does not listen."""
+        assert self._running is not None, "a save runs"
+        self._running.given_up = reason
+        self._arena.handover.stop.add()
+        deadline = time.monotonic() + GIVE_UP_WITHIN_S
+        while self._running is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._abandon(reason)
+                return
+            self._collect(left_s)
+
+    def _abandon(self, reason: str) -> None:
+        """Kill the writer in the midst of a save; its successor cleans up."""
+        assert self._running is not None, "a save runs"
+        self._writer.kill()
+        with contextlib.suppress(EOFError):
+            self.join()
+        self._abandoned.append((self._running.step, self._running.attempt))
+        self._finish(reason)
 
     def _await_running(self) -> None:
         while self._running is not None:
             left_s = self._running.started + self._options.timeout_s - time.monotonic()
             if left_s <= 0:
-                self._writer.kill()
-                self._finish(f"the writer was not done after {self._options.timeout_s:g} s and was killed")
+                self._abandon(f"the writer was not done after {self._options.timeout_s:g} s and was killed")
                 return
             self._collect(left_s)
 
+    def _room(self) -> int:
+        """Wait until the writer released blocks, and give their number; 0 where it ended the save."""
+        assert self._running is not None, "what is staged runs"
+        released = self._arena.handover.released
+        while self._told is None:
+            if count := released.take():
+                return count
+            left_s = self._running.started + self._options.timeout_s - time.monotonic()
+            if left_s <= 0:
+                self._writer.kill()
+            try:
+                self._told = self._writer.receive(max(left_s, 0.0), unless=released)
+            except EOFError as death:
+                self._told = death
+        return 0
+
     def _collect(self, timeout_s: float) -> None:
         """Take what the writer says within a time; its death ends the running save."""
+        deadline = time.monotonic() + timeout_s
+        if self._staging is not None:
+            if timeout_s == 0 and self._staging.is_running:
+                return  # it hears the writer itself
+            self._staging.wait(timeout_s)
+            if self._staging.is_running:
+                return
+            self.join()
         if self._running is None:
             return
-        try:
-            outcome = self._writer.receive(timeout_s)
-        except EOFError as death:
-            self._finish(f"rank {self._rank}: {death} while it saved step {self._running.step}")
-            return
-        if outcome is not None:
-            self._finish(outcome.error, outcome.write_s)
+        told = self._told
+        if told is None:
+            try:
+                told = self._writer.receive(max(deadline - time.monotonic(), 0.0))
+            except EOFError as death:
+                told = death
+        if isinstance(told, EOFError):
+            self._abandoned.append((self._running.step, self._running.attempt))
+            self._finish(f"rank {self._rank}: {told} while it saved step {self._running.step}")
+        elif told is not None:
+            error = told.error and (self._running.given_up or told.error)
+            self._finish(error, told.write_s, told.num_attempts)
 
-    def _finish(self, error: str, write_s: float | None = None) -> None:
+    def _finish(self, error: str, write_s: float | None = None, num_attempts: int = 1) -> None:
         running = self._running
         assert running is not None, "a save runs"
         self._running = None
         self._num_failed = self._num_failed + 1 if error else 0
         self._last_error = error
         seconds = time.monotonic() - running.started if write_s is None else write_s
-        self._reports.append(SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s))
+        self._report(
+            SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts)
+        )
+
+    def _report(self, report: SaveReport) -> None:
+        kind = "ok" if report.ok else "skipped" if report.skipped else "failed"
+        self.counts = replace(self.counts, **{kind: getattr(self.counts, kind) + 1})
+        self._reports.append(report)
 
 
 class _WriterProcess:
     """A running `python -m ckptkit.saving.writer` and the two pipes to it."""
 
-    def __init__(self, arena_fd: int) -> None:
+    def __init__(self, arena: Arena) -> None:
         # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         package = str(Path(ckptkit.__file__).parent.parent)
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ckptkit.saving.writer", f"--arena-fd={arena_fd}", f"--trainer={os.getpid()}"],
+            [
+                sys.executable, "-m", "ckptkit.saving.writer", f"--arena-fd={arena.fd}", f"--trainer={os.getpid()}",
+                "--handover-fds", *map(str, arena.handover.fds),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            pass_fds=[arena_fd],
+            pass_fds=[arena.fd, *arena.handover.fds],
             start_new_session=True,  # torchrun and terminals kill the trainer's process group
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
+        )  # fmt: skip
         assert self._process.stdin is not None, "a pipe"
         assert self._process.stdout is not None, "a pipe"
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -242,20 +393,24 @@ class _WriterProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, order: SaveOrder) -> None:
-        """Tell the writer what to save; where it just died, `receive` tells that."""
+    def send(self, line: bytes) -> None:
+        """Tell the writer what to do; where it just died, `receive` tells that."""
         try:
-            self._input.write(order.to_line())
+            self._input.write(line)
             self._input.flush()
         except BrokenPipeError:
             self._process.wait()
 
-    def receive(self, timeout_s: float) -> SaveOutcome | None:
-        """The next outcome, None if there is none within the time; EOFError says how the writer died."""
+    def receive(self, timeout_s: float, *, unless: Signal | None = None) -> SaveOutcome | None:
+        """The next outcome, None if there is none within the time; EOFError says how the writer died.
+
+        A signal that is given ends the wait too.
+        """
         deadline = time.monotonic() + timeout_s
+        awaited: list[IO[bytes] | Signal] = [self._output, *filter(None, [unless])]
         while b"\n" not in self._pending:
-            ready, _, _ = select.select([self._output], [], [], max(deadline - time.monotonic(), 0.0))
-            if not ready:
+            ready, _, _ = select.select(awaited, [], [], max(deadline - time.monotonic(), 0.0))
+            if self._output not in ready:
                 return None
             data = os.read(self._output.fileno(), READ_BYTES)
             if not data:

@@ -1,17 +1,63 @@
-"""SaveOrder and SaveOutcome: what the trainer tells its writer process, and what it hears back; a JSON line each."""
+"""What the trainer tells its writer process, and what it hears back; a JSON line each."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from ckptkit.saving.staging import Area, StagedFile
+from ckptkit.torch_tensors import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Bytes [offset, offset + size) of the arena."""
+
+    offset: int
+    size: int
+
+    def of(self, memory: Bytes) -> Bytes:
+        """These bytes, not copied."""
+        return memory[self.offset : self.offset + self.size]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Where the blocks of a save lie in the arena: block n in slot n % num_slots, the slots one after the other.
+
+    With a slot for each block nothing is ever overwritten, and a file lies there whole.
+    """
+
+    offset: int
+    block_bytes: int
+    num_slots: int
+    num_blocks: int
+
+    @property
+    def is_window(self) -> bool:
+        """Whether slots are used more than once."""
+        return self.num_slots < self.num_blocks
+
+    def at(self, blocks: Any) -> Any:
+        """Where a block begins in the arena; numbers or an array of them."""
+        return self.offset + blocks % self.num_slots * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """One data file: its size, its first block, and where its part index lies, whose checksums are still zero."""
+
+    size_bytes: int
+    first_block: int
+    index: Area
 
 
 @dataclass(frozen=True)
 class SaveOrder:
     """One save of one writer: what lies where in the arena, and where it goes.
 
-    `root` is, for writer 0, a root without parts: it fills in the parts of all `num_writers` and commits it.
-    `arena_bytes` is the size of the arena now: the writer maps it anew when it grew.
+    `draft` is, for writer 0, a root of which only the tensors count: it fills in the rest and commits it.
+    `arena_bytes` is the size of the arena now: the writer maps it anew when it grew. `abandoned` are tries (step,
+    attempt) of a writer that was killed, whose files are of no use.
     """
 
     url: str
@@ -20,11 +66,17 @@ class SaveOrder:
     writer: int
     num_writers: int
     files: tuple[StagedFile, ...]
-    root: Area
+    ring: Ring
+    draft: Area
+    layout: Mapping[str, int]
+    num_layers: int
+    metadata: Mapping[str, Any]
     arena_bytes: int
     deadline_s: float
+    retry_s: float
     keep_last: int
     num_threads: int
+    abandoned: tuple[tuple[int, str], ...] = ()
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -34,8 +86,31 @@ class SaveOrder:
     def from_line(cls, line: bytes) -> "SaveOrder":
         """The order of a line."""
         fields = json.loads(line)
-        fields["files"] = tuple(StagedFile(Area(**f["data"]), Area(**f["index"])) for f in fields["files"])
-        return cls(**fields | {"root": Area(**fields["root"])})
+        fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
+        fields["abandoned"] = tuple((step, attempt) for step, attempt in fields["abandoned"])
+        return cls(**fields | {"ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])})
+
+
+@dataclass(frozen=True)
+class SkipOrder:
+    """A save that this writer's rank leaves out: nobody shall wait for it."""
+
+    url: str
+    step: int
+    attempt: str
+    writer: int
+    reason: str
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps({"skip": asdict(self)}).encode() + b"\n"
+
+
+def order_of(line: bytes) -> SaveOrder | SkipOrder:
+    """The order of a line."""
+    if line.startswith(b'{"skip": '):
+        return SkipOrder(**json.loads(line)["skip"])
+    return SaveOrder.from_line(line)
 
 
 @dataclass(frozen=True)
@@ -46,6 +121,7 @@ class SaveOutcome:
     error: str
     data_bytes: int
     write_s: float
+    num_attempts: int
 
     def to_line(self) -> bytes:
         """One line of JSON."""

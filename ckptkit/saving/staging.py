@@ -1,48 +1,32 @@
-"""Staging: the arena in which a rank's state waits to be written, shared with the writer process.
+"""Staging: the arena through which a rank's state goes to the writer process, and the copies into it.
 
 The arena is a memfd: containers cap /dev/shm at 64 MB, and its pages outlive the trainer for as long as the writer
 holds them. It is touched once when it grows and then reused: fresh memory faults in at 1 GB/s, touched memory copies at
-7-15 GB/s. Each data file lies in it whole, header first, so that the writer only passes memory on.
+7-15 GB/s. Behind what stays the same from save to save lies a ring of blocks: as many as the state has, so that the
+copy waits for nothing, or a window of them, filled while the writer empties it.
 """
 
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ckptkit.chunk import Piece
-from ckptkit.format.data_file import DataFile
-from ckptkit.io.blocks import copy_many, num_granules
-from ckptkit.plan import SavePlan
+from ckptkit.io.blocks import copy_many
+from ckptkit.saving.handover import Handover
+from ckptkit.saving.save_order import Area, Ring, StagedFile
+from ckptkit.saving.stream import Stream
+from ckptkit.saving.structure import Structure
 from ckptkit.tensor import ITEMSIZE, TensorInfo
-from ckptkit.torch_tensors import Bytes, Transfer, host_address, is_contiguous, num_bytes
+from ckptkit.torch_tensors import Transfer, byte_range, host_addresses, is_contiguous, num_bytes
 from threefold.errors import UserError
 
 ALIGNMENT = 4096
 GROWTH_BYTES = 2 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """Bytes [offset, offset + size) of the arena."""
-
-    offset: int
-    size: int
-
-    def of(self, memory: Bytes) -> Bytes:
-        """These bytes, not copied."""
-        return memory[self.offset : self.offset + self.size]
-
-
-@dataclass(frozen=True)
-class StagedFile:
-    """Where one data file lies, and its part index whose checksums are still zero."""
-
-    data: Area
-    index: Area
+MIN_SLOTS = 2  # one to fill while the other is written
 
 
 class Arena:
@@ -50,14 +34,37 @@ class Arena:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("ckptkit-arena", os.MFD_CLOEXEC)
+        self.handover = Handover()
         self.size = 0
         self.transfer = Transfer()
         self.memory = np.empty(0, np.uint8)
+        self._held: tuple[Structure, int, list[StagedFile], Area, Ring] | None = None
 
     @property
     def address(self) -> int:
         """Where the memory begins in this process."""
         return int(self.memory.ctypes.data)
+
+    def hold(self, structure: Structure, window_bytes: int) -> tuple[list[StagedFile], Area, Ring]:
+        """Make room for saves of a structure and put there what the writer needs of it: the files, the root's draft
+        and the ring of blocks, of window_bytes where that is not 0. OSError where memory is short."""
+        if self._held is None or self._held[:2] != (structure, window_bytes):
+            self._held = None
+            fixed = [*structure.indexes, structure.draft]
+            ends = _ends([len(data) for data in fixed])
+            stream = structure.stream
+            num_slots = max(window_bytes // stream.block_bytes, MIN_SLOTS) if window_bytes else stream.num_blocks
+            ring = Ring(ends[-1], stream.block_bytes, min(num_slots, stream.num_blocks), stream.num_blocks)
+            last_file = structure.plan.files[-1].size_bytes % stream.block_bytes  # only its slot is not full
+            unused = 0 if ring.is_window or not last_file else stream.block_bytes - last_file
+            self.reserve(ring.offset + ring.num_slots * ring.block_bytes - unused)
+            areas = [self.put(at, data) for at, data in zip([0, *ends[:-1]], fixed, strict=True)]
+            files = [
+                StagedFile(file.size_bytes, first, area)
+                for file, first, area in zip(structure.plan.files, stream.first_blocks, areas[:-1], strict=False)
+            ]
+            self._held = (structure, window_bytes, files, areas[-1], ring)
+        return self._held[2:]
 
     def reserve(self, size: int) -> None:
         """Grow to at least `size` bytes and touch them; what the arena held is lost. OSError where memory is short."""
@@ -79,44 +86,95 @@ class Arena:
         """Let go of the memory; the writer keeps what it maps."""
         self.transfer.unlock()
         self.memory = np.empty(0, np.uint8)
+        self.handover.close()
         os.close(self.fd)
 
 
-def stage(
-    arena: Arena, pieces: Sequence[Piece], tensors: Sequence[TensorInfo], plan: SavePlan, extra: bytes = b""
-) -> tuple[list[StagedFile], Area]:
-    """Copy the pieces into the arena as the files of their plan, and `extra` behind them.
+class Staging:
+    """The copies of one save into the arena's ring, block after block, as the writer makes room.
 
-    Returns when all is copied: the caller may change the pieces' memory at once.
+    The sources are kept until all is copied: a tensor that is replaced meanwhile is saved as it was. Device copies
+    begin behind the work that the caller's current streams have when this is made.
     """
+
+    def __init__(self, arena: Arena, stream: Stream, ring: Ring, sources: Sequence[Any]) -> None:
+        self._arena, self._stream, self._ring = arena, stream, ring
+        self._sources = sources
+        self._addresses = host_addresses(sources)
+        self._on_device = self._addresses[stream.source] == 0
+        numbers = np.unique(stream.source[self._on_device]).tolist()
+        arena.transfer.follow([sources[number] for number in numbers])
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def run(self, room: Callable[[], int]) -> None:
+        """Copy all; `room` waits until the writer released blocks and gives their number, 0 where it never will."""
+        ring, num_staged, num_slots = self._ring, 0, self._ring.num_slots
+        while num_staged < ring.num_blocks:
+            stop = min(num_slots, ring.num_blocks)
+            if stop == num_staged:
+                released = room()
+                if not released:
+                    return
+                num_slots += released
+                continue
+            self._copy(self._stream.between(num_staged, stop))
+            self._arena.handover.staged.add(stop - num_staged)
+            num_staged = stop
+
+    def start(self, room: Callable[[], int]) -> None:
+        """The same on a thread; `join` waits for it."""
+
+        def work() -> None:
+            try:
+                self.run(room)
+            except BaseException as failure:  # raised by `join`, whatever it is
+                self._failure = failure
+
+        self._thread = threading.Thread(target=work, name="staging", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread still copies."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def join(self) -> None:
+        """Wait for the thread, and raise what it failed of."""
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _copy(self, part: slice) -> None:
+        """Start the copies from devices, make those from host memory meanwhile, and wait for all."""
+        arena, stream, there = self._arena, self._stream, self._on_device[part]
+        source, offset, size = stream.source[part], stream.offset[part], stream.size[part]
+        at = self._ring.at(stream.block[part]) + stream.at[part]
+        from_device = [
+            (byte_range(self._sources[number], start, length), place, length)
+            for number, start, length, place in zip(
+                *(column[there].tolist() for column in (source, offset, size, at)), strict=True
+            )
+        ]
+        arena.transfer.start(arena.memory, from_device, follows=True)
+        here = ~there
+        address = (self._addresses[source] + offset)[here]
+        copy_many(np.stack([address, arena.address + at[here], size[here]], axis=1))
+        arena.transfer.wait()
+
+
+def check_memory(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
+    """UserError where a piece's memory is not its elements one after the other."""
     itemsize = {info.name: ITEMSIZE[info.dtype] for info in tensors}
     for piece in pieces:
-        if fault := memory_misfit(piece, itemsize[piece.name]):
-            raise UserError(f"{piece.name}: {fault}")
-    indexes = [_draft(file) for file in plan.files]
-    ends = _ends([file.size_bytes for file in plan.files] + [len(index) for index in indexes] + [len(extra)])
-    arena.reserve(ends[-1])
-    offsets = iter([0, *ends])
-    data = [Area(next(offsets), file.size_bytes) for file in plan.files]
-    copies = []
-    for area, file, rows in zip(data, plan.files, plan.rows, strict=True):
-        arena.put(area.offset, file.header)
-        at = area.offset + len(file.header)
-        for row, size in zip(rows.tolist(), file.chunks.size_bytes.tolist(), strict=True):
-            copies.append((pieces[row].data, at, size))
-            at += size
-    index_areas = [arena.put(next(offsets), index) for index in indexes]
-    _copy_in(arena, copies)
-    staged = [StagedFile(*areas) for areas in zip(data, index_areas, strict=True)]
-    return staged, arena.put(next(offsets), extra)
-
-
-def prepare(arena: Arena, pieces: Sequence[Piece], plan: SavePlan, extra_bytes: int) -> None:
-    """Grow the arena to what `stage` will need for such pieces, touched and page-locked, before it needs it."""
-    sizes = [size for file in plan.files for size in (file.size_bytes, len(_draft(file)))]
-    arena.reserve(_ends([*sizes, extra_bytes])[-1])
-    if any(host_address(piece.data) is None for piece in pieces):
-        arena.transfer.lock(arena.memory)
+        data = piece.data
+        if num_bytes(data) != (piece.stop - piece.start) * itemsize[piece.name] or not is_contiguous(data):
+            raise UserError(f"{piece.name}: {memory_misfit(piece, itemsize[piece.name])}")
 
 
 def memory_misfit(piece: Piece, itemsize: int) -> str | None:
@@ -127,21 +185,7 @@ def memory_misfit(piece: Piece, itemsize: int) -> str | None:
     return None if is_contiguous(piece.data) else "a piece's memory is not contiguous"
 
 
-def _draft(file: DataFile) -> bytes:
-    """The part index of a file whose checksums are not known yet."""
-    return file.index(np.zeros(num_granules(file.size_bytes), np.uint64)).to_bytes()
-
-
 def _ends(sizes: Sequence[int]) -> list[int]:
     """Where each of several areas, one after the other and aligned, leaves off."""
     ends: list[int] = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes], dtype=np.int64).tolist()
     return ends
-
-
-def _copy_in(arena: Arena, copies: Sequence[tuple[Any, int, int]]) -> None:
-    """Start the copies from devices, make those from host memory meanwhile, and wait for all."""
-    addressed = [(host_address(data), data, at, size) for data, at, size in copies]
-    from_device = [(data, at, size) for address, data, at, size in addressed if address is None]
-    arena.transfer.start(arena.memory, from_device)
-    copy_many([(address, arena.address + at, size) for address, _, at, size in addressed if address is not None])
-    arena.transfer.wait()

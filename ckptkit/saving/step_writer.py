@@ -9,6 +9,8 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,24 +18,32 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
 from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.stream import cut
 from ckptkit.torch_tensors import Bytes
-from threefold.errors import StorageError
-from threefold.storage import AlreadyExists, Storage
+from threefold.errors import StorageError, UserError
+from threefold.storage import AlreadyExists, Buffer, Storage, TemporaryFailure
 from threefold.storage.local import local_failure, make_folders
 
 UPLOAD_BYTES = 16 << 20
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 15.0
+T = TypeVar("T")
+
+
+class GivenUp(StorageError):
+    """The save is no longer wanted."""
 
 
 @dataclass(frozen=True, eq=False)
 class PartSource:
     """A data file to be written: its index without checksums yet, and its bytes.
 
-    `blocks` gives rows of (address, bytes), in file order; each block but the last is a whole number of granules, and
-    its memory is asked for no more once the next block is taken.
+    `blocks` gives rows of (address, bytes), in file order; each block but the last is a whole number of granules.
+    `is_reused` says that a block's memory gets other bytes once the next block is taken.
     """
 
     draft: PartIndex
     blocks: Iterable[Columns]
+    is_reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,41 +67,94 @@ class StepTarget:
         return f"{self.folder}/{data}", f"{self.folder}/{index}"
 
 
+class Retries:
+    """Tries again, after longer and longer pauses, what failed for a cause that may pass; `num_attempts` counts."""
+
+    def __init__(self, for_s: float = 0.0, check: Callable[[], None] = lambda: None) -> None:
+        """For for_s seconds after the first failure; `check` may raise before a try that is of no use any more."""
+        self.num_attempts = 1
+        self._for_s, self._check = for_s, check
+
+    def run(self, work: Callable[[], T], *, checks: bool = True) -> T:
+        """What `work` gives, or the last TemporaryFailure; any other failure at once."""
+        pause_s, deadline = FIRST_PAUSE_S, None
+        while True:
+            if checks:
+                self._check()
+            try:
+                return work()
+            except TemporaryFailure:
+                now = time.monotonic()
+                deadline = deadline or now + self._for_s
+                if now + pause_s > deadline:
+                    raise
+            self.num_attempts += 1
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
 def write_step(
-    target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float]
-) -> Root | None:
+    target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float],
+    retries: Retries | None = None,
+) -> Root | None:  # fmt: skip
     """Write one writer's files; writer 0, which has the root's draft, waits for all others and commits.
 
     patience_s is asked again and again how long to wait for the others, given the seconds that this writer's own files
     took. On a failure this writer's files are removed, and a `.failed` object tells writer 0. Gives the root committed.
     """
     started = time.monotonic()
-    if target.storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
-        raise AlreadyExists(f"step {target.step} of {target.storage.url} is committed already")
+    retries = retries or Retries()
     try:
+        if retries.run(lambda: target.storage.info(f"{target.folder}/{ROOT_KEY}")) is not None:
+            raise AlreadyExists(f"step {target.step} of {target.storage.url} is committed already")
+    except StorageError as error:
+        tell_failed(target, error)  # there are no files yet
+        raise
+    try:
+        indexes = [_write_data(target, number, part, retries) for number, part in enumerate(parts)]
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
-            _write_part(target, number, parts[number])
+            content = indexes[number].to_bytes()
+            retries.run(partial(target.storage.write, target.keys(number)[1], content))
         write_s = time.monotonic() - started
-        root = draft and _complete(target, draft, lambda: patience_s(write_s))
+        root = draft and retries.run(partial(_complete, target, draft, lambda: patience_s(write_s)))
     except BaseException as error:
         _clean_up(target, len(parts), error)
         raise
     if root is not None:
         try:
-            commit_root(target.storage, root)
+            retries.run(partial(commit_root, target.storage, root), checks=False)
         except (AlreadyExists, NotCommitted) as error:  # on no other failure: the root may be there
             _clean_up(target, len(parts), error)
             raise
     return root
 
 
-def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
-    data_key, index_key = target.keys(number)
-    path = target.storage.local_path(data_key)
+def clear_abandoned(target: StepTarget) -> None:
+    """Let nobody wait for what a killed writer was about; writer 0, which alone commits, removes all files of it."""
+    killed = StorageError("its writer was killed")
+    if target.writer != 0:
+        tell_failed(target, killed)
+        return
+    key = f"{target.folder}/{ROOT_KEY}"
+    with contextlib.suppress(UserError):
+        is_committed = target.storage.info(key) is not None
+        if not is_committed or Root.from_bytes(target.storage.read(key), key).attempt != target.attempt:
+            _clean_up(target, 0, killed)
+
+
+def _write_data(target: StepTarget, number: int, part: PartSource, retries: Retries) -> PartIndex:
+    """Write a data file; blocks whose memory is reused are there for one try only."""
+    tries = Retries() if part.is_reused else retries
+    return replace(part.draft, checksums=tries.run(partial(_write_blocks, target, target.keys(number)[0], part)))
+
+
+def _write_blocks(target: StepTarget, key: str, part: PartSource) -> Columns:
+    """Write a data file from its blocks; gives the checksums of its granules."""
+    path = target.storage.local_path(key)
     found: list[Columns] = []
     if path is None:
-        target.storage.write(data_key, _buffers(part.blocks, found))
+        target.storage.write(key, _buffers(part, found))
     else:
         try:
             make_folders(path.parent)
@@ -102,22 +165,30 @@ def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
                     at += int(rows[:, 1].sum())
         except OSError as error:
             raise local_failure(error, "write", path) from error
-    target.storage.write(index_key, replace(part.draft, checksums=np.concatenate(found)).to_bytes())
+    return np.concatenate(found)
 
 
-def _buffers(blocks: Iterable[Columns], found: list[Columns]) -> Iterator[memoryview]:
-    """The blocks' bytes as buffers for an upload; the checksums of the granules that pass go to `found`."""
-    for rows in blocks:
-        if len(rows) > 1:
-            gathered = np.empty(int(rows[:, 1].sum()), np.uint8)
-            ends = np.cumsum(rows[:, 1])
-            copy_many(np.stack([rows[:, 0], gathered.ctypes.data + ends - rows[:, 1], rows[:, 1]], axis=1))
-        else:
-            gathered = _memory_at(*rows[0].tolist())
-        for start in range(0, len(gathered), UPLOAD_BYTES):
-            buffer = gathered[start : start + UPLOAD_BYTES]
+def _buffers(part: PartSource, found: list[Columns]) -> Iterator[Buffer]:
+    """A file's bytes as buffers for an upload, which may hold on to them; its granules' checksums go to `found`."""
+    for rows in part.blocks:
+        for buffer in _pieces_of_upload(rows):
             found.append(checksums(buffer))
-            yield buffer.data
+            yield buffer.tobytes() if part.is_reused else buffer.data
+
+
+def _pieces_of_upload(rows: Columns) -> Iterator[Bytes]:
+    """The bytes of a block, in buffers of UPLOAD_BYTES."""
+    if len(rows) == 1:
+        whole = _memory_at(*rows[0].tolist())
+        yield from (whole[start : start + UPLOAD_BYTES] for start in range(0, len(whole), UPLOAD_BYTES))
+        return
+    source, offset, block, at, size = cut(rows[:, 1].astype(np.int64), UPLOAD_BYTES)
+    for number in range(int(block[-1]) + 1):
+        part = block == number
+        gathered = np.empty(int(size[part].sum()), np.uint8)
+        address = rows[source[part], 0].astype(np.int64) + offset[part]
+        copy_many(np.stack([address, gathered.ctypes.data + at[part], size[part]], axis=1))
+        yield gathered
 
 
 def _memory_at(address: int, size_bytes: int) -> Bytes:
@@ -140,5 +211,11 @@ def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
     for number in range(num_files):
         with contextlib.suppress(StorageError):
             target.storage.delete(target.keys(number))
-    with contextlib.suppress(StorageError):
-        target.storage.write(f"{target.folder}/{failed_key(target.attempt, target.writer)}", str(error).encode())
+    tell_failed(target, error)
+
+
+def tell_failed(target: StepTarget, error: BaseException) -> None:
+    """Leave word for writer 0, where the storage takes it."""
+    if target.writer != 0:
+        with contextlib.suppress(StorageError):
+            target.storage.write(f"{target.folder}/{failed_key(target.attempt, target.writer)}", str(error).encode())

@@ -1,8 +1,8 @@
 """The writer process: `python -m ckptkit.saving.writer`, started by a Checkpointer in a session of its own.
 
 It maps the trainer's arena, takes SaveOrders as lines on its standard input and answers each with a SaveOutcome on its
-standard output. When the trainer dies it finishes the save that it was told (writer 0: with the commit) and ends. A
-fault in a save is an outcome, never the writer's end. It never imports torch.
+standard output. When the trainer dies it finishes the save that it was handed (writer 0: with the commit) and ends. A
+fault in a save is an outcome, never the writer's end. It never imports torch, and runs behind the trainer.
 """
 
 import argparse
@@ -14,19 +14,25 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import expired, prune
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome
-from ckptkit.saving.staging import StagedFile
-from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
+from ckptkit.saving.handover import Handover
+from ckptkit.saving.priority import step_back
+from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.saving.staged_blocks import StagedBlocks
+from ckptkit.saving.step_writer import PartSource, Retries, StepTarget, clear_abandoned, tell_failed, write_step
 from ckptkit.torch_tensors import Bytes
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 
 ORPHAN_CHECK_S = 1.0
@@ -38,38 +44,99 @@ def main(argv: list[str] | None = None) -> int:
     """Serve one trainer until its end."""
     parser = argparse.ArgumentParser(prog="python -m ckptkit.saving.writer", description="Serves a Checkpointer.")
     parser.add_argument("--arena-fd", type=int, required=True, help="file descriptor of the arena's memory")
+    parser.add_argument("--handover-fds", type=int, nargs=3, required=True, help="file descriptors of the handover")
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
-    arena = np.empty(0, np.uint8)
-    for line in _lines(arguments.trainer):
-        order = SaveOrder.from_line(line)
-        if order.arena_bytes != len(arena):
-            memory = mmap.mmap(arguments.arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
-            arena = np.frombuffer(memory, np.uint8)
-        outcome = _attempt(order, arena, arguments.trainer)
-        with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
-            os.write(sys.stdout.fileno(), outcome.to_line())
+    step_back()
+    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer)
+    with ThreadPoolExecutor(1) as saving:  # beside the loop, so that a skipped save is told while another is written
+        for line in _lines(arguments.trainer):
+            order = order_of(line)
+            if isinstance(order, SkipOrder):
+                _tell_skipped(order)
+            else:
+                saving.submit(server.save, order)
     return 0
 
 
-def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
+class _Server:
+    """Does one save after the other out of the trainer's arena."""
+
+    def __init__(self, arena_fd: int, handover: Handover, trainer: int) -> None:
+        self._arena_fd, self._handover, self._trainer = arena_fd, handover, trainer
+        self._arena = np.empty(0, np.uint8)
+
+    def save(self, order: SaveOrder) -> None:
+        """Do what an order says, and answer it."""
+        started = time.monotonic()
+        error = ""
+        blocks: StagedBlocks | None = None
+        retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None)
+        try:
+            if order.arena_bytes != len(self._arena):
+                memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
+                self._arena = np.frombuffer(memory, np.uint8)
+            blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
+            run_save(order, self._arena, blocks, retries, self._trainer)
+        except (UserError, OSError) as failure:
+            error = str(failure)
+        except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {failure}"
+        data_bytes = sum(file.size_bytes for file in order.files)
+        outcome = SaveOutcome(order.step, error, data_bytes, time.monotonic() - started, retries.num_attempts)
+        with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
+            os.write(sys.stdout.fileno(), outcome.to_line())
+
+
+def run_save(order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, trainer: int) -> None:
     """Write what an order says; writer 0 commits, and prunes once it read the new root back."""
     storage = open_storage(order.url)
     target = StepTarget(storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads)
-    parts = [_source(file, arena) for file in order.files]
-    draft = None
-    if order.writer == 0:
-        draft = Root.from_bytes(order.root.of(arena).tobytes(), f"the order to save step {order.step}")
-    root = write_step(target, parts, draft, _Patience(order.deadline_s, trainer).in_all_s)
+    abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
+    if order.writer != 0:
+        for each in abandoned:
+            clear_abandoned(each)
+    parts = [
+        PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
+                   is_reused=order.ring.is_window)
+        for number, file in enumerate(order.files)
+    ]  # fmt: skip
+    draft = None if order.writer else _draft(order, arena)
+    patience = _Patience(order.deadline_s, trainer)
+
+    def patience_s(write_s: float) -> float:
+        blocks.check()
+        return patience.in_all_s(write_s)
+
+    try:
+        root = write_step(target, parts, draft, patience_s, retries)
+    finally:
+        if order.writer == 0:  # last of all: what the killed writer had sent has arrived by now
+            for each in abandoned:
+                clear_abandoned(each)
     if root is not None and order.keep_last:
         read_root(storage, order.step)  # nothing older goes before the new one was seen whole
         prune(storage, expired(committed_steps(storage), order.keep_last))
 
 
-def _source(file: StagedFile, arena: Bytes) -> PartSource:
-    draft = PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index")
-    data = file.data.of(arena)
-    return PartSource(draft, [np.array([(data.ctypes.data, len(data))], np.uint64)])
+def _draft(order: SaveOrder, arena: Bytes) -> Root:
+    """The root as far as it is known before anything is written."""
+    return replace(
+        _tensors_of(order.draft.of(arena).tobytes()), step=order.step, attempt=order.attempt,
+        layout=ParallelLayout(**order.layout), num_layers=order.num_layers, metadata=order.metadata,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _tensors_of(draft: bytes) -> Root:
+    """A root's draft, read once for all saves of one structure."""
+    return Root.from_bytes(draft, "an order to save")
+
+
+def _tell_skipped(order: SkipOrder) -> None:
+    target = StepTarget(open_storage(order.url), order.step, order.attempt, order.writer, num_writers=0)
+    tell_failed(target, StorageError(order.reason))
 
 
 def _lines(trainer: int) -> Iterator[bytes]:
@@ -88,20 +155,6 @@ def _lines(trainer: int) -> Iterator[bytes]:
             yield from lines
         elif os.getppid() != trainer:
             return
-
-
-def _attempt(order: SaveOrder, arena: Bytes, trainer: int) -> SaveOutcome:
-    started = time.monotonic()
-    error = ""
-    try:
-        run_save(order, arena, trainer)
-    except (UserError, OSError) as failure:
-        error = str(failure)
-    except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
-        traceback.print_exc()
-        error = f"{type(failure).__name__}: {failure}"
-    data_bytes = sum(file.data.size for file in order.files)
-    return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started)
 
 
 class _Patience:

@@ -1,5 +1,6 @@
 """CUDA tensors through the page-locked arena, bit for bit."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 
 from ckptkit.loading.restore import BOUNCE_BYTES, restore
 from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.save import save
 from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, pieces_of
+from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -46,3 +48,15 @@ def test_state_on_a_device_is_saved_and_restored(tmp_path: Path, dtype: str, tor
         restore(str(tmp_path), step, restored, tensors=tensors)
         for piece, want in zip(restored, expected, strict=True):  # as bytes: some patterns are NaN
             assert torch.equal(piece.data.view(torch.uint8).cpu(), want.view(torch.uint8).cpu()), piece.name
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_one_call_saves_state_on_a_device(tmp_path: Path, everywhere: bool) -> None:
+    tensors = gpt_tensors(hidden=512, ffn=2048, vocab=30_000)
+    places = [torch.device("cuda"), torch.device("cuda" if everywhere else "cpu")]
+    saved = [
+        dataclasses.replace(piece, data=torch.from_numpy(piece.data).to(places[number % 2]))
+        for number, piece in enumerate(pieces_of(tensors, ONE, 0, values(tensors)))
+    ]
+    save(str(tmp_path), 1, saved, tensors=tensors, layout=ONE, num_layers=NUM_LAYERS, metadata={"scale": 1})
+    assert_holds(tmp_path, 1, tensors)

@@ -277,7 +277,7 @@ def test_a_full_disk_fails_one_save_and_no_more(small_disk: Path) -> None:
 def test_a_server_that_fails_in_mid_save_fails_one_save_and_no_more(
     s3_proxy: FaultProxy, s3_url: str, kind: str
 ) -> None:
-    with Checkpointer(s3_url, attempt="a") as checkpointer:
+    with Checkpointer(s3_url, attempt="a", options=CheckpointerOptions(retry_s=0.0)) as checkpointer:
         save_one(checkpointer, 1, SMALL)
         assert checkpointer.wait()[0].ok
         if kind == "dead":

@@ -1,4 +1,4 @@
-"""The arena holds each data file as it will be written."""
+"""The arena holds each data file as it will be written, or as much of it as its ring has room for."""
 
 import os
 from itertools import pairwise
@@ -9,35 +9,97 @@ import pytest
 import safetensors.numpy
 
 from ckptkit.format.part_index import PartIndex
-from ckptkit.plan import plan_save
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome
-from ckptkit.saving.staging import ALIGNMENT, Area, Arena, StagedFile, stage
+from ckptkit.format.root import Root
+from ckptkit.saving import structure as structure_module
+from ckptkit.saving.save_order import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
+from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
+from ckptkit.saving.stream import Stream
+from ckptkit.saving.structure import Structure
 from ckptkit.torch_tensors import dtypes, host_address, is_contiguous, num_bytes
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import ONE, SMALL, pieces_of
 
 
-@pytest.mark.parametrize("max_chunks", [100_000, 7])
-def test_files_lie_whole_and_apart(max_chunks: int, tmp_path: Path) -> None:
+def sources_of(structure: Structure) -> list[np.ndarray]:
+    return [*(piece.data for piece in pieces_of(SMALL, ONE, 0, values(SMALL))), *structure.headers]
+
+
+def never() -> int:
+    raise AssertionError("there is room for all")
+
+
+@pytest.fixture
+def structure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Structure:
+    """Of the small model, cut into files of so many chunks."""
+    plan = structure_module.plan_save
+    monkeypatch.setattr(structure_module, "plan_save", lambda *of: plan(*of, max_chunks=request.param))
+    return Structure(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
+
+
+@pytest.mark.parametrize("structure", [100_000, 7], indirect=True)
+def test_files_lie_whole_and_apart(structure: Structure, tmp_path: Path) -> None:
     arena = Arena()
-    pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
-    plan = plan_save(pieces, SMALL, max_chunks=max_chunks)
-    files, extra = stage(arena, pieces, SMALL, plan, b"and more")
-    assert len(files) == -(-len(pieces) // max_chunks)
-    assert extra.of(arena.memory).tobytes() == b"and more"
-    areas = sorted([area for file in files for area in (file.data, file.index)] + [extra], key=lambda area: area.offset)
+    files, draft, ring = arena.hold(structure, 0)
+    assert not ring.is_window
+    Staging(arena, structure.stream, ring, sources_of(structure)).run(never)
+    assert arena.handover.staged.take() == ring.num_blocks
+    assert Root.from_bytes(draft.of(arena.memory).tobytes(), "draft").tensors == {info.name: info for info in SMALL}
+    places = [Area(ring.at(file.first_block), file.size_bytes) for file in files]
+    areas = sorted([*(file.index for file in files), draft, *places], key=lambda area: area.offset)
     assert all(a.offset + a.size <= b.offset for a, b in pairwise(areas))
     assert all(area.offset % ALIGNMENT == 0 for area in areas)
     found = {}
-    for number, file in enumerate(files):
+    for number, (file, place) in enumerate(zip(files, places, strict=True)):
         path = tmp_path / f"{number}.safetensors"
-        path.write_bytes(file.data.of(arena.memory).tobytes())
+        path.write_bytes(place.of(arena.memory).tobytes())
         found |= safetensors.numpy.load_file(path)
-        index = PartIndex.from_bytes(file.index.of(arena.memory).tobytes(), "index")
-        assert index.size_bytes == file.data.size
+        assert PartIndex.from_bytes(file.index.of(arena.memory).tobytes(), "index").size_bytes == file.size_bytes
     assert found.keys() == {f"{name}@0" for name in values(SMALL)}
     for name, array in values(SMALL).items():
         assert (found[f"{name}@0"] == array).all()
+    arena.close()
+
+
+@pytest.mark.parametrize("on_a_thread", [True, False])
+def test_a_window_is_filled_as_it_is_emptied(on_a_thread: bool) -> None:
+    structure = Structure(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
+    structure.stream = Stream.of(structure.plan, len(values(SMALL)), 1 << 12)
+    arena = Arena()
+    files, _, ring = arena.hold(structure, 3 << 12)
+    assert ring.is_window
+    assert (ring.num_slots, ring.num_blocks) == (3, -(-files[0].size_bytes // (1 << 12)))
+    assert ring.num_blocks > 6
+    staging = Staging(arena, structure.stream, ring, sources_of(structure))
+    content: list[bytes] = []
+
+    def empty_a_slot() -> int:
+        at = ring.at(len(content))
+        content.append(arena.memory[at : at + ring.block_bytes].tobytes())
+        return 1
+
+    if on_a_thread:
+        staging.start(empty_a_slot)
+        staging.join()
+    else:
+        staging.run(empty_a_slot)
+    assert len(content) == ring.num_blocks - ring.num_slots
+    while len(content) < ring.num_blocks:
+        empty_a_slot()
+    assert arena.handover.staged.take() == ring.num_blocks
+    assert b"".join(content)[: files[0].size_bytes] == structure.headers[0].tobytes() + b"".join(
+        pieces_of(SMALL, ONE, 0, values(SMALL))[row].data.tobytes() for row in structure.plan.rows[0]
+    )
+    arena.close()
+
+
+def test_what_stays_the_same_is_put_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, structure = Arena(), Structure(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
+    held = arena.hold(structure, 0)
+    monkeypatch.setattr(arena, "put", never)
+    assert arena.hold(structure, 0) == held
+    assert structure.fits(pieces_of(SMALL, ONE, 0, values(SMALL)), list(SMALL))
+    assert not structure.fits(pieces_of(SMALL, ONE, 0)[1:], SMALL)
+    assert not structure.fits(pieces_of(SMALL, ONE, 0), SMALL[1:])
     arena.close()
 
 
@@ -58,12 +120,16 @@ def test_the_arena_is_reused_and_shared() -> None:
 def test_orders_and_outcomes_survive_their_line() -> None:
     order = SaveOrder(
         url="s3://bucket/ü", step=3, attempt="a-0001", writer=1, num_writers=4, arena_bytes=1 << 40,
-        files=(StagedFile(Area(0, 10), Area(4096, 3)), StagedFile(Area(8192, 1), Area(12288, 9))), root=Area(5, 6),
-        deadline_s=1.5, keep_last=2, num_threads=3,
+        files=(StagedFile(10, 0, Area(4096, 3)), StagedFile(1, 1, Area(12288, 9))), ring=Ring(1, 2, 3, 4),
+        draft=Area(5, 6), layout={"tp": 2}, num_layers=3, metadata={"loss": 1.5}, deadline_s=1.5, retry_s=2.5,
+        keep_last=2, num_threads=3, abandoned=((1, "b"), (2, "c")),
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
-    assert SaveOrder.from_line(order.to_line()) == order
-    outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25)
+    assert order_of(order.to_line()) == order
+    skip = SkipOrder("s3://bucket/ü", 3, "a-0001", 1, "still saving")
+    assert skip.to_line().count(b"\n") == 1
+    assert order_of(skip.to_line()) == skip
+    outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, 2)
     assert outcome.to_line().count(b"\n") == 1
     assert SaveOutcome.from_line(outcome.to_line()) == outcome
 

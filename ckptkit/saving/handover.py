@@ -1,0 +1,72 @@
+"""Signal: a count that one process adds to and another takes from, both of which may wait for it (an eventfd).
+
+Through three of them trainer and writer hand the arena's blocks to and fro: what the one wrote to memory before it
+added to the count, the other sees after it took it.
+"""
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+from typing import Self
+
+FLAGS = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+
+
+class Signal:
+    """A shared count behind a file descriptor, at 0."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """A new one, or the one that another process made."""
+        self.fd = os.eventfd(0, FLAGS) if fd is None else fd
+
+    def fileno(self) -> int:
+        """So that `select` takes a Signal."""
+        return self.fd
+
+    def add(self, count: int = 1) -> None:
+        """Raise the count."""
+        os.eventfd_write(self.fd, count)
+
+    def take(self) -> int:
+        """The count, which is 0 afterwards; never waits."""
+        with contextlib.suppress(BlockingIOError):
+            return os.eventfd_read(self.fd)
+        return 0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the count is above 0."""
+        return bool(select.select([self.fd], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Close this process' descriptor."""
+        os.close(self.fd)
+
+
+class Handover:
+    """The three counts of an arena: blocks `staged` by the trainer, blocks `released` by the writer, and whether the
+    trainer gave the save up (`stop`)."""
+
+    def __init__(self, fds: Sequence[int] | None = None) -> None:
+        """New ones, or those behind the descriptors of another process' Handover."""
+        self.staged, self.released, self.stop = map(Signal, fds) if fds else (Signal(), Signal(), Signal())
+
+    @property
+    def fds(self) -> list[int]:
+        return [signal.fd for signal in self._signals]
+
+    def reset(self) -> Self:
+        """All counts at 0; while no save runs."""
+        for signal in self._signals:
+            signal.take()
+        return self
+
+    def close(self) -> None:
+        """Close this process' descriptors."""
+        for signal in self._signals:
+            signal.close()
+
+    @property
+    def _signals(self) -> list[Signal]:
+        return [self.staged, self.released, self.stop]

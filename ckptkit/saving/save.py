@@ -1,0 +1,112 @@
+"""save: the easy case. One call writes this rank's part of a step, durable when it returns.
+
+No arena and no writer process: host memory is written from where it lies, what is on a device goes through two
+page-locked buffers of BOUNCE_BYTES. For benchmarks and small programs; training saves through a Checkpointer.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckptkit.chunk import Piece
+from ckptkit.format.root import Root
+from ckptkit.io.blocks import Columns, copy_many, num_granules
+from ckptkit.layout import ParallelLayout
+from ckptkit.plan import plan_save
+from ckptkit.saving.staging import check_memory
+from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
+from ckptkit.saving.stream import Stream
+from ckptkit.tensor import TensorInfo
+from ckptkit.torch_tensors import Bytes, Transfer, byte_range, host_addresses
+from threefold.errors import UserError
+from threefold.storage import open_storage
+
+BOUNCE_BYTES = 64 << 20
+DEADLINE_S = 600.0
+
+
+def save(
+    url: str, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
+    num_layers: int, metadata: Mapping[str, Any], rank: int = 0, world_size: int = 1, attempt: str | None = None,
+) -> Root | None:  # fmt: skip
+    """Write this rank's pieces as part of a step of the run at `url`; rank 0 waits for the others, commits, and gives
+    the root, other ranks give None.
+
+    `attempt` is a name that all ranks of this save share and no other save uses; one process alone needs none. Raises
+    UserError where pieces do not fit the table, AlreadyExists where the step is committed, else StorageError.
+    """
+    if attempt is None and world_size > 1:
+        raise UserError(
+            f"a save of {world_size} ranks needs an attempt that they share",
+            hint="give all ranks one new name, such as attempt=f'{job}-{step}'",
+        )
+    target = StepTarget(open_storage(url), step, attempt or secrets.token_hex(8), rank, world_size)
+    plan = plan_save(pieces, tensors)
+    check_memory(pieces, tensors)
+    stream = Stream.of(plan, len(pieces), BOUNCE_BYTES)
+    source = _Source(stream, [piece.data for piece in pieces] + [np.frombuffer(f.header, np.uint8) for f in plan.files])
+    parts = [
+        PartSource(
+            file.index(np.zeros(num_granules(file.size_bytes), np.uint64)),
+            source.blocks(*stream.first_blocks[number : number + 2]),
+            is_reused=not source.is_on_host,
+        )
+        for number, file in enumerate(plan.files)
+    ]
+    table = {info.name: info for info in tensors}
+    draft = None if rank else Root(step, target.attempt, layout, num_layers, table, (), metadata)
+    try:
+        return write_step(target, parts, draft, lambda _: DEADLINE_S)
+    finally:
+        source.close()
+
+
+class _Source:
+    """The blocks of a stream straight from the sources' memory; those with bytes on a device through a buffer."""
+
+    def __init__(self, stream: Stream, sources: Sequence[Any]) -> None:
+        self._stream, self._sources = stream, sources
+        self._addresses = host_addresses(sources)
+        self.is_on_host = bool(self._addresses[stream.source].all())
+        self._buffers: list[tuple[Bytes, Transfer]] = []
+        if not self.is_on_host:
+            self._buffers = [(np.empty(stream.block_bytes, np.uint8), Transfer()) for _ in range(2)]
+
+    def blocks(self, first: int, stop: int) -> Iterator[Columns]:
+        """Blocks [first, stop) as rows of (address, bytes); while one is written the next is fetched."""
+        if self.is_on_host:
+            for block in range(first, stop):
+                part = self._stream.between(block, block + 1)
+                address = self._addresses[self._stream.source[part]] + self._stream.offset[part]
+                yield np.stack([address, self._stream.size[part]], axis=1).astype(np.uint64)
+            return
+        self._fetch(first)
+        for block in range(first, stop):
+            memory, transfer = self._buffers[block % 2]
+            transfer.wait()
+            if block + 1 < stop:
+                self._fetch(block + 1)
+            size = int(self._stream.size[self._stream.between(block, block + 1)].sum())
+            yield np.array([(memory.ctypes.data, size)], np.uint64)
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the buffers."""
+        for _, transfer in self._buffers:
+            transfer.wait()
+            transfer.unlock()
+
+    def _fetch(self, block: int) -> None:
+        """Copy what is on the host into the block's buffer and start to copy the rest."""
+        memory, transfer = self._buffers[block % 2]
+        part = self._stream.between(block, block + 1)
+        source, offset = self._stream.source[part], self._stream.offset[part]
+        at, size = self._stream.at[part], self._stream.size[part]
+        address = self._addresses[source]
+        here = address > 0
+        transfer.start(memory, [
+            (byte_range(self._sources[s], o, n), a, n)
+            for s, o, a, n in zip(*(c[~here].tolist() for c in (source, offset, at, size)), strict=True)
+        ])  # fmt: skip
+        copy_many(np.stack([(address + offset)[here], memory.ctypes.data + at[here], size[here]], axis=1))

@@ -1,0 +1,84 @@
+"""`ckptkit.save`: one call, and the step is committed."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptkit
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.runs.catalogue import committed_steps
+from ckptkit.saving import save as saving
+from tests.ckptkit.model_tables import values
+from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import AlreadyExists, open_storage
+
+
+def save(url: object, step: int, layout: ParallelLayout = ONE, rank: int = 0, **more: object) -> ckptkit.Root | None:
+    return ckptkit.save(
+        str(url), step, pieces_of(SMALL, layout, rank, values(SMALL)), tensors=SMALL, layout=layout,
+        num_layers=NUM_LAYERS, metadata={"scale": 1}, rank=rank, world_size=layout.world_size, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("block_bytes", [saving.BOUNCE_BYTES, 1 << 20])
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_a_step_is_committed_on_return(
+    place: str, block_bytes: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "BOUNCE_BYTES", block_bytes)
+    url = str(tmp_path) if place == "local" else request.getfixturevalue("s3_url")
+    root = save(url, 3)
+    assert root is not None
+    assert root.metadata == {"scale": 1}
+    assert_holds(url, 3, SMALL)
+    with CheckpointReader(open_storage(url), 3) as reader:
+        assert verify_checkpoint(reader).ok
+    with pytest.raises(AlreadyExists, match=r"step 3 of .* is committed already"):
+        save(url, 3)
+
+
+def test_blocks_of_many_pieces_and_pieces_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "BOUNCE_BYTES", 1 << 20)
+    sizes = [3 << 20, 100, 1 << 20, 700_000, 700_000, 5 << 20]
+    tensors = [ckptkit.TensorInfo(f"layers.{n}.w", "U8", (size,), ckptkit.Placement(n)) for n, size in enumerate(sizes)]
+    arrays = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
+    pieces = [ckptkit.Piece.whole(t.name, ckptkit.Box((0,), t.shape), a) for t, a in zip(tensors, arrays, strict=True)]
+    ckptkit.save(str(tmp_path), 1, pieces, tensors=tensors, layout=ONE, num_layers=len(sizes), metadata={})
+    restored = [ckptkit.Piece(p.name, p.box, p.start, p.stop, np.zeros_like(p.data)) for p in pieces]
+    ckptkit.restore(str(tmp_path), 1, restored)
+    assert all((a.data == b.data).all() for a, b in zip(restored, pieces, strict=True))
+
+
+def test_ranks_share_an_attempt(tmp_path: Path) -> None:
+    layout = ParallelLayout(tp=2, dp=2)
+    with pytest.raises(UserError, match="a save of 4 ranks needs an attempt"):
+        save(tmp_path, 1, layout)
+    others = [threading.Thread(target=save, args=(tmp_path, 1, layout, r), kwargs={"attempt": "x"}) for r in (1, 2, 3)]
+    for other in others:
+        other.start()
+    root = save(tmp_path, 1, layout, attempt="x")
+    for other in others:
+        other.join()
+    assert root is not None
+    assert len(root.parts) == 4
+    assert_holds(tmp_path, 1, SMALL)
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
+    common = {"tensors": SMALL, "layout": ONE, "num_layers": NUM_LAYERS, "metadata": {}}
+    with pytest.raises(CheckFailed, match="do not make up the tensors"):
+        ckptkit.save(str(tmp_path), 1, pieces[1:], **common)
+    with pytest.raises(UserError, match="not contiguous"):
+        ckptkit.save(str(tmp_path), 1, [ckptkit.Piece(p.name, p.box, p.start, p.stop, np.repeat(p.data, 2)[::2])
+                                        for p in pieces], **common)  # fmt: skip
+    assert list(open_storage(tmp_path).list()) == []
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot write .*file"):
+        save(tmp_path / "file", 1)
+    assert committed_steps(open_storage(tmp_path)) == []
