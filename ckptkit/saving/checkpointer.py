@@ -24,6 +24,8 @@ from ckptkit.chunk import Box, Piece
 from ckptkit.format.root import Root, check_attempt
 from ckptkit.layout import ParallelLayout
 from ckptkit.plan import SavePlan, plan_save
+from ckptkit.runs.retention import Retention
+from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
 from ckptkit.saving.staging import Arena, prepare, stage
 from ckptkit.tensor import TensorInfo
@@ -41,19 +43,25 @@ class CheckpointerOptions:
     """How to save.
 
     deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; after
-    max_failed_saves failures in a row `save` raises; keep_last > 0 prunes older steps after each commit.
+    max_failed_saves failures in a row `save` raises; after each commit, once the new step was read back, steps that
+    `retention` does not keep are deleted. `code` is the version of the code that saves, for the root; left empty it is
+    the commit of the git tree that the program was started in, if any.
     """
 
     deadline_s: float = 600.0
     timeout_s: float = 3600.0
     max_failed_saves: int = 3
-    keep_last: int = 0
+    retention: Retention = field(default_factory=Retention)
+    code: str = ""
     num_threads: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written."""
+    """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written.
+
+    `warning` says why older steps were not pruned after it.
+    """
 
     step: int
     ok: bool
@@ -61,6 +69,7 @@ class SaveReport:
     data_bytes: int
     write_s: float
     stall_s: float
+    warning: str = ""
 
 
 @dataclass
@@ -89,6 +98,7 @@ class Checkpointer:
         if rank == 0 and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
         self._rank, self._world_size, self._attempt, self._options = rank, world_size, check_attempt(attempt), options
+        self._code = options.code or git_commit()
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -134,7 +144,8 @@ class Checkpointer:
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
             files=tuple(files), root=root, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
-            keep_last=self._options.keep_last, num_threads=self._options.num_threads,
+            retention=self._options.retention, code=self._code, stall_s=time.monotonic() - started,
+            num_threads=self._options.num_threads,
         )  # fmt: skip
         if not self._writer.is_alive:
             self._writer.close()
@@ -200,16 +211,18 @@ class Checkpointer:
             self._finish(f"rank {self._rank}: {death} while it saved step {self._running.step}")
             return
         if outcome is not None:
-            self._finish(outcome.error, outcome.write_s)
+            self._finish(outcome.error, outcome.write_s, outcome.warning)
 
-    def _finish(self, error: str, write_s: float | None = None) -> None:
+    def _finish(self, error: str, write_s: float | None = None, warning: str = "") -> None:
         running = self._running
         assert running is not None, "a save runs"
         self._running = None
         self._num_failed = self._num_failed + 1 if error else 0
         self._last_error = error
         seconds = time.monotonic() - running.started if write_s is None else write_s
-        self._reports.append(SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s))
+        self._reports.append(
+            SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, warning)
+        )
 
 
 class _WriterProcess:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.staging import Area, StagedFile
 
 
@@ -11,6 +12,7 @@ class SaveOrder:
     """One save of one writer: what lies where in the arena, and where it goes.
 
     `root` is, for writer 0, a root without parts: it fills in the parts of all `num_writers` and commits it.
+    `code` and `stall_s` go into that root; `retention` prunes after its commit.
     `arena_bytes` is the size of the arena now: the writer maps it anew when it grew.
     """
 
@@ -23,7 +25,9 @@ class SaveOrder:
     root: Area
     arena_bytes: int
     deadline_s: float
-    keep_last: int
+    retention: Retention
+    code: str
+    stall_s: float
     num_threads: int
 
     def to_line(self) -> bytes:
@@ -35,17 +39,18 @@ class SaveOrder:
         """The order of a line."""
         fields = json.loads(line)
         fields["files"] = tuple(StagedFile(Area(**f["data"]), Area(**f["index"])) for f in fields["files"])
-        return cls(**fields | {"root": Area(**fields["root"])})
+        return cls(**fields | {"root": Area(**fields["root"]), "retention": Retention(**fields["retention"])})
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended in the writer; `error` is empty when all is well."""
+    """How a save ended in the writer; `error` is empty when all is well, `warning` when the pruning after it was."""
 
     step: int
     error: str
     data_bytes: int
     write_s: float
+    warning: str
 
     def to_line(self) -> bytes:
         """One line of JSON."""

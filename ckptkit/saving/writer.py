@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 import select
+import socket
 import sys
 import time
 import traceback
@@ -18,12 +19,12 @@ from dataclasses import replace
 
 import numpy as np
 
+import threefold
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
+from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import Columns, checksums, write_file
-from ckptkit.loading.reader import read_root
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.retention import expired, prune
+from ckptkit.runs.pruning import Pruner
 from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
 from ckptkit.torch_tensors import Bytes
@@ -43,22 +44,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arena-fd", type=int, required=True, help="file descriptor of the arena's memory")
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
-    arena = np.empty(0, np.uint8)
+    arena, pruner = np.empty(0, np.uint8), Pruner()
     for line in _lines(arguments.trainer):
         order = SaveOrder.from_line(line)
         if order.arena_bytes != len(arena):
             memory = mmap.mmap(arguments.arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
             arena = np.frombuffer(memory, np.uint8)
-        outcome = _attempt(order, arena, arguments.trainer)
+        outcome = _attempt(order, arena, arguments.trainer, pruner)
         with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
             os.write(sys.stdout.fileno(), outcome.to_line())
     return 0
 
 
-def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
-    """Write the files and indexes of one writer; writer 0 then waits for all others and commits.
+def run_save(order: SaveOrder, arena: Bytes, trainer: int, pruner: Pruner) -> str:
+    """Write the files and indexes of one writer; writer 0 then waits for all others, commits and prunes.
 
-    On a failure this writer's files are removed, and a `.failed` object tells writer 0.
+    On a failure this writer's files are removed, and a `.failed` object tells writer 0. Gives a warning, or nothing.
     """
     started = time.monotonic()
     storage = open_storage(order.url)
@@ -68,20 +69,20 @@ def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(order.files))):
             _write_part(storage, order, number, arena)
-        patience = _Patience(order.deadline_s, time.monotonic() - started, trainer)
-        root = _gather(storage, order, arena, patience) if order.writer == 0 else None
+        write_s = time.monotonic() - started
+        patience = _Patience(order.deadline_s, write_s, trainer)
+        root = _gather(storage, order, arena, patience, write_s) if order.writer == 0 else None
     except Exception as error:
         _clean_up(storage, order, error)
         raise
-    if root is not None:
-        try:
-            commit_root(storage, root)
-        except AlreadyExists as error:  # on no other failure: the root may be there although its answer was lost
-            _clean_up(storage, order, error)
-            raise
-        if order.keep_last:
-            read_root(storage, order.step)  # nothing older goes before the new one was seen whole
-            prune(storage, expired(committed_steps(storage), order.keep_last))
+    if root is None:
+        return ""
+    try:
+        commit_root(storage, root)
+    except AlreadyExists as error:  # on no other failure: the root may be there although its answer was lost
+        _clean_up(storage, order, error)
+        raise
+    return pruner.after_save(storage, order.step, order.retention)
 
 
 def _lines(trainer: int) -> Iterator[bytes]:
@@ -102,18 +103,18 @@ def _lines(trainer: int) -> Iterator[bytes]:
             return
 
 
-def _attempt(order: SaveOrder, arena: Bytes, trainer: int) -> SaveOutcome:
+def _attempt(order: SaveOrder, arena: Bytes, trainer: int, pruner: Pruner) -> SaveOutcome:
     started = time.monotonic()
-    error = ""
+    error = warning = ""
     try:
-        run_save(order, arena, trainer)
+        warning = run_save(order, arena, trainer, pruner)
     except (UserError, OSError) as failure:
         error = str(failure)
     except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
     data_bytes = sum(file.data.size for file in order.files)
-    return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started)
+    return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started, warning)
 
 
 class _Patience:
@@ -156,12 +157,17 @@ def _write_data(storage: Storage, key: str, data: Bytes, num_threads: int) -> Co
         raise local_failure(error, "write", path) from error
 
 
-def _gather(storage: Storage, order: SaveOrder, arena: Bytes, patience: "_Patience") -> Root:
+def _gather(storage: Storage, order: SaveOrder, arena: Bytes, patience: "_Patience", write_s: float) -> Root:
     """The root, complete, once all writers are done."""
+    started = time.monotonic()
     draft = Root.from_bytes(order.root.of(arena).tobytes(), f"the order to save step {order.step}")
     parts = wait_for_parts(storage, order.step, order.attempt, order.num_writers, patience.in_all_s)
     check_complete(order.step, list(draft.tensors.values()), [index for _, index in parts])
-    return replace(draft, parts=tuple(part for part, _ in parts))
+    saved = Saved(
+        saved_at=time.time(), host=socket.gethostname(), version=f"threefold {threefold.__version__}",
+        code=order.code, stall_s=order.stall_s, write_s=write_s, commit_s=time.monotonic() - started,
+    )  # fmt: skip
+    return replace(draft, parts=tuple(part for part, _ in parts), saved=saved)
 
 
 def _clean_up(storage: Storage, order: SaveOrder, error: Exception) -> None:

@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.plan import plan_save
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
 from ckptkit.saving.staging import ALIGNMENT, Area, Arena, StagedFile, stage
 from ckptkit.torch_tensors import dtypes, host_address, is_contiguous, num_bytes
@@ -59,11 +60,11 @@ def test_orders_and_outcomes_survive_their_line() -> None:
     order = SaveOrder(
         url="s3://bucket/ü", step=3, attempt="a-0001", writer=1, num_writers=4, arena_bytes=1 << 40,
         files=(StagedFile(Area(0, 10), Area(4096, 3)), StagedFile(Area(8192, 1), Area(12288, 9))), root=Area(5, 6),
-        deadline_s=1.5, keep_last=2, num_threads=3,
+        deadline_s=1.5, retention=Retention(keep_last=2, metric="größe"), code="v1", stall_s=0.5, num_threads=3,
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
     assert SaveOrder.from_line(order.to_line()) == order
-    outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25)
+    outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, "warned")
     assert outcome.to_line().count(b"\n") == 1
     assert SaveOutcome.from_line(outcome.to_line()) == outcome
 
