@@ -145,7 +145,10 @@ class ChunkTable:
         first, last = self.start, self.stop - 1
         together = np.ones(len(self), bool)  # whether the range has one index only in all dims so far
         for dim in range(self.offset.shape[1]):
-            (first_index, first), (last_index, last) = np.divmod(first, strides[:, dim]), np.divmod(last, strides[:, dim])
+            (first_index, first), (last_index, last) = (
+                np.divmod(first, strides[:, dim]),
+                np.divmod(last, strides[:, dim]),
+            )
             low[:, dim] = np.where(together, first_index, 0)
             high[:, dim] = np.where(together, last_index + 1, self.shape[:, dim])
             together &= first_index == last_index

@@ -1,9 +1,10 @@
-"""The `ckptkit` command: ls, inspect, verify, hash, reshard. numpy is imported by the verbs, never for --help."""
+"""The `ckptkit` command; verbs on the steps of a run are in `run_verbs`. numpy is imported by verbs, not for --help."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from ckptkit.run_verbs import add_run_verbs
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
@@ -18,11 +19,8 @@ def build_parser() -> Parser:
         epilog="S3 settings come from the standard AWS_* variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). "
         "Exit codes: 0 ok, 1 check failed, 2 usage, 3 I/O.",
     )
-    verbs = parser.add_subparsers(metavar="{ls,inspect,verify,hash,reshard}")
-
-    ls = verbs.add_parser("ls", help="list a run's committed steps", description="List a run's committed steps.")
-    ls.add_argument("run", metavar="RUN", help="run URL, or step URL: a path, s3://..., or any fsspec URL")
-    ls.set_defaults(handler=ls_verb)
+    verbs = parser.add_subparsers(metavar="{ls,best,pin,unpin,prune,inspect,verify,hash,reshard}")
+    add_run_verbs(verbs)
 
     inspect = verbs.add_parser(
         "inspect", help="what a checkpoint holds", description="Print what a checkpoint holds, from its root alone."
@@ -72,7 +70,7 @@ def build_parser() -> Parser:
     )
     reshard.set_defaults(handler=reshard_verb)
 
-    for verb in (ls, inspect, verify, hash_, reshard):
+    for verb in (inspect, verify, hash_, reshard):
         verb.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -82,38 +80,6 @@ def size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
-
-
-def ls_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.address import open_address
-    from ckptkit.format.root import step_folder
-    from ckptkit.loading.reader import read_root
-    from ckptkit.passes.inspect import describe
-    from ckptkit.runs.catalogue import committed_steps
-    from threefold.errors import CheckFailed
-
-    storage, named = open_address(arguments.run)
-    rows: list[dict[str, object]] = []
-    for step in committed_steps(storage):
-        if named not in (None, step):
-            continue
-        url = f"{storage.url}/{step_folder(step)}"
-        try:
-            about = describe(read_root(storage, step), url)
-        except CheckFailed as error:
-            rows.append({"step": step, "url": url, "error": error.message})
-            continue
-        rows.append({key: about[key] for key in ("step", "url", "layout", "file_bytes", "num_files", "attempt")})
-    if arguments.json:
-        print_json(rows)
-    elif not rows:
-        print(f"no committed step in {arguments.run}", file=sys.stderr)
-    for row in [] if arguments.json else rows:
-        if "error" in row:
-            print(f"{row['step']:>10}  DAMAGED: {row['error']}")
-        else:
-            print(f"{row['step']:>10}  {row['file_bytes']:>16,} bytes  {row['num_files']:>5} files  {row['layout']}")
-    return EXIT_OK
 
 
 def inspect_verb(arguments: argparse.Namespace) -> int:
@@ -136,7 +102,7 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
         f"{about['tensor_bytes']:,} bytes\n"
         f"  files      {about['num_files']:,}, {about['file_bytes']:,} bytes, attempt {about['attempt']}"
     )
-    for key, value in about["metadata"].items():
+    for key, value in ((about["saved"] or {}) | about["metadata"]).items():
         text = str(value)
         print(f"  {key:<10} {text if len(text) <= 100 else text[:97] + '...'}")
     for row in about["tensors"] if arguments.tensors else ():

@@ -58,7 +58,9 @@ class Bounds:
         """The rows of chunks over the same tensors that may hold wanted elements."""
         is_wanted = (self.low < self.high).all(axis=1)
         rows = np.flatnonzero(is_wanted[chunks.tensor] & (chunks.start < chunks.stop))
-        low, high = (left_padded(side, self.low.shape[1], value) for value, side in enumerate(chunks.take(rows).bounds()))
+        low, high = (
+            left_padded(side, self.low.shape[1], value) for value, side in enumerate(chunks.take(rows).bounds())
+        )
         tensor = chunks.tensor[rows]
         return rows[((low < self.high[tensor]) & (high > self.low[tensor])).all(axis=1)]
 

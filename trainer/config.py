@@ -137,6 +137,11 @@ class CheckpointConfig:
     save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
     max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)
     deadline_s: float = option(600.0, "how long a save waits for the files of all ranks", above=0)
+    keep_last: int = option(0, "keep the newest N steps after each save; with all keep_* 0 all stay", minimum=0)
+    keep_every: int = option(0, "keep each step that this divides", minimum=0)
+    keep_best: int = option(0, "keep the N steps with the smallest keep_best_metric", minimum=0)
+    keep_best_metric: str = option("val_loss", "val_loss, loss, or any other number in a checkpoint's metadata")
+    keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)

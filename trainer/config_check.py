@@ -99,6 +99,9 @@ def schedule_faults(config: Config) -> list[Fault]:
     if optim.warmup_steps > decay:
         text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
         faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))
+    if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
+        text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
+        faults.append(({"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text))
     if save.save_interval and not save.save:
         text = f"checkpoint.save_interval {save.save_interval} needs checkpoint.save"
         faults.append(({"checkpoint.save_interval", "checkpoint.save"}, text))

@@ -4,6 +4,7 @@ import sys
 
 from ckptkit.address import open_address
 from ckptkit.format.root import ROOT_KEY, step_folder
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
 from threefold.errors import StorageError
 from trainer.config import Config
@@ -36,7 +37,9 @@ class Saver:
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
-                options=CheckpointerOptions(deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER),
+                options=CheckpointerOptions(
+                    deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER, retention=retention_of(config)
+                ),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())
 
@@ -95,6 +98,8 @@ class Saver:
             ok = report.ok or self._is_committed(report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
             error = {} if report.ok else {"error": report.error}
+            if report.warning:
+                self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
             num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
             self._log.event(
                 "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **error
@@ -111,3 +116,9 @@ class Saver:
             return storage.info(f"{step_folder(step)}/{ROOT_KEY}") is not None
         except StorageError:
             return False
+
+
+def retention_of(config: Config) -> Retention:
+    """Which steps a run keeps."""
+    keep = config.checkpoint
+    return Retention(keep.keep_last, keep.keep_every, keep.keep_best, keep.keep_hourly, keep.keep_best_metric)

@@ -5,6 +5,8 @@ fall back to the same older step; a checkpoint of another model is refused, neve
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +14,47 @@ from typing import Any
 import torch
 
 from ckptkit.address import split_address
-from ckptkit.format.root import ROOT_KEY, Root, step_folder
+from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, step_folder
 from ckptkit.runs.catalogue import committed_steps
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 from trainer.config import Config
 from trainer.engine import Engine
+from trainer.optim import learning_rate
 from trainer.ranks import Ranks
 from trainer.restoring import restore_step
 
 
 @dataclass(frozen=True, slots=True)
+class Validation:
+    """The validation loss after `step` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start)."""
+    """Where a run stands after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
+
+    `validation` is the last one since the save before, so that a step is judged by a loss of its own.
+    """
 
     step: int = 0
     tokens: int = 0
     cursor: Mapping[str, Any] | None = None
+    validation: Validation | None = None
 
     def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
         """What a checkpoint's root records beside the tensors."""
+        validation = self.validation
         return {
             "cursor": self.cursor,
+            "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
             "tokens": self.tokens,
             "loss": loss,
+            **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
+            "lr": learning_rate(config.optim, max(self.step - 1, 0)),
             "config": dataclasses.asdict(config),
             "environment": environment(device),
         }
@@ -127,7 +146,7 @@ def set_aside(damaged: list[tuple[str, int]], own: str) -> None:
     for url, step in damaged:
         if url == own:
             storage, folder = open_storage(url), step_folder(step)
-            storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/damaged-{ROOT_KEY}")
+            storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
             storage.delete([f"{folder}/{ROOT_KEY}"])
 
 
@@ -135,7 +154,10 @@ def read_metadata(root: Root, url: str) -> Resumed:
     """What a root records of the run; UserError where it was not saved by this trainer."""
     try:
         metadata = root.metadata
-        progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]))
+        validation = None
+        if metadata.get("val_loss") is not None:
+            validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
+        progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]), validation)
         return Resumed(progress, float(metadata["loss"]), url)
     except (KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None

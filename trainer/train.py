@@ -1,5 +1,6 @@
 """The training loop: resume, step, log, save; the same code on one process and on many."""
 
+import dataclasses
 import resource
 import secrets
 import signal
@@ -19,7 +20,7 @@ from trainer.mesh import ProcessMesh
 from trainer.metrics import Log, StepMetrics, throughput
 from trainer.ranks import Ranks
 from trainer.saver import Saver
-from trainer.state import Progress, resume
+from trainer.state import Progress, Validation, resume
 
 
 def train(config: Config) -> int:
@@ -93,10 +94,12 @@ class Run:
         data_wait_s = time.perf_counter() - started
         stats = self._train_step(batch)
         num_tokens = train.global_batch_size * train.seq_length
+        validation = None if self._saver.due(self.progress.step) else self.progress.validation
         self.progress = Progress(
-            self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json()
+            self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json(), validation
         )
         self._loss = stats.loss
+        eval_s = self._evaluate()  # before the save, which records it
         due = self._saver.due(self.progress.step)
         stall_s = self._saver.save(self.progress, stats.loss) if due else 0.0
         failed_saves = self._saver.poll()
@@ -104,7 +107,7 @@ class Run:
         data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping = ranks.maximum(
             [data_wait_s, stats.comm_s, stats.bubble_s, stall_s, memory_gib, failed_saves, float(self._stop.requested)]
         )
-        step_s = time.perf_counter() - started
+        step_s = time.perf_counter() - started - eval_s
         self._log.step(
             StepMetrics(
                 step=self.progress.step,
@@ -129,7 +132,6 @@ class Run:
             )
         )
         self._announce(host.epochs)
-        self._evaluate()
         self._saver.check(int(failed))
         self._stopping = bool(stopping)
 
@@ -165,13 +167,18 @@ class Run:
                 self._log.say(f"step {self.progress.step}: epoch {after} of {path} is read")
         self._epochs = epochs
 
-    def _evaluate(self) -> None:
-        """Evaluate where it is due."""
+    def _evaluate(self) -> float:
+        """Evaluate where it is due; gives the seconds that took."""
         if self._evaluation is None or self.progress.step % self.config.train.eval_interval:
-            return
+            return 0.0
+        started = time.perf_counter()
         result = self._evaluation.run()
+        self.progress = dataclasses.replace(
+            self.progress, validation=Validation(self.progress.step, float(result["loss"]))
+        )
         self._log.event("eval", self.progress.step, **result)
         self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
+        return time.perf_counter() - started
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.format.part_index import MAX_DATA_BYTES, MAX_INDEX_BYTES
+from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.placement import Placement
@@ -20,10 +21,13 @@ from ckptkit.tensor import ITEMSIZE, MAX_DIMS, MAX_LAYERS, MAX_NAME_BYTES, MAX_N
 from threefold.errors import CheckFailed, UserError
 
 ROOT_KEY = "root.json"
+DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found damaged and saved anew
+PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
+_PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed")
 _STEP = re.compile(r"step-([0-9]{9,15})")
 _CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 
@@ -43,6 +47,12 @@ def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
     """Keys, relative to the step's folder, of a writer's n-th data file and of its index."""
     stem = f"{attempt}/part-{writer:05d}" + (f".{file}" if file else "")
     return f"{stem}.safetensors", f"{stem}.index"
+
+
+def attempt_of(key: str) -> str | None:
+    """The attempt that a key below a step's folder is a file of; None for any name that the format does not give."""
+    attempt, _, file = key.partition("/")
+    return attempt if _ATTEMPT.fullmatch(attempt) and _PART_FILE.fullmatch(file) else None
 
 
 def check_attempt(attempt: str) -> str:
@@ -65,7 +75,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What a checkpoint holds: the tensor table in global terms, the parts, and the saver's free metadata."""
+    """What a checkpoint holds: the tensor table in global terms, the parts, and the saver's free metadata.
+
+    `saved` is filled in by the writer that commits; None in the root of an older version.
+    """
 
     step: int
     attempt: str
@@ -74,6 +87,7 @@ class Root:
     tensors: Mapping[str, TensorInfo]
     parts: tuple[Part, ...]
     metadata: Mapping[str, Any]
+    saved: Saved | None = None
 
     def to_bytes(self) -> bytes:
         """The manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
@@ -86,6 +100,8 @@ class Root:
             "num_layers": self.num_layers,
             "metadata": plain_json(self.metadata),
         }
+        if self.saved is not None:
+            head["saved"] = self.saved.to_json()
         fields = [f"{_json(name)}: {_json(value)}" for name, value in head.items()]
         tensors = [
             _json({"name": t.name, "dtype": t.dtype, "shape": t.shape, "placement": asdict(t.placement)})
@@ -125,6 +141,7 @@ class Root:
                 tensors={row["name"]: _tensor(row) for row in document["tensors"]},
                 parts=tuple(_part(row, document["attempt"]) for row in document["parts"]),
                 metadata=dict(document["metadata"]),
+                saved=Saved.from_json(document["saved"]) if "saved" in document else None,
             )
             if len(root.tensors) != len(document["tensors"]):
                 raise ValueError("a tensor is listed twice")

@@ -13,7 +13,7 @@ from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.root import Root
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.plan import plan_load, storage_rows
+from ckptkit.plan import storage_rows
 from ckptkit.saving.staging import memory_misfit
 from ckptkit.tensor import ITEMSIZE, TensorInfo
 from ckptkit.torch_tensors import Transfer, dtypes, host_address

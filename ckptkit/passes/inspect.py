@@ -22,6 +22,7 @@ def describe(root: Root, url: str) -> dict[str, Any]:
         "file_bytes": sum(part.data_bytes + part.index_bytes for part in root.parts),
         "num_files": len(root.parts),
         "dtypes": dict(Counter(info.dtype for info in held)),
+        "saved": root.saved.to_json() if root.saved else None,
         "metadata": dict(root.metadata),
         "tensors": [_row(info) for info in sorted(root.tensors.values(), key=storage_order)],
     }

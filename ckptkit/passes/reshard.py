@@ -113,7 +113,7 @@ def reshard(
                 done += writer.append(areas)
                 progress(done, needed)
         writer.finish(targets)
-        made = Root(step, attempt, layout, root.num_layers, root.tensors, _parts(targets), root.metadata)
+        made = Root(step, attempt, layout, root.num_layers, root.tensors, _parts(targets), root.metadata, root.saved)
         commit_root(storage, made)
     except BaseException:
         writer.abort(targets)

@@ -13,10 +13,15 @@ from threefold.storage import Storage
 NUM_LOOKUPS_AT_ONCE = 8
 
 
+def step_folders(storage: Storage) -> list[int]:
+    """The steps that have a folder, committed or not, ascending."""
+    found = (parse_step_folder(name) for name in storage.list_folders())
+    return sorted(step for step in found if step is not None)
+
+
 def committed_steps(storage: Storage) -> list[int]:
     """The steps whose root exists, ascending."""
-    found = (parse_step_folder(name) for name in storage.list_folders())
-    steps = sorted(step for step in found if step is not None)
+    steps = step_folders(storage)
     with ThreadPoolExecutor(NUM_LOOKUPS_AT_ONCE) as pool:
         roots = pool.map(lambda step: storage.info(f"{step_folder(step)}/{ROOT_KEY}"), steps)
         return [step for step, root in zip(steps, roots, strict=True) if root is not None]

@@ -1,19 +1,90 @@
-"""Retention: which committed steps to keep, a pure policy, and how the others go: root first, then all else."""
+"""Retention: which committed steps to keep, a pure policy; `ckptkit.runs.pruning` deletes the others.
 
-from collections.abc import Iterable, Sequence
+A step stays if any rule keeps it. Whatever is asked, these stay: pinned steps; the newest good step and all that is
+newer; steps whose root cannot be read (of a newer format, perhaps). Rules that count (last, best, hourly) count good
+steps only, so that a damaged one takes nobody's place. Where no step is good nothing goes. O(n log n) in the steps.
+"""
 
-from ckptkit.format.root import ROOT_KEY, step_folder
-from threefold.storage import Storage
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptkit.runs.record import StepRecord
+from threefold.errors import UserError
+
+HOUR_S = 3600
 
 
-def expired(steps: Sequence[int], keep_last: int) -> list[int]:
-    """The steps that go when the newest keep_last are kept; none for keep_last 0."""
-    return sorted(steps)[:-keep_last] if keep_last > 0 else []
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What to keep: the newest keep_last steps; each step that keep_every divides; the keep_best by a metric of their
+    metadata; the newest step of each of the last keep_hourly hours that have one. All zero: everything.
+    """
+
+    keep_last: int = 0
+    keep_every: int = 0
+    keep_best: int = 0
+    keep_hourly: int = 0
+    metric: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best", "keep_hourly"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} {getattr(self, name)} is below 0", hint=f"0 switches {name} off")
+        if self.mode not in ("min", "max"):
+            raise UserError(f"mode {self.mode!r} of a metric is neither min nor max")
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether anything but everything is kept."""
+        return any((self.keep_last, self.keep_every, self.keep_best, self.keep_hourly))
 
 
-def prune(storage: Storage, steps: Iterable[int]) -> None:
-    """Delete committed steps; whenever this stops, a step is either whole or not listed as committed."""
-    for step in steps:
-        folder = step_folder(step)
-        storage.delete([f"{folder}/{ROOT_KEY}"])
-        storage.delete([item.key for item in storage.list(f"{folder}/")])
+def expired(records: Sequence[StepRecord], policy: Retention) -> list[int]:
+    """The steps to delete, ascending; none where the policy has no rules."""
+    reasons = reasons_to_keep(records, policy)
+    return sorted(record.step for record in records if not reasons[record.step])
+
+
+def reasons_to_keep(records: Sequence[StepRecord], policy: Retention) -> dict[int, list[str]]:
+    """Why each step stays, in words; no words for a step that goes."""
+    reasons: dict[int, list[str]] = {record.step: [] for record in sorted(records, key=lambda record: record.step)}
+    good = sorted((record for record in records if record.is_good), key=lambda record: -record.step)
+    if not policy.has_rules or not good:
+        return {step: ["no rule is given" if good else "no step is good"] for step in reasons}
+    oldest_of_last = good[policy.keep_last - 1].step if policy.keep_last <= len(good) else 0
+    for record in records:
+        if record.pin is not None:
+            reasons[record.step].append("pinned")
+        if not record.is_readable:
+            reasons[record.step].append("its root cannot be read")
+        if record.step > good[0].step:
+            reasons[record.step].append("newer than the newest good step")
+        elif policy.keep_last and record.step >= oldest_of_last:
+            reasons[record.step].append(f"last {policy.keep_last}")
+        if policy.keep_every and record.step % policy.keep_every == 0:
+            reasons[record.step].append(f"every {policy.keep_every}")
+    reasons[good[0].step].append("newest good step")
+    for record in ranked(good, policy.metric, policy.mode)[: policy.keep_best]:
+        reasons[record.step].append(f"best {policy.keep_best} by {policy.metric}")
+    for record in newest_of_hours(good)[: policy.keep_hourly]:
+        reasons[record.step].append(f"hourly {policy.keep_hourly}")
+    return reasons
+
+
+def ranked(records: Sequence[StepRecord], metric: str, mode: Literal["min", "max"]) -> list[StepRecord]:
+    """The records that have a metric, best first; of equal ones the newest first."""
+    sign = 1 if mode == "min" else -1
+    values = [(record, record.metrics().get(metric)) for record in records]
+    found = [(sign * value, -record.step, record) for record, value in values if value is not None]
+    return [record for _, _, record in sorted(found, key=lambda each: each[:2])]
+
+
+def newest_of_hours(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The newest record of each hour (of UTC) that has one, newest hour first; a record without a time is in none."""
+    hours: dict[int, StepRecord] = {}
+    for record in sorted(records, key=lambda record: record.step):
+        if record.saved_at > 0:
+            hours[int(record.saved_at // HOUR_S)] = record
+    return [hours[hour] for hour in sorted(hours, reverse=True)]

@@ -24,6 +24,8 @@ import ckptkit
 from ckptkit.chunk import Piece
 from ckptkit.format.root import check_attempt, plain_json
 from ckptkit.layout import ParallelLayout
+from ckptkit.runs.retention import Retention
+from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.handover import Signal
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder
 from ckptkit.saving.staging import Arena, Staging, check_memory
@@ -45,16 +47,21 @@ class CheckpointerOptions:
 
     deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; what
     fails for a cause that may pass is tried again for retry_s; after max_failed_saves failures in a row `save` raises;
-    keep_last > 0 prunes older steps after each commit. The arena has room for the rank's whole state, or, with
-    window_bytes > 0, for so much of it: then a save takes as long as the storage. when_busy says what a save does that
-    meets one before it still running: "wait" for it, "skip" (the new save is not made) or "abort" (the older is not).
+    after each commit, once the new step was read back, steps that `retention` does not keep are deleted. `code` is the
+    version of the code that saves, for the root; left empty it is the commit of the git tree that the program was
+    started in, if any.
+
+    The arena has room for the rank's whole state, or, with window_bytes > 0, for so much of it: then a save takes as long
+    as the storage. when_busy says what a save does that meets one before it still running: "wait" for it, "skip" (the new
+    save is not made) or "abort" (the older is not).
     """
 
     deadline_s: float = 600.0
     timeout_s: float = 3600.0
     retry_s: float = 60.0
     max_failed_saves: int = 3
-    keep_last: int = 0
+    retention: Retention = field(default_factory=Retention)
+    code: str = ""
     num_threads: int = 2
     window_bytes: int = 0
     when_busy: Literal["wait", "skip", "abort"] = "wait"
@@ -64,7 +71,8 @@ class CheckpointerOptions:
 class SaveReport:
     """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written.
 
-    A skipped save is not ok, and no failure either. `num_attempts` counts what was tried again.
+    A skipped save is not ok, and no failure either. `num_attempts` counts what was tried again, `warning` says why
+    older steps were not pruned after it.
     """
 
     step: int
@@ -75,6 +83,7 @@ class SaveReport:
     stall_s: float
     num_attempts: int = 1
     skipped: bool = False
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,7 @@ class Checkpointer:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
         self._rank, self._world_size, self._attempt, self._options = rank, world_size, check_attempt(attempt), options
         self.counts = SaveCounts()
+        self._code = options.code or git_commit()
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -167,8 +177,8 @@ class Checkpointer:
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
             files=tuple(files), ring=ring, draft=draft, layout=asdict(layout), num_layers=num_layers,
             metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
-            retry_s=self._options.retry_s, keep_last=self._options.keep_last, num_threads=self._options.num_threads,
-            abandoned=tuple(self._abandoned),
+            retry_s=self._options.retry_s, retention=self._options.retention, code=self._code,
+            num_threads=self._options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
         self._abandoned.clear()
         self._arena.handover.reset()
@@ -341,9 +351,9 @@ class Checkpointer:
             self._finish(f"rank {self._rank}: {told} while it saved step {self._running.step}")
         elif told is not None:
             error = told.error and (self._running.given_up or told.error)
-            self._finish(error, told.write_s, told.num_attempts)
+            self._finish(error, told.write_s, told.num_attempts, told.warning)
 
-    def _finish(self, error: str, write_s: float | None = None, num_attempts: int = 1) -> None:
+    def _finish(self, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = "") -> None:
         running = self._running
         assert running is not None, "a save runs"
         self._running = None
@@ -351,7 +361,16 @@ class Checkpointer:
         self._last_error = error
         seconds = time.monotonic() - running.started if write_s is None else write_s
         self._report(
-            SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts)
+            SaveReport(
+                running.step,
+                not error,
+                error,
+                running.data_bytes,
+                seconds,
+                running.stall_s,
+                num_attempts,
+                warning=warning,
+            )
         )
 
     def _report(self, report: SaveReport) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptkit.runs.retention import Retention
 from ckptkit.torch_tensors import Bytes
 
 
@@ -74,7 +75,8 @@ class SaveOrder:
     arena_bytes: int
     deadline_s: float
     retry_s: float
-    keep_last: int
+    retention: Retention
+    code: str
     num_threads: int
     abandoned: tuple[tuple[int, str], ...] = ()
 
@@ -88,7 +90,8 @@ class SaveOrder:
         fields = json.loads(line)
         fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
         fields["abandoned"] = tuple((step, attempt) for step, attempt in fields["abandoned"])
-        return cls(**fields | {"ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])})
+        fields |= {"ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
+        return cls(**fields | {"retention": Retention(**fields["retention"])})
 
 
 @dataclass(frozen=True)
@@ -115,13 +118,14 @@ def order_of(line: bytes) -> SaveOrder | SkipOrder:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended in the writer; `error` is empty when all is well."""
+    """How a save ended in the writer; `error` is empty when all is well, `warning` when the pruning after it was."""
 
     step: int
     error: str
     data_bytes: int
     write_s: float
     num_attempts: int
+    warning: str
 
     def to_line(self) -> bytes:
         """One line of JSON."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
+from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
 from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.stream import cut
@@ -95,12 +96,13 @@ class Retries:
 
 def write_step(
     target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float],
-    retries: Retries | None = None,
+    retries: Retries | None = None, code: str = "",
 ) -> Root | None:  # fmt: skip
     """Write one writer's files; writer 0, which has the root's draft, waits for all others and commits.
 
     patience_s is asked again and again how long to wait for the others, given the seconds that this writer's own files
-    took. On a failure this writer's files are removed, and a `.failed` object tells writer 0. Gives the root committed.
+    took. On a failure this writer's files are removed, and a `.failed` object tells writer 0. Gives the root committed,
+    which tells the version of the `code` that saves.
     """
     started = time.monotonic()
     retries = retries or Retries()
@@ -118,6 +120,9 @@ def write_step(
             retries.run(partial(target.storage.write, target.keys(number)[1], content))
         write_s = time.monotonic() - started
         root = draft and retries.run(partial(_complete, target, draft, lambda: patience_s(write_s)))
+        if root is not None:
+            commit_s = time.monotonic() - started - write_s
+            root = replace(root, saved=Saved.now(code=code, write_s=write_s, commit_s=commit_s))
     except BaseException as error:
         _clean_up(target, len(parts), error)
         raise

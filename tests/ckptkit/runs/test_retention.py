@@ -1,38 +1,150 @@
-"""Which steps go, and that one is never half gone while it is listed."""
+"""The policy, without a storage: what each rule keeps, and what no rule can delete."""
 
-from pathlib import Path
+import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.runs.retention import expired, prune
-from threefold.storage import open_storage
-from threefold.storage.local import LocalStorage
+from ckptkit.runs.record import StepRecord
+from ckptkit.runs.retention import HOUR_S, Retention, expired, newest_of_hours, ranked, reasons_to_keep
+from threefold.errors import UserError
+
+RULES = ("keep_last", "keep_every", "keep_best", "keep_hourly")
 
 
-@given(steps=st.sets(st.integers(0, 1000)), keep_last=st.integers(0, 20))
-def test_the_newest_stay(steps: set[int], keep_last: int) -> None:
-    gone = expired(list(steps), keep_last)
-    kept = steps - set(gone)
-    assert len(kept) == (min(keep_last, len(steps)) if keep_last else len(steps))
-    assert not kept or not gone or max(gone) < min(kept)
+def good(step: int, loss: float | None = None, hour: float = 1.0, pin: str | None = None) -> StepRecord:
+    metadata = {} if loss is None else {"val_loss": loss}
+    return StepRecord(step, saved_at=hour * HOUR_S, pin=pin, attempt="a", metadata=metadata)
 
 
-def test_the_root_goes_first(tmp_path: Path) -> None:
-    deleted: list[str] = []
+@st.composite
+def records(draw: st.DrawFn) -> list[StepRecord]:
+    """Any run: good, incomplete and unreadable steps, in any order, saved at any hour."""
+    steps = draw(st.lists(st.integers(0, 60), unique=True, max_size=25))
+    return [
+        StepRecord(
+            step,
+            saved_at=draw(st.sampled_from([0.0, *(hour * HOUR_S / 2 for hour in range(1, 20))])),
+            pin=draw(st.sampled_from([None, None, None, "", "note"])),
+            problem=draw(st.sampled_from(["", "", "", "a file is missing"])),
+            attempt=draw(st.sampled_from(["a", "a", "a", ""])),
+            metadata=draw(st.sampled_from([{}, {"val_loss": None}, *({"val_loss": n / 2} for n in range(6))])),
+        )
+        for step in steps
+    ]
 
-    class Watched(LocalStorage):
-        def delete(self, keys: object) -> None:
-            deleted.extend(keys := list(keys))  # type: ignore[call-overload]
-            super().delete(keys)
 
-    storage = Watched(tmp_path)
-    for step in (1, 2):
-        for name in ("root.json", "a/part-00000.index", "a/part-00000.safetensors", "old/part-00000.safetensors"):
-            storage.write(f"step-{step:09d}/{name}", b"x")
-    prune(storage, [1])
-    assert deleted[0] == "step-000000001/root.json"
-    assert len(deleted) == 4
-    assert committed_steps(storage) == [2]
-    assert len(list(open_storage(tmp_path).list())) == 4
+def policies() -> st.SearchStrategy[Retention]:
+    small = st.integers(0, 8)
+    return st.builds(Retention, small, small, small, small, mode=st.sampled_from(["min", "max"]))
+
+
+def kept(found: list[StepRecord], policy: Retention) -> set[int]:
+    return {record.step for record in found} - set(expired(found, policy))
+
+
+@given(records(), policies())
+def test_the_newest_good_step_and_pinned_and_unreadable_ones_stay(found: list[StepRecord], policy: Retention) -> None:
+    stay = kept(found, policy)
+    assert {record.step for record in found if record.pin is not None or not record.attempt} <= stay
+    good_steps = [record.step for record in found if record.is_good]
+    if good_steps:
+        assert {record.step for record in found if record.step >= max(good_steps)} <= stay
+    else:
+        assert len(stay) == len(found)
+
+
+@given(records(), policies())
+def test_rules_compose_by_union(found: list[StepRecord], policy: Retention) -> None:
+    rules = [Retention(**{name: getattr(policy, name)}, mode=policy.mode) for name in RULES]
+    each = [kept(found, rule) for rule in rules if rule.has_rules]
+    assert kept(found, policy) == (set().union(*each) if each else {record.step for record in found})
+
+
+@given(records(), policies())
+def test_a_second_prune_finds_nothing(found: list[StepRecord], policy: Retention) -> None:
+    stay = kept(found, policy)
+    assert expired([record for record in found if record.step in stay], policy) == []
+
+
+@given(records(), policies(), st.sampled_from(["keep_last", "keep_best", "keep_hourly"]), st.integers(1, 5))
+def test_a_larger_number_keeps_no_less(found: list[StepRecord], policy: Retention, rule: str, more: int) -> None:
+    if policy.has_rules:
+        larger = dataclasses.replace(policy, **{rule: getattr(policy, rule) + more})
+        assert kept(found, policy) <= kept(found, larger)
+
+
+@given(records(), policies(), st.randoms())
+def test_the_order_of_records_is_of_no_account(found: list[StepRecord], policy: Retention, random: object) -> None:
+    shuffled = found.copy()
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert expired(shuffled, policy) == expired(found, policy)
+    assert expired(found, policy) == sorted(step for step, why in reasons_to_keep(found, policy).items() if not why)
+
+
+def test_without_a_rule_everything_stays() -> None:
+    assert expired([good(step) for step in range(9)], Retention()) == []
+
+
+def test_the_last_count_good_steps_only() -> None:
+    found = [good(1), good(2), StepRecord(3, attempt="a", problem="a file is missing"), good(4)]
+    assert kept(found, Retention(keep_last=1)) == {4}
+    assert kept(found, Retention(keep_last=2)) == {2, 3, 4}
+    found.insert(0, StepRecord(0, attempt="a", problem="a file is missing"))
+    assert kept(found, Retention(keep_last=3)) == {1, 2, 3, 4}
+    assert kept(found, Retention(keep_last=4)) == {0, 1, 2, 3, 4}
+
+
+def test_a_damaged_step_newer_than_the_newest_good_one_stays() -> None:
+    found = [good(1), good(2), StepRecord(3, attempt="a", problem="a file is missing")]
+    assert kept(found, Retention(keep_last=1)) == {2, 3}
+
+
+def test_every() -> None:
+    assert kept([good(step) for step in (0, 5, 10, 14, 20, 21)], Retention(keep_every=10)) == {0, 10, 20, 21}
+
+
+def test_the_best_of_equal_ones_is_the_newest() -> None:
+    found = [good(1, 2.0), good(2, 1.0), good(3, 1.0), good(4, 3.0), good(5), good(6, None)]
+    assert kept(found, Retention(keep_best=1)) == {3, 6}
+    assert kept(found, Retention(keep_best=3)) == {1, 2, 3, 6}
+    assert kept(found, Retention(keep_best=1, mode="max")) == {4, 6}
+    assert kept(found, Retention(keep_best=1, metric="other")) == {6}
+    assert [record.step for record in ranked(found, "val_loss", "max")] == [4, 1, 3, 2]
+
+
+def test_hourly_keeps_the_newest_step_of_each_hour_that_has_one() -> None:
+    found = [
+        good(1, hour=1.0),
+        good(2, hour=1.5),
+        good(3, hour=4.2),
+        good(4, hour=9.9),
+        good(5, hour=9.1),
+        good(6, hour=0),
+    ]
+    assert [record.step for record in newest_of_hours(found)] == [5, 3, 2]
+    assert kept(found, Retention(keep_hourly=2)) == {3, 5, 6}
+    assert kept(found, Retention(keep_hourly=24)) == {2, 3, 5, 6}
+
+
+def test_reasons_are_told() -> None:
+    found = [good(1), good(10, 1.0, pin="paper"), good(11), StepRecord(12, problem="damaged")]
+    assert reasons_to_keep(found, Retention(keep_last=1, keep_every=10, keep_best=2)) == {
+        1: [],
+        10: ["pinned", "every 10", "best 2 by val_loss"],
+        11: ["last 1", "newest good step"],
+        12: ["its root cannot be read", "newer than the newest good step"],
+    }
+
+
+def test_what_cannot_be_asked() -> None:
+    with pytest.raises(UserError, match="keep_best -1 is below 0"):
+        Retention(keep_best=-1)
+    with pytest.raises(UserError, match="neither min nor max"):
+        Retention(mode="least")  # type: ignore[arg-type]
+
+
+def test_metrics_are_the_finite_numbers_by_their_dotted_names() -> None:
+    metadata = {"loss": 2, "bad": float("nan"), "no": True, "none": None, "config": {"optim": {"lr": 0.5}, "name": "x"}}
+    assert StepRecord(1, metadata=metadata | {"huge": 10**400}).metrics() == {"loss": 2, "config.optim.lr": 0.5}

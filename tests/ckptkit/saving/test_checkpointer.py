@@ -17,6 +17,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps, latest_step
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
@@ -398,7 +399,7 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_older_steps_go_after_a_newer_commit(url: str) -> None:
-    options = CheckpointerOptions(keep_last=2)
+    options = CheckpointerOptions(retention=Retention(keep_last=2))
     with Checkpointer(url, attempt="a", options=options) as checkpointer:
         for step in (1, 2, 3, 4):
             save_one(checkpointer, step, SMALL, scale=step)

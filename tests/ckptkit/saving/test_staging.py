@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.runs.retention import Retention
 from ckptkit.saving import structure as structure_module
 from ckptkit.saving.save_order import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
 from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
@@ -122,14 +123,14 @@ def test_orders_and_outcomes_survive_their_line() -> None:
         url="s3://bucket/ü", step=3, attempt="a-0001", writer=1, num_writers=4, arena_bytes=1 << 40,
         files=(StagedFile(10, 0, Area(4096, 3)), StagedFile(1, 1, Area(12288, 9))), ring=Ring(1, 2, 3, 4),
         draft=Area(5, 6), layout={"tp": 2}, num_layers=3, metadata={"loss": 1.5}, deadline_s=1.5, retry_s=2.5,
-        keep_last=2, num_threads=3, abandoned=((1, "b"), (2, "c")),
+        retention=Retention(keep_last=2, metric="größe"), code="v1", num_threads=3, abandoned=((1, "b"), (2, "c")),
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
     assert order_of(order.to_line()) == order
     skip = SkipOrder("s3://bucket/ü", 3, "a-0001", 1, "still saving")
     assert skip.to_line().count(b"\n") == 1
     assert order_of(skip.to_line()) == skip
-    outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, 2)
+    outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, 2, "warned")
     assert outcome.to_line().count(b"\n") == 1
     assert SaveOutcome.from_line(outcome.to_line()) == outcome
 

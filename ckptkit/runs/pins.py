@@ -1,0 +1,54 @@
+"""Pins: an object beside a step's root keeps the step from every retention policy, whatever the object holds."""
+
+import contextlib
+import json
+import time
+
+from ckptkit.format.root import PIN_KEY, ROOT_KEY, step_folder
+from ckptkit.format.saved import utc_text
+from threefold.errors import UserError
+from threefold.storage import Storage
+
+MAX_PIN_BYTES, MAX_NOTE_BYTES = 1 << 20, 10_000
+
+
+def pin(storage: Storage, step: int, note: str = "") -> None:
+    """Pin a committed step, with a reason; a second pin replaces the first. UserError where no such step is committed.
+
+    The root is looked for after the pin is put: a prune that took it looks for pins after that, so that one of both
+    sees the other.
+    """
+    if len(note.encode()) > MAX_NOTE_BYTES:
+        text = f"a note of {len(note.encode()):,} bytes is too long, {MAX_NOTE_BYTES:,} fit"
+        raise UserError(text, hint="put the text elsewhere and its address into --note")
+    key = pin_key(step)
+    was_pinned = storage.info(key) is not None
+    document = {"note": note, "pinned_at": utc_text(time.time())}
+    storage.write(key, json.dumps(document, ensure_ascii=False).encode() + b"\n")
+    if storage.info(f"{step_folder(step)}/{ROOT_KEY}") is None:
+        if not was_pinned:
+            storage.delete([key])
+        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
+
+
+def unpin(storage: Storage, step: int) -> bool:
+    """Take a step's pin away; whether there was one."""
+    was_pinned = storage.info(pin_key(step)) is not None
+    storage.delete([pin_key(step)])
+    return was_pinned
+
+
+def pin_note(storage: Storage, step: int) -> str | None:
+    """The note of a step's pin, empty where it has none or is damaged; None for a step that is not pinned."""
+    info = storage.info(pin_key(step))
+    if info is None:
+        return None
+    if info.size_bytes <= MAX_PIN_BYTES:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            return str(json.loads(storage.read(info.key))["note"])
+    return ""
+
+
+def pin_key(step: int) -> str:
+    """The key of a step's pin."""
+    return f"{step_folder(step)}/{PIN_KEY}"
