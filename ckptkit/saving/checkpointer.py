@@ -13,19 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 import ckptkit
 from ckptkit.chunk import Box, Piece
-from ckptkit.format.root import Root, check_attempt
+from ckptkit.format.root import Root, Share, check_attempt
 from ckptkit.layout import ParallelLayout
 from ckptkit.plan import SavePlan, plan_save
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome
+from ckptkit.saving.save_order import PromoteOrder, Promotion, SaveOrder, SaveOutcome
 from ckptkit.saving.staging import Arena, prepare, stage
+from ckptkit.saving.tiers import Node, Tier, due
 from ckptkit.tensor import TensorInfo
 from threefold.errors import StorageError
 from threefold.storage import open_storage
@@ -41,7 +42,9 @@ class CheckpointerOptions:
     """How to save.
 
     deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; after
-    max_failed_saves failures in a row `save` raises; keep_last > 0 prunes older steps after each commit.
+    max_failed_saves failures in a row `save` raises; keep_last > 0 prunes older steps after each commit. `tiers` are
+    the slower places that steps are copied to in the background, each at its own interval; `node` says which of the
+    run's writers save to this URL, where it is not one place for all nodes.
     """
 
     deadline_s: float = 600.0
@@ -49,11 +52,14 @@ class CheckpointerOptions:
     max_failed_saves: int = 3
     keep_last: int = 0
     num_threads: int = 2
+    tiers: tuple[Tier, ...] = ()
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written."""
+    """How a save ended, or its copy to the tier `url`. On the first rank `ok` means committed, elsewhere that this
+    rank's files are written."""
 
     step: int
     ok: bool
@@ -61,6 +67,7 @@ class SaveReport:
     data_bytes: int
     write_s: float
     stall_s: float
+    url: str = ""
 
 
 @dataclass
@@ -86,9 +93,12 @@ class Checkpointer:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         storage = open_storage(url)
         self.url = storage.url
-        if rank == 0 and not storage.supports_if_absent:
+        node = options.node
+        self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
+        if rank == self._first_writer and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
         self._rank, self._world_size, self._attempt, self._options = rank, world_size, check_attempt(attempt), options
+        self._closed = False
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -96,6 +106,9 @@ class Checkpointer:
         self._running: _Running | None = None
         self._reports: list[SaveReport] = []
         self._planned: tuple[object, SavePlan] | None = None
+        self._copying: dict[tuple[int, str], Promotion] = {}  # told to the writer, not heard of yet
+        self._copied_last: dict[str, str] = {}  # by tier, the attempt that was told last
+        self._last_saved: tuple[SaveOrder, int] | None = None  # and its data bytes
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
         """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
@@ -124,7 +137,10 @@ class Checkpointer:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
         plan = self._plan(pieces, tensors)
         table = {info.name: info for info in tensors}
-        draft = b"" if self._rank else Root(step, attempt, layout, num_layers, table, (), metadata).to_bytes()
+        draft = b""
+        if self._rank == self._first_writer:
+            share = Share(self._first_writer, self._num_writers, self._world_size) if self._options.node else None
+            draft = Root(step, attempt, layout, num_layers, table, (), metadata, share).to_bytes()
         try:
             files, root = stage(self._arena, pieces, tensors, plan, draft)
         except OSError as error:
@@ -132,21 +148,34 @@ class Checkpointer:
             self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
             return self._reports[-1].stall_s
         order = SaveOrder(
-            url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
+            url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
             files=tuple(files), root=root, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
-            keep_last=self._options.keep_last, num_threads=self._options.num_threads,
+            keep_last=self._options.keep_last, num_threads=self._options.num_threads, first_writer=self._first_writer,
         )  # fmt: skip
+        if not self._writer.is_alive:
+            self._collect_copies(0.0)  # what it told, and what it left undone
+        data_bytes = sum(file.data.size for file in files)
+        self._last_saved = (order, data_bytes)
+        order = replace(order, promotions=self._promotions(due(self._options.tiers, step)))
         if not self._writer.is_alive:
             self._writer.close()
             self._writer = _WriterProcess(self._arena.fd)
         stall_s = time.monotonic() - started
-        self._running = _Running(step, sum(file.data.size for file in files), stall_s)
+        self._running = _Running(step, data_bytes, stall_s)
         self._writer.send(order)
         return stall_s
+
+    def copy_last(self) -> None:
+        """Have the step that was saved last copied to all tiers, also to those that were not due; does not block."""
+        self._await_running()
+        if self._last_saved is not None and self._writer.is_alive:
+            promotions = self._promotions(self._options.tiers)
+            self._writer.send(PromoteOrder(promotions))
 
     def poll(self) -> list[SaveReport]:
         """Reports of the saves that ended since the last call; does not block."""
         self._collect(0.0)
+        self._collect_copies(0.0)
         reports, self._reports = self._reports, []
         return reports
 
@@ -156,8 +185,17 @@ class Checkpointer:
         return self.poll()
 
     def close(self) -> list[SaveReport]:
-        """Wait for the running save, end the writer, free the arena; gives all reports not told yet."""
-        reports = self.wait()
+        """Wait for the running save and for copies to other tiers, end the writer, free the arena; gives all reports
+        not told yet. Closing it again does nothing."""
+        if self._closed:
+            return []
+        self._closed = True
+        self._await_running()
+        self._writer.end_orders()
+        deadline = time.monotonic() + self._options.timeout_s
+        while self._copying and (left_s := deadline - time.monotonic()) > 0:
+            self._collect_copies(left_s)
+        reports = self.poll()
         self._writer.close()
         self._arena.close()
         return reports
@@ -202,14 +240,57 @@ class Checkpointer:
         if outcome is not None:
             self._finish(outcome.error, outcome.write_s)
 
+    def _promotions(self, tiers: Iterable[Tier]) -> tuple[Promotion, ...]:
+        """This writer's part in copying the last step to some tiers, those left out that were told it already."""
+        assert self._last_saved is not None, "a step was saved"
+        order, data_bytes = self._last_saved
+        found = []
+        for tier in tiers:
+            url = open_storage(tier.url).url
+            first, count = (order.first_writer, order.num_writers) if tier.of_node else (0, self._world_size)
+            promotion = Promotion(
+                source=order.url, target=url, step=order.step, attempt=order.attempt, writer=order.writer,
+                first_writer=first, num_writers=count, source_first=order.first_writer, source_count=order.num_writers,
+                of_node=tier.of_node, num_files=len(order.files), data_bytes=data_bytes,
+                deadline_s=order.deadline_s, keep_last=tier.keep_last,
+            )  # fmt: skip
+            if self._copied_last.get(url) != order.attempt:
+                self._copied_last[url] = order.attempt
+                self._copying[order.step, url] = promotion
+                found.append(promotion)
+        return tuple(found)
+
+    def _collect_copies(self, timeout_s: float) -> None:
+        """Take what the writer says of copies to other tiers, waiting for it where no save runs; its death ends all."""
+        death = ""
+        if self._copying and self._running is None:
+            try:
+                self._writer.receive(timeout_s, until_copied=True)
+            except EOFError as error:
+                death = f"rank {self._rank}: {error} while it copied step"
+        for outcome in self._writer.take_copied():
+            self._copying.pop((outcome.step, outcome.url), None)
+            report = SaveReport(
+                outcome.step, not outcome.error, outcome.error, outcome.data_bytes, outcome.write_s, 0.0, outcome.url
+            )
+            self._reports.append(report)
+        if death:
+            for (step, url), promotion in self._copying.items():
+                self._reports.append(SaveReport(step, False, f"{death} {step}", promotion.data_bytes, 0.0, 0.0, url))
+            self._copying.clear()
+
     def _finish(self, error: str, write_s: float | None = None) -> None:
         running = self._running
         assert running is not None, "a save runs"
         self._running = None
         self._num_failed = self._num_failed + 1 if error else 0
         self._last_error = error
+        if error:  # nothing to copy
+            self._last_saved = None
+            self._copying = {key: each for key, each in self._copying.items() if key[0] != running.step}
         seconds = time.monotonic() - running.started if write_s is None else write_s
-        self._reports.append(SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s))
+        report = SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, self.url)
+        self._reports.append(report)
 
 
 class _WriterProcess:
@@ -233,6 +314,7 @@ class _WriterProcess:
         assert self._process.stdout is not None, "a pipe"
         self._input, self._output = self._process.stdin, self._process.stdout
         self._pending = b""
+        self._copied: list[SaveOutcome] = []
 
     @property
     def pid(self) -> int:
@@ -242,7 +324,7 @@ class _WriterProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, order: SaveOrder) -> None:
+    def send(self, order: SaveOrder | PromoteOrder) -> None:
         """Tell the writer what to save; where it just died, `receive` tells that."""
         try:
             self._input.write(order.to_line())
@@ -250,10 +332,22 @@ class _WriterProcess:
         except BrokenPipeError:
             self._process.wait()
 
-    def receive(self, timeout_s: float) -> SaveOutcome | None:
-        """The next outcome, None if there is none within the time; EOFError says how the writer died."""
+    def receive(self, timeout_s: float, *, until_copied: bool = False) -> SaveOutcome | None:
+        """The next outcome of a save, None if there is none within the time; EOFError says how the writer died.
+
+        Outcomes of copies to other tiers that come meanwhile are kept for `take_copied`; with `until_copied` the first
+        of them ends the wait.
+        """
         deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._pending:
+        while True:
+            while b"\n" in self._pending:
+                line, self._pending = self._pending.split(b"\n", 1)
+                outcome = SaveOutcome.from_line(line)
+                if not outcome.url:
+                    return outcome
+                self._copied.append(outcome)
+            if until_copied and self._copied:
+                return None
             ready, _, _ = select.select([self._output], [], [], max(deadline - time.monotonic(), 0.0))
             if not ready:
                 return None
@@ -261,8 +355,16 @@ class _WriterProcess:
             if not data:
                 raise EOFError(self._obituary())
             self._pending += data
-        line, self._pending = self._pending.split(b"\n", 1)
-        return SaveOutcome.from_line(line)
+
+    def take_copied(self) -> list[SaveOutcome]:
+        """The outcomes of copies that were received since the last call."""
+        copied, self._copied = self._copied, []
+        return copied
+
+    def end_orders(self) -> None:
+        """Tell the writer that no order follows; it copies what it has to, and ends."""
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
 
     def kill(self) -> None:
         """End it at once; a save it was told remains uncommitted."""
@@ -271,8 +373,7 @@ class _WriterProcess:
 
     def close(self) -> None:
         """Let it end by itself, and wait for that."""
-        with contextlib.suppress(BrokenPipeError):
-            self._input.close()
+        self.end_orders()
         try:
             self._process.wait(CLOSE_WITHIN_S)
         except subprocess.TimeoutExpired:

@@ -38,7 +38,10 @@ class PartSource:
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """Which writer of how many writes to which attempt of a step, and where."""
+    """Which writer of how many writes to which attempt of a step, and where.
+
+    The writers of a step count from `first_writer` on, which commits.
+    """
 
     storage: Storage
     step: int
@@ -46,6 +49,7 @@ class StepTarget:
     writer: int
     num_writers: int
     num_threads: int = 2
+    first_writer: int = 0
 
     @property
     def folder(self) -> str:
@@ -60,10 +64,10 @@ class StepTarget:
 def write_step(
     target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float]
 ) -> Root | None:
-    """Write one writer's files; writer 0, which has the root's draft, waits for all others and commits.
+    """Write one writer's files; the first writer, which has the root's draft, waits for all others and commits.
 
     patience_s is asked again and again how long to wait for the others, given the seconds that this writer's own files
-    took. On a failure this writer's files are removed, and a `.failed` object tells writer 0. Gives the root committed.
+    took. On a failure this writer's files are removed, and a `.failed` object tells the first. Gives the root.
     """
     started = time.monotonic()
     if target.storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
@@ -71,7 +75,9 @@ def write_step(
     try:
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
-            _write_part(target, number, parts[number])
+            found = write_data(target, number, parts[number])
+            index = replace(parts[number].draft, checksums=found)
+            target.storage.write(target.keys(number)[1], index.to_bytes())
         write_s = time.monotonic() - started
         root = draft and _complete(target, draft, lambda: patience_s(write_s))
     except BaseException as error:
@@ -86,8 +92,9 @@ def write_step(
     return root
 
 
-def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
-    data_key, index_key = target.keys(number)
+def write_data(target: StepTarget, number: int, part: PartSource) -> Columns:
+    """Write the n-th data file of a writer, and give the checksum of each granule that was written."""
+    data_key, _ = target.keys(number)
     path = target.storage.local_path(data_key)
     found: list[Columns] = []
     if path is None:
@@ -102,11 +109,14 @@ def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
                     at += int(rows[:, 1].sum())
         except OSError as error:
             raise local_failure(error, "write", path) from error
-    target.storage.write(index_key, replace(part.draft, checksums=np.concatenate(found)).to_bytes())
+    return np.concatenate(found)
 
 
 def _buffers(blocks: Iterable[Columns], found: list[Columns]) -> Iterator[memoryview]:
-    """The blocks' bytes as buffers for an upload; the checksums of the granules that pass go to `found`."""
+    """The blocks' bytes as buffers for an upload; the checksums of the granules that pass go to `found`.
+
+    Each is a copy: a storage may gather several of them before it sends the first, and by then a block may be gone.
+    """
     for rows in blocks:
         if len(rows) > 1:
             gathered = np.empty(int(rows[:, 1].sum()), np.uint8)
@@ -115,7 +125,7 @@ def _buffers(blocks: Iterable[Columns], found: list[Columns]) -> Iterator[memory
         else:
             gathered = _memory_at(*rows[0].tolist())
         for start in range(0, len(gathered), UPLOAD_BYTES):
-            buffer = gathered[start : start + UPLOAD_BYTES]
+            buffer = gathered[start : start + UPLOAD_BYTES].copy()
             found.append(checksums(buffer))
             yield buffer.data
 
@@ -126,14 +136,17 @@ def _memory_at(address: int, size_bytes: int) -> Bytes:
 
 def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float]) -> Root:
     """The root with all parts, once all writers are done."""
-    parts = wait_for_parts(target.storage, target.step, target.attempt, target.num_writers, patience_s)
-    check_complete(target.step, list(draft.tensors.values()), [index for _, index in parts])
+    parts = wait_for_parts(
+        target.storage, target.step, target.attempt, target.num_writers, patience_s, first_writer=target.first_writer
+    )
+    if draft.share is None:
+        check_complete(target.step, list(draft.tensors.values()), [index for _, index in parts])
     return replace(draft, parts=tuple(part for part, _ in parts))
 
 
 def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
-    """Make room, and let writer 0 know; where the storage is gone neither works, and writer 0 has its deadline."""
-    if target.writer == 0:  # without a root the others' files are of no use
+    """Make room, and let the first writer know; where the storage is gone neither works, and that has its deadline."""
+    if target.writer == target.first_writer:  # without a root the others' files are of no use
         with contextlib.suppress(StorageError):
             target.storage.delete([item.key for item in target.storage.list(f"{target.folder}/{target.attempt}/")])
         return

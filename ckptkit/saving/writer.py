@@ -1,7 +1,8 @@
 """The writer process: `python -m ckptkit.saving.writer`, started by a Checkpointer in a session of its own.
 
 It maps the trainer's arena, takes SaveOrders as lines on its standard input and answers each with a SaveOutcome on its
-standard output. When the trainer dies it finishes the save that it was told (writer 0: with the commit) and ends. A
+standard output. When the trainer dies it finishes the save that it was told (the first writer: with the commit), and
+what it still has to copy to slower tiers, and ends. A
 fault in a save is an outcome, never the writer's end. It never imports torch.
 """
 
@@ -11,6 +12,7 @@ import mmap
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -22,7 +24,8 @@ from ckptkit.format.root import Root
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import expired, prune
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome
+from ckptkit.saving.promotion import Promoter
+from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, read_order
 from ckptkit.saving.staging import StagedFile
 from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
 from ckptkit.torch_tensors import Bytes
@@ -41,29 +44,50 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
     arena = np.empty(0, np.uint8)
+    told = threading.Lock()
+
+    def tell(outcome: SaveOutcome) -> None:
+        with told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
+            os.write(sys.stdout.fileno(), outcome.to_line())
+
+    promoter = Promoter(tell)
     for line in _lines(arguments.trainer):
-        order = SaveOrder.from_line(line)
+        order = read_order(line)
+        if isinstance(order, PromoteOrder):
+            promoter.offer(order.promotions)
+            continue
         if order.arena_bytes != len(arena):
             memory = mmap.mmap(arguments.arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
             arena = np.frombuffer(memory, np.uint8)
-        outcome = _attempt(order, arena, arguments.trainer)
-        with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
-            os.write(sys.stdout.fileno(), outcome.to_line())
+        outcome = _attempt(order, arena, arguments.trainer, promoter)
+        if not outcome.error:
+            promoter.offer(order.promotions)
+        tell(outcome)
+    # what is left to copy lies in the first tier: no need to hold the trainer's memory for that
+    arena = np.empty(0, np.uint8)
+    os.close(arguments.arena_fd)
+    promoter.finish()
     return 0
 
 
-def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
-    """Write what an order says; writer 0 commits, and prunes once it read the new root back."""
+def run_save(order: SaveOrder, arena: Bytes, trainer: int, promoter: Promoter) -> None:
+    """Write what an order says; the first writer commits, and prunes once it read the new root back.
+
+    Steps that are still to be copied elsewhere are never pruned.
+    """
     storage = open_storage(order.url)
-    target = StepTarget(storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads)
+    target = StepTarget(
+        storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads, order.first_writer
+    )
     parts = [_source(file, arena) for file in order.files]
     draft = None
-    if order.writer == 0:
+    if order.writer == order.first_writer:
         draft = Root.from_bytes(order.root.of(arena).tobytes(), f"the order to save step {order.step}")
     root = write_step(target, parts, draft, _Patience(order.deadline_s, trainer).in_all_s)
     if root is not None and order.keep_last:
         read_root(storage, order.step)  # nothing older goes before the new one was seen whole
-        prune(storage, expired(committed_steps(storage), order.keep_last))
+        needed = promoter.steps
+        prune(storage, [step for step in expired(committed_steps(storage), order.keep_last) if step not in needed])
 
 
 def _source(file: StagedFile, arena: Bytes) -> PartSource:
@@ -90,11 +114,11 @@ def _lines(trainer: int) -> Iterator[bytes]:
             return
 
 
-def _attempt(order: SaveOrder, arena: Bytes, trainer: int) -> SaveOutcome:
+def _attempt(order: SaveOrder, arena: Bytes, trainer: int, promoter: Promoter) -> SaveOutcome:
     started = time.monotonic()
     error = ""
     try:
-        run_save(order, arena, trainer)
+        run_save(order, arena, trainer, promoter)
     except (UserError, OSError) as failure:
         error = str(failure)
     except Exception as failure:  # a fault of ours, told like any other: the trainer goes on

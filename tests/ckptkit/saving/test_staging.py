@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.plan import plan_save
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome
+from ckptkit.saving.save_order import PromoteOrder, Promotion, SaveOrder, SaveOutcome, read_order
 from ckptkit.saving.staging import ALIGNMENT, Area, Arena, StagedFile, stage
 from ckptkit.torch_tensors import dtypes, host_address, is_contiguous, num_bytes
 from tests.ckptkit.model_tables import values
@@ -59,10 +59,12 @@ def test_orders_and_outcomes_survive_their_line() -> None:
     order = SaveOrder(
         url="s3://bucket/ü", step=3, attempt="a-0001", writer=1, num_writers=4, arena_bytes=1 << 40,
         files=(StagedFile(Area(0, 10), Area(4096, 3)), StagedFile(Area(8192, 1), Area(12288, 9))), root=Area(5, 6),
-        deadline_s=1.5, keep_last=2, num_threads=3,
+        deadline_s=1.5, keep_last=2, num_threads=3, first_writer=1,
+        promotions=(Promotion("/run", "s3://b/run", 3, "a-0001", 1, 0, 4, 1, 2, False, 1, 10, 1.5, 0),),
     )  # fmt: skip
-    assert order.to_line().count(b"\n") == 1
-    assert SaveOrder.from_line(order.to_line()) == order
+    for each in (order, PromoteOrder(order.promotions)):
+        assert each.to_line().count(b"\n") == 1
+        assert read_order(each.to_line()) == each
     outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25)
     assert outcome.to_line().count(b"\n") == 1
     assert SaveOutcome.from_line(outcome.to_line()) == outcome
