@@ -12,7 +12,7 @@ _PUBLIC = {
     "Piece": "chunk",
     "Placement": "placement",
     "Root": "format.root",
-    "SaveReport": "saving.checkpointer",
+    "SaveReport": "saving.save_report",
     "TensorInfo": "tensor",
     "committed_steps": "runs.catalogue",
     "hash_checkpoint": "passes.hashing",

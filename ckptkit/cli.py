@@ -101,6 +101,7 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
         f"  tensors    {about['num_tensors']:,} ({dtypes}), {about['num_elements']:,} elements, "
         f"{about['tensor_bytes']:,} bytes\n"
         f"  files      {about['num_files']:,}, {about['file_bytes']:,} bytes, attempt {about['attempt']}"
+        + (f"\n  share      one node's files only: {about['share']}" if about["share"] else "")
     )
     for key, value in ((about["saved"] or {}) | about["metadata"]).items():
         text = str(value)

@@ -5,7 +5,8 @@ import sys
 from ckptkit.address import open_address
 from ckptkit.format.root import ROOT_KEY, step_folder
 from ckptkit.runs.retention import Retention
-from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.save_report import SaveReport
 from threefold.errors import StorageError
 from trainer.config import Config
 from trainer.config_check import layout_of

@@ -25,6 +25,7 @@ DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found dama
 PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
+MAX_WRITERS = 10**9
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed")
@@ -74,10 +75,24 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Which writers' files a root names where it names not all: `count` from `first` on, of `of` writers in all."""
+
+    first: int
+    count: int
+    of: int
+
+    def __str__(self) -> str:
+        last = self.first + self.count - 1
+        return f"writer{'s' if self.count > 1 else ''} {self.first}" + (f"-{last}" if self.count > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Root:
     """What a checkpoint holds: the tensor table in global terms, the parts, and the saver's free metadata.
 
     `saved` is filled in by the writer that commits; None in the root of an older version.
+    `share` is None where the parts make up all tensors; the root of one node of several has a share.
     """
 
     step: int
@@ -88,6 +103,7 @@ class Root:
     parts: tuple[Part, ...]
     metadata: Mapping[str, Any]
     saved: Saved | None = None
+    share: Share | None = None
 
     def to_bytes(self) -> bytes:
         """The manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
@@ -102,6 +118,8 @@ class Root:
         }
         if self.saved is not None:
             head["saved"] = self.saved.to_json()
+        if self.share is not None:
+            head["share"] = asdict(self.share)
         fields = [f"{_json(name)}: {_json(value)}" for name, value in head.items()]
         tensors = [
             _json({"name": t.name, "dtype": t.dtype, "shape": t.shape, "placement": asdict(t.placement)})
@@ -142,6 +160,7 @@ class Root:
                 parts=tuple(_part(row, document["attempt"]) for row in document["parts"]),
                 metadata=dict(document["metadata"]),
                 saved=Saved.from_json(document["saved"]) if "saved" in document else None,
+                share=_share(document.get("share")),
             )
             if len(root.tensors) != len(document["tensors"]):
                 raise ValueError("a tensor is listed twice")
@@ -209,6 +228,15 @@ def _part(row: dict[str, Any], attempt: str) -> Part:
         row["data"], _whole(row["data_bytes"], MAX_DATA_BYTES), row["index"],
         _whole(row["index_bytes"], MAX_INDEX_BYTES), int(_text(row["index_xxh3"], 16), 16),
     )  # fmt: skip
+
+
+def _share(row: dict[str, Any] | None) -> Share | None:
+    if row is None:
+        return None
+    share = Share(*(_whole(row[field], MAX_WRITERS) for field in ("first", "count", "of")))
+    if not 0 < share.count <= share.of - share.first:
+        raise ValueError(f"a share of {row!r}")
+    return share
 
 
 def _check_ties(tensors: Mapping[str, TensorInfo]) -> None:

@@ -21,6 +21,7 @@ def describe(root: Root, url: str) -> dict[str, Any]:
         "tensor_bytes": sum(info.size_bytes for info in held),
         "file_bytes": sum(part.data_bytes + part.index_bytes for part in root.parts),
         "num_files": len(root.parts),
+        "share": None if root.share is None else f"{root.share} of {root.share.of}",
         "dtypes": dict(Counter(info.dtype for info in held)),
         "saved": root.saved.to_json() if root.saved else None,
         "metadata": dict(root.metadata),

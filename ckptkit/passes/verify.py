@@ -103,12 +103,18 @@ def _check_data(source: BlockReader | RemoteReader, index: PartIndex, name: str)
 
 
 def _check_cover(reader: CheckpointReader, indexes: list[PartIndex]) -> Iterator[Fault]:
-    """Each tensor of the table must be stored whole, each element once."""
+    """Each tensor of the table must be stored whole, each element once; in one node's share, nothing twice."""
     infos = list(reader.root.tensors.values())
     try:
         stored = StoredChunks.of(indexes, infos)
     except UserError as error:
         yield Fault("root.json", error.message)
+        return
+    if reader.root.share is not None:
+        try:
+            plan_load(stored.chunks, stored)
+        except CheckFailed as error:
+            yield Fault("root.json", error.message)
         return
     for info in infos:
         if info.placement.tied_to is None and info.numel:

@@ -8,7 +8,7 @@ steps newer than the newest committed one are not looked at, and pins are looked
 
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, attempt_of, step_folder
@@ -44,20 +44,22 @@ def prune(
     policy: Retention,
     *,
     found: Sequence[StepRecord] | None = None,
+    needed: Collection[int] = (),
     orphans_older_than_s: float = ORPHANS_OLDER_THAN_S,
     dry_run: bool = False,
 ) -> PruneReport:
     """Delete the steps of a run that a policy does not keep, and orphans of at least that age.
 
     An attempt is an orphan when no root names it and its step is not newer than the newest committed one; its age is
-    that of its youngest file. `found` are the run's records, parts checked, where the caller has read them already.
+    that of its youngest file. `found` are the run's records, parts checked, where the caller has read them already;
+    `needed` are steps that stay for a reason of the caller's.
     """
     if found is None:
         found = Records(storage, check_parts=True).read()
     kept = {step: reasons for step, reasons in reasons_to_keep(found, policy).items() if reasons}
     pruning = _Pruning(storage, PruneReport(storage.url, dry_run, kept=kept))
     newest_good = max((record.step for record in found if record.is_good), default=-1)
-    doomed = set(expired(found, policy))
+    doomed = set(expired(found, policy)) - set(needed)
     for record in found:
         if record.step in doomed:
             pruning.delete_step(record, newest_good)
@@ -71,15 +73,18 @@ class Pruner:
     def __init__(self) -> None:
         self._records: dict[str, Records] = {}
 
-    def after_save(self, storage: Storage, step: int, policy: Retention) -> str:
-        """Prune once a step that was just committed is seen to be whole; gives a warning, raises no error."""
+    def after_save(self, storage: Storage, step: int, policy: Retention, *, needed: Collection[int] = ()) -> str:
+        """Prune once a step that was just committed is seen to be whole, but not the steps that are still `needed`.
+
+        Gives a warning, raises no error.
+        """
         if not policy.has_rules:
             return ""
         try:
             found = self._records.setdefault(storage.url, Records(storage, check_parts=True)).read()
             problem = next((record.problem for record in found if record.step == step), f"step {step} is not listed")
             if not problem:
-                prune(storage, policy, found=found)
+                prune(storage, policy, found=found, needed=needed)
         except (UserError, OSError) as error:
             problem = str(error)
         except Exception as error:  # a fault of ours must not make a committed save a failed one

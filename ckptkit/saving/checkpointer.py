@@ -2,8 +2,8 @@
 
 `save` blocks for the copy alone (and, by default, for a save before it that still runs); with `overlap` the copy runs
 beside the caller's next work until `join`. Nothing here is collective: each rank has a Checkpointer and a writer of its
-own, and writer 0 finds the others' files by listing. A save that fails is reported and training goes on. The writer
-outlives a killed trainer for as long as it takes to finish the save it was handed.
+own, and the first writer finds the others' files by listing. A save that fails is reported and training goes on. The
+writer outlives a killed trainer for as long as it takes to finish the save it was handed, and its copies.
 """
 
 import contextlib
@@ -22,14 +22,17 @@ from typing import IO, Any, Literal, Self
 
 import ckptkit
 from ckptkit.chunk import Piece
-from ckptkit.format.root import check_attempt, plain_json
+from ckptkit.format.root import Share, check_attempt, plain_json
 from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.code_version import git_commit
+from ckptkit.saving.copies import Copies
 from ckptkit.saving.handover import Signal
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder
+from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder
+from ckptkit.saving.save_report import SaveCounts, SaveReport
 from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
+from ckptkit.saving.tiers import Node, Tier, due
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError
@@ -51,9 +54,12 @@ class CheckpointerOptions:
     version of the code that saves, for the root; left empty it is the commit of the git tree that the program was
     started in, if any.
 
-    The arena has room for the rank's whole state, or, with window_bytes > 0, for so much of it: then a save takes as long
-    as the storage. when_busy says what a save does that meets one before it still running: "wait" for it, "skip" (the new
-    save is not made) or "abort" (the older is not).
+    The arena has room for the rank's whole state, or, with window_bytes > 0, for so much of it: then a save takes as
+    long as the storage. when_busy says what a save does that meets one before it still running: "wait" for it, "skip"
+    (the new save is not made) or "abort" (the older is not).
+
+    `tiers` are the slower places that steps are copied to in the background, each at its own interval; `node` says
+    which of the run's writers save to this URL, where it is not one place for all nodes.
     """
 
     deadline_s: float = 600.0
@@ -65,34 +71,8 @@ class CheckpointerOptions:
     num_threads: int = 2
     window_bytes: int = 0
     when_busy: Literal["wait", "skip", "abort"] = "wait"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """How a save ended. On rank 0 `ok` means committed, elsewhere that this rank's files are written.
-
-    A skipped save is not ok, and no failure either. `num_attempts` counts what was tried again, `warning` says why
-    older steps were not pruned after it.
-    """
-
-    step: int
-    ok: bool
-    error: str
-    data_bytes: int
-    write_s: float
-    stall_s: float
-    num_attempts: int = 1
-    skipped: bool = False
-    warning: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCounts:
-    """How many saves ended how."""
-
-    ok: int = 0
-    failed: int = 0
-    skipped: int = 0
+    tiers: tuple[Tier, ...] = ()
+    node: Node | None = None
 
 
 @dataclass
@@ -120,11 +100,15 @@ class Checkpointer:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         storage = open_storage(url)
         self.url = storage.url
-        if rank == 0 and not storage.supports_if_absent:
+        node = options.node
+        self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
+        if rank == self._first_writer and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
         self._rank, self._world_size, self._attempt, self._options = rank, world_size, check_attempt(attempt), options
         self.counts = SaveCounts()
         self._code = options.code or git_commit()
+        self._closed = False
+        self._share = Share(node.first_writer, node.num_local, world_size) if node else None
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -135,6 +119,8 @@ class Checkpointer:
         self._abandoned: list[tuple[int, str]] = []
         self._reports: list[SaveReport] = []
         self._structure: Structure | None = None
+        self._copies = Copies(world_size)
+        self._last_saved: SaveOrder | None = None
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
         """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
@@ -174,16 +160,20 @@ class Checkpointer:
             self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
             return self._reports[-1].stall_s
         order = SaveOrder(
-            url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
-            files=tuple(files), ring=ring, draft=draft, layout=asdict(layout), num_layers=num_layers,
+            url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
+            first_writer=self._first_writer, share=self._share, files=tuple(files), ring=ring, draft=draft,
+            layout=asdict(layout), num_layers=num_layers,
             metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
             retry_s=self._options.retry_s, retention=self._options.retention, code=self._code,
             num_threads=self._options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
+        writer = self._running_writer()
+        self._last_saved = order
+        order = replace(order, promotions=self._copies.to(due(self._options.tiers, step), order))
         self._abandoned.clear()
         self._arena.handover.reset()
         self._told = None
-        self._running_writer().send(order.to_line())
+        writer.send(order.to_line())
         sources = [*(piece.data for piece in pieces), *structure.headers]
         try:
             self._staging = Staging(self._arena, structure.stream, ring, sources)
@@ -219,6 +209,12 @@ class Checkpointer:
         self._running.stall_s += seconds
         return seconds
 
+    def copy_last(self) -> None:
+        """Have the step that was saved last copied to all tiers, also to those that were not due; does not block."""
+        self._await_running()
+        if self._last_saved is not None and self._writer.is_alive:
+            self._writer.send(PromoteOrder(self._copies.to(self._options.tiers, self._last_saved)).to_line())
+
     @property
     def is_busy(self) -> bool:
         """Whether a save runs; does not wait."""
@@ -228,6 +224,7 @@ class Checkpointer:
     def poll(self) -> list[SaveReport]:
         """Reports of the saves that ended since the last call; does not block."""
         self._collect(0.0)
+        self._collect_copies(0.0)
         reports, self._reports = self._reports, []
         return reports
 
@@ -237,8 +234,17 @@ class Checkpointer:
         return self.poll()
 
     def close(self) -> list[SaveReport]:
-        """Wait for the running save, end the writer, free the arena; gives all reports not told yet."""
-        reports = self.wait()
+        """Wait for the running save and for copies to other tiers, end the writer, free the arena; gives all reports
+        not told yet. Closing it again does nothing."""
+        if self._closed:
+            return []
+        self._closed = True
+        self._await_running()
+        self._writer.end_orders()
+        deadline = time.monotonic() + self._options.timeout_s
+        while self._copies and (left_s := deadline - time.monotonic()) > 0:
+            self._collect_copies(left_s)
+        reports = self.poll()
         self._writer.close()
         self._arena.close()
         return reports
@@ -257,12 +263,13 @@ class Checkpointer:
     def _structure_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> Structure:
         """The plan and what follows from it, made anew only when the structure of the state changed."""
         if self._structure is None or not self._structure.fits(pieces, tensors):
-            self._structure = Structure(pieces, tensors, commits=self._rank == 0)
+            self._structure = Structure(pieces, tensors, commits=self._rank == self._first_writer)
         return self._structure
 
     def _running_writer(self) -> "_WriterProcess":
         """The writer; a new one where the last one died."""
         if not self._writer.is_alive:
+            self._collect_copies(0.0)  # what it told, and what it left undone
             self._writer.close()
             self._writer = _WriterProcess(self._arena)
         return self._writer
@@ -277,7 +284,7 @@ class Checkpointer:
         else:
             reason = f"skipped: still saving step {running.step}"
             self.join()
-            self._writer.send(SkipOrder(self.url, step, attempt, self._rank, reason).to_line())
+            self._writer.send(SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer).to_line())
             self._report(SaveReport(step, False, f"rank {self._rank}: {reason}", 0, 0.0, 0.0, skipped=True))
             return False
         return True
@@ -359,24 +366,30 @@ class Checkpointer:
         self._running = None
         self._num_failed = self._num_failed + 1 if error else 0
         self._last_error = error
+        if error:  # nothing to copy
+            self._last_saved = None
+            self._copies.forget(running.step)
         seconds = time.monotonic() - running.started if write_s is None else write_s
         self._report(
-            SaveReport(
-                running.step,
-                not error,
-                error,
-                running.data_bytes,
-                seconds,
-                running.stall_s,
-                num_attempts,
-                warning=warning,
-            )
-        )
+            SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts,
+                       warning=warning, url=self.url)
+        )  # fmt: skip
 
     def _report(self, report: SaveReport) -> None:
-        kind = "ok" if report.ok else "skipped" if report.skipped else "failed"
-        self.counts = replace(self.counts, **{kind: getattr(self.counts, kind) + 1})
+        self.counts = self.counts.plus(report)
         self._reports.append(report)
+
+    def _collect_copies(self, timeout_s: float) -> None:
+        """Take what the writer says of copies to other tiers, waiting for it where no save runs; its death ends all."""
+        death = ""
+        if self._copies and self._running is None:
+            try:
+                self._writer.receive(timeout_s, until_copied=True)
+            except EOFError as error:
+                death = f"rank {self._rank}: {error} while it copied step"
+        self._reports += self._copies.ended(self._writer.take_copied())
+        if death:
+            self._reports += self._copies.lost(death)
 
 
 class _WriterProcess:
@@ -403,6 +416,7 @@ class _WriterProcess:
         assert self._process.stdout is not None, "a pipe"
         self._input, self._output = self._process.stdin, self._process.stdout
         self._pending = b""
+        self._copied: list[SaveOutcome] = []
 
     @property
     def pid(self) -> int:
@@ -420,14 +434,25 @@ class _WriterProcess:
         except BrokenPipeError:
             self._process.wait()
 
-    def receive(self, timeout_s: float, *, unless: Signal | None = None) -> SaveOutcome | None:
-        """The next outcome, None if there is none within the time; EOFError says how the writer died.
+    def receive(
+        self, timeout_s: float, *, unless: Signal | None = None, until_copied: bool = False
+    ) -> SaveOutcome | None:
+        """The next outcome of a save, None if there is none within the time; EOFError says how the writer died.
 
-        A signal that is given ends the wait too.
+        A signal that is given ends the wait too. Outcomes of copies to other tiers that come meanwhile are kept for
+        `take_copied`; with `until_copied` the first of them ends the wait.
         """
         deadline = time.monotonic() + timeout_s
         awaited: list[IO[bytes] | Signal] = [self._output, *filter(None, [unless])]
-        while b"\n" not in self._pending:
+        while True:
+            while b"\n" in self._pending:
+                line, self._pending = self._pending.split(b"\n", 1)
+                outcome = SaveOutcome.from_line(line)
+                if not outcome.url:
+                    return outcome
+                self._copied.append(outcome)
+            if until_copied and self._copied:
+                return None
             ready, _, _ = select.select(awaited, [], [], max(deadline - time.monotonic(), 0.0))
             if self._output not in ready:
                 return None
@@ -435,8 +460,16 @@ class _WriterProcess:
             if not data:
                 raise EOFError(self._obituary())
             self._pending += data
-        line, self._pending = self._pending.split(b"\n", 1)
-        return SaveOutcome.from_line(line)
+
+    def take_copied(self) -> list[SaveOutcome]:
+        """The outcomes of copies that were received since the last call."""
+        copied, self._copied = self._copied, []
+        return copied
+
+    def end_orders(self) -> None:
+        """Tell the writer that no order follows; it copies what it has to, and ends."""
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
 
     def kill(self) -> None:
         """End it at once; a save it was told remains uncommitted."""
@@ -445,8 +478,7 @@ class _WriterProcess:
 
     def close(self) -> None:
         """Let it end by itself, and wait for that."""
-        with contextlib.suppress(BrokenPipeError):
-            self._input.close()
+        self.end_orders()
         try:
             self._process.wait(CLOSE_WITHIN_S)
         except subprocess.TimeoutExpired:

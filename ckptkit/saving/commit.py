@@ -37,20 +37,22 @@ def failed_key(attempt: str, writer: int) -> str:
 
 
 def wait_for_parts(
-    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float]
-) -> list[tuple[Part, PartIndex]]:
+    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
+    *, first_writer: int = 0,
+) -> list[tuple[Part, PartIndex]]:  # fmt: skip
     """All parts of a save with their indexes, in the order of their writers, once every writer is done.
 
     StorageError names the writers that failed, or those that are missing after patience_s() seconds; that is asked
     anew all the time, as reasons to wait may go away.
     """
     folder = step_folder(step)
+    writers = range(first_writer, first_writer + num_writers)
     started = time.monotonic()
     wait_s = FIRST_WAIT_S
     while True:
         listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
         _refuse_failed(storage, folder, listed)
-        missing = [writer for writer in range(num_writers) if part_keys(attempt, writer)[1] not in listed]
+        missing = [writer for writer in writers if part_keys(attempt, writer)[1] not in listed]
         if not missing:
             break
         waited_s, may_wait_s = time.monotonic() - started, patience_s()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptkit.format.root import Share
 from ckptkit.runs.retention import Retention
 from ckptkit.torch_tensors import Bytes
 
@@ -52,13 +53,52 @@ class StagedFile:
     index: Area
 
 
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """One writer's part in copying a committed step from `source` to `target`.
+
+    The target's root is of the num_writers from first_writer on, which is the leader; the source's of source_count from
+    source_first on. `of_node`: the target holds what the source holds, and not the whole step of all nodes.
+    """
+
+    source: str
+    target: str
+    step: int
+    attempt: str
+    writer: int
+    first_writer: int
+    num_writers: int
+    source_first: int
+    source_count: int
+    of_node: bool
+    num_files: int
+    data_bytes: int
+    deadline_s: float
+    retention: Retention
+
+    @property
+    def leads(self) -> bool:
+        return self.writer == self.first_writer
+
+
+@dataclass(frozen=True)
+class PromoteOrder:
+    """Copies of a step that was saved before."""
+
+    promotions: tuple[Promotion, ...]
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps({"promote": [asdict(each) for each in self.promotions]}).encode() + b"\n"
+
+
 @dataclass(frozen=True)
 class SaveOrder:
     """One save of one writer: what lies where in the arena, and where it goes.
 
-    `draft` is, for writer 0, a root of which only the tensors count: it fills in the rest and commits it.
+    `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
     `arena_bytes` is the size of the arena now: the writer maps it anew when it grew. `abandoned` are tries (step,
-    attempt) of a writer that was killed, whose files are of no use.
+    attempt) of a writer that was killed, whose files are of no use. `promotions` follow the save.
     """
 
     url: str
@@ -79,6 +119,9 @@ class SaveOrder:
     code: str
     num_threads: int
     abandoned: tuple[tuple[int, str], ...] = ()
+    first_writer: int = 0
+    share: Share | None = None
+    promotions: tuple[Promotion, ...] = ()
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -91,7 +134,8 @@ class SaveOrder:
         fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
         fields["abandoned"] = tuple((step, attempt) for step, attempt in fields["abandoned"])
         fields |= {"ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
-        return cls(**fields | {"retention": Retention(**fields["retention"])})
+        fields |= {"retention": Retention(**fields["retention"]), "share": fields["share"] and Share(**fields["share"])}
+        return cls(**fields | {"promotions": tuple(map(_promotion, fields["promotions"]))})
 
 
 @dataclass(frozen=True)
@@ -103,14 +147,21 @@ class SkipOrder:
     attempt: str
     writer: int
     reason: str
+    first_writer: int = 0
 
     def to_line(self) -> bytes:
         """One line of JSON."""
         return json.dumps({"skip": asdict(self)}).encode() + b"\n"
 
 
-def order_of(line: bytes) -> SaveOrder | SkipOrder:
+def _promotion(fields: dict[str, Any]) -> Promotion:
+    return Promotion(**fields | {"retention": Retention(**fields["retention"])})
+
+
+def order_of(line: bytes) -> SaveOrder | SkipOrder | PromoteOrder:
     """The order of a line."""
+    if line.startswith(b'{"promote": '):
+        return PromoteOrder(tuple(map(_promotion, json.loads(line)["promote"])))
     if line.startswith(b'{"skip": '):
         return SkipOrder(**json.loads(line)["skip"])
     return SaveOrder.from_line(line)
@@ -118,14 +169,16 @@ def order_of(line: bytes) -> SaveOrder | SkipOrder:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended in the writer; `error` is empty when all is well, `warning` when the pruning after it was."""
+    """How a save ended in the writer, or its copy to another place `url`; `error` is empty when all is well, `warning`
+    when the pruning after it was."""
 
     step: int
     error: str
     data_bytes: int
     write_s: float
-    num_attempts: int
-    warning: str
+    num_attempts: int = 1
+    warning: str = ""
+    url: str = ""
 
     def to_line(self) -> bytes:
         """One line of JSON."""

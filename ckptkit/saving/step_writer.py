@@ -1,4 +1,4 @@
-"""One writer's share of a step: its data files and their indexes, the commit where it is writer 0, and what it wrote
+"""One writer's share of a step: its data files and their indexes, the commit where it leads, and what it wrote
 removed where it fails.
 
 Where the bytes come from is the caller's: an arena of staged files, or the tensors' own memory.
@@ -49,7 +49,10 @@ class PartSource:
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """Which writer of how many writes to which attempt of a step, and where."""
+    """Which writer of how many writes to which attempt of a step, and where.
+
+    The writers of a step count from `first_writer` on, which commits.
+    """
 
     storage: Storage
     step: int
@@ -57,10 +60,16 @@ class StepTarget:
     writer: int
     num_writers: int
     num_threads: int = 2
+    first_writer: int = 0
 
     @property
     def folder(self) -> str:
         return step_folder(self.step)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this writer commits."""
+        return self.writer == self.first_writer
 
     def keys(self, number: int) -> tuple[str, str]:
         """Keys of the writer's n-th data file and of its index."""
@@ -98,11 +107,11 @@ def write_step(
     target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float],
     retries: Retries | None = None, code: str = "",
 ) -> Root | None:  # fmt: skip
-    """Write one writer's files; writer 0, which has the root's draft, waits for all others and commits.
+    """Write one writer's files; the first writer, which has the root's draft, waits for all others and commits.
 
     patience_s is asked again and again how long to wait for the others, given the seconds that this writer's own files
-    took. On a failure this writer's files are removed, and a `.failed` object tells writer 0. Gives the root committed,
-    which tells the version of the `code` that saves.
+    took. On a failure this writer's files are removed, and a `.failed` object tells the first. Gives the root
+    committed, which tells the version of the `code` that saves.
     """
     started = time.monotonic()
     retries = retries or Retries()
@@ -113,7 +122,7 @@ def write_step(
         tell_failed(target, error)  # there are no files yet
         raise
     try:
-        indexes = [_write_data(target, number, part, retries) for number, part in enumerate(parts)]
+        indexes = [write_data(target, number, part, retries) for number, part in enumerate(parts)]
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             content = indexes[number].to_bytes()
@@ -136,9 +145,9 @@ def write_step(
 
 
 def clear_abandoned(target: StepTarget) -> None:
-    """Let nobody wait for what a killed writer was about; writer 0, which alone commits, removes all files of it."""
+    """Let nobody wait for what a killed writer was about; the one that commits removes all files of it."""
     killed = StorageError("its writer was killed")
-    if target.writer != 0:
+    if not target.leads:
         tell_failed(target, killed)
         return
     key = f"{target.folder}/{ROOT_KEY}"
@@ -148,9 +157,12 @@ def clear_abandoned(target: StepTarget) -> None:
             _clean_up(target, 0, killed)
 
 
-def _write_data(target: StepTarget, number: int, part: PartSource, retries: Retries) -> PartIndex:
-    """Write a data file; blocks whose memory is reused are there for one try only."""
-    tries = Retries() if part.is_reused else retries
+def write_data(target: StepTarget, number: int, part: PartSource, retries: Retries | None = None) -> PartIndex:
+    """Write a writer's n-th data file, and give its index with the checksums of what was written.
+
+    Blocks whose memory is reused are there for one try only.
+    """
+    tries = Retries() if part.is_reused or retries is None else retries
     return replace(part.draft, checksums=tries.run(partial(_write_blocks, target, target.keys(number)[0], part)))
 
 
@@ -202,14 +214,17 @@ def _memory_at(address: int, size_bytes: int) -> Bytes:
 
 def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float]) -> Root:
     """The root with all parts, once all writers are done."""
-    parts = wait_for_parts(target.storage, target.step, target.attempt, target.num_writers, patience_s)
-    check_complete(target.step, list(draft.tensors.values()), [index for _, index in parts])
+    parts = wait_for_parts(
+        target.storage, target.step, target.attempt, target.num_writers, patience_s, first_writer=target.first_writer
+    )
+    if draft.share is None:
+        check_complete(target.step, list(draft.tensors.values()), [index for _, index in parts])
     return replace(draft, parts=tuple(part for part, _ in parts))
 
 
 def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
-    """Make room, and let writer 0 know; where the storage is gone neither works, and writer 0 has its deadline."""
-    if target.writer == 0:  # without a root the others' files are of no use
+    """Make room, and let the first writer know; where the storage is gone neither works, and that has its deadline."""
+    if target.leads:  # without a root the others' files are of no use
         with contextlib.suppress(StorageError):
             target.storage.delete([item.key for item in target.storage.list(f"{target.folder}/{target.attempt}/")])
         return
@@ -220,7 +235,7 @@ def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
 
 
 def tell_failed(target: StepTarget, error: BaseException) -> None:
-    """Leave word for writer 0, where the storage takes it."""
-    if target.writer != 0:
+    """Leave word for the first writer, where the storage takes it."""
+    if not target.leads:
         with contextlib.suppress(StorageError):
             target.storage.write(f"{target.folder}/{failed_key(target.attempt, target.writer)}", str(error).encode())

@@ -1,7 +1,8 @@
 """The writer process: `python -m ckptkit.saving.writer`, started by a Checkpointer in a session of its own.
 
 It maps the trainer's arena, takes SaveOrders as lines on its standard input and answers each with a SaveOutcome on its
-standard output. When the trainer dies it finishes the save that it was handed (writer 0: with the commit) and ends. A
+standard output. When the trainer dies it finishes the save that it was handed (the first writer: with the commit), and
+what it still has to copy to slower tiers, and ends. A
 fault in a save is an outcome, never the writer's end. It never imports torch, and runs behind the trainer.
 """
 
@@ -11,6 +12,7 @@ import mmap
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,7 +28,8 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.runs.pruning import Pruner
 from ckptkit.saving.handover import Handover
 from ckptkit.saving.priority import step_back
-from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.saving.promotion import Promoter
+from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.saving.staged_blocks import StagedBlocks
 from ckptkit.saving.step_writer import PartSource, Retries, StepTarget, clear_abandoned, tell_failed, write_step
 from ckptkit.torch_tensors import Bytes
@@ -52,8 +55,12 @@ def main(argv: list[str] | None = None) -> int:
             order = order_of(line)
             if isinstance(order, SkipOrder):
                 _tell_skipped(order)
+            elif isinstance(order, PromoteOrder):
+                saving.submit(server.promoter.offer, order.promotions)
             else:
                 saving.submit(server.save, order)
+    server.let_go()
+    server.promoter.finish()
     return 0
 
 
@@ -63,7 +70,8 @@ class _Server:
     def __init__(self, arena_fd: int, handover: Handover, trainer: int) -> None:
         self._arena_fd, self._handover, self._trainer = arena_fd, handover, trainer
         self._arena = np.empty(0, np.uint8)
-        self._pruner = Pruner()
+        self._told = threading.Lock()
+        self._pruner, self.promoter = Pruner(), Promoter(self._tell)
 
     def save(self, order: SaveOrder) -> None:
         """Do what an order says, and answer it."""
@@ -76,7 +84,10 @@ class _Server:
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
                 self._arena = np.frombuffer(memory, np.uint8)
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
-            warning = run_save(order, self._arena, blocks, retries, self._trainer, self._pruner)
+            if run_save(order, self._arena, blocks, retries, self._trainer) is not None:
+                needed = self.promoter.steps
+                warning = self._pruner.after_save(open_storage(order.url), order.step, order.retention, needed=needed)
+            self.promoter.offer(order.promotions)
         except (UserError, OSError) as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
@@ -84,19 +95,26 @@ class _Server:
             error = f"{type(failure).__name__}: {failure}"
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
-        outcome = SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning)
-        with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
+        self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
+
+    def let_go(self) -> None:
+        """Free the trainer's memory: what is left to copy lies in the first tier."""
+        self._arena = np.empty(0, np.uint8)
+        os.close(self._arena_fd)
+
+    def _tell(self, outcome: SaveOutcome) -> None:
+        with self._told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
             os.write(sys.stdout.fileno(), outcome.to_line())
 
 
-def run_save(
-    order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, trainer: int, pruner: Pruner
-) -> str:
-    """Write what an order says; writer 0 commits and prunes. Gives a warning, or nothing."""
+def run_save(order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, trainer: int) -> Root | None:
+    """Write what an order says; the first writer commits, and gives the root."""
     storage = open_storage(order.url)
-    target = StepTarget(storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads)
+    target = StepTarget(
+        storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads, order.first_writer
+    )
     abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
-    if order.writer != 0:
+    if not target.leads:
         for each in abandoned:
             clear_abandoned(each)
     parts = [
@@ -104,7 +122,7 @@ def run_save(
                    is_reused=order.ring.is_window)
         for number, file in enumerate(order.files)
     ]  # fmt: skip
-    draft = None if order.writer else _draft(order, arena)
+    draft = _draft(order, arena) if target.leads else None
     patience = _Patience(order.deadline_s, trainer)
 
     def patience_s(write_s: float) -> float:
@@ -112,12 +130,11 @@ def run_save(
         return patience.in_all_s(write_s)
 
     try:
-        root = write_step(target, parts, draft, patience_s, retries, order.code)
+        return write_step(target, parts, draft, patience_s, retries, order.code)
     finally:
-        if order.writer == 0:  # last of all: what the killed writer had sent has arrived by now
+        if target.leads:  # last of all: what the killed writer had sent has arrived by now
             for each in abandoned:
                 clear_abandoned(each)
-    return pruner.after_save(storage, order.step, order.retention) if root is not None else ""
 
 
 def _draft(order: SaveOrder, arena: Bytes) -> Root:
@@ -125,6 +142,7 @@ def _draft(order: SaveOrder, arena: Bytes) -> Root:
     return replace(
         _tensors_of(order.draft.of(arena).tobytes()), step=order.step, attempt=order.attempt,
         layout=ParallelLayout(**order.layout), num_layers=order.num_layers, metadata=order.metadata,
+        share=order.share,
     )  # fmt: skip
 
 
@@ -135,7 +153,9 @@ def _tensors_of(draft: bytes) -> Root:
 
 
 def _tell_skipped(order: SkipOrder) -> None:
-    target = StepTarget(open_storage(order.url), order.step, order.attempt, order.writer, num_writers=0)
+    target = StepTarget(
+        open_storage(order.url), order.step, order.attempt, order.writer, num_writers=0, first_writer=order.first_writer
+    )
     tell_failed(target, StorageError(order.reason))
 
 

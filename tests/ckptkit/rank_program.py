@@ -1,6 +1,7 @@
 """A trainer of one rank for the tests: saves steps of a table's values and does to itself what the test asks for.
 
     python -m tests.ckptkit.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2] [--then kill|fork-kill|exit]
+        [--tier URL,every=2] [--nodes 2]
 
 Prints `writer PID`, then a JSON report a save (unless it is killed first).
 """
@@ -14,6 +15,7 @@ import time
 
 from ckptkit.layout import ParallelLayout
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.tiers import destinations, filled, nodes_of, parse_tiers
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import save_one
 
@@ -28,13 +30,20 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--kv", type=int, default=8)
     parser.add_argument("--attempt", default="program")
+    parser.add_argument("--tier", action="append", default=[], help="a slower tier")
+    parser.add_argument("--nodes", type=int, default=0, help="how many nodes the ranks are on, n0, n1, ...")
     parser.add_argument("--then", default="exit", choices=["exit", "kill", "fork-kill"])
     arguments = parser.parse_args()
     layout = ParallelLayout.parse(arguments.layout)
     tensors = gpt_tensors(dtype=arguments.dtype, hidden=arguments.hidden, kv=arguments.kv)
+    tiers, node = parse_tiers([arguments.url, *arguments.tier]), None
+    if arguments.nodes:
+        on_node = layout.world_size // arguments.nodes
+        starts = [rank // on_node * on_node for rank in range(layout.world_size)]
+        node = nodes_of([f"n{start // on_node}" for start in starts], starts)[arguments.rank]
     checkpointer = Checkpointer(
-        arguments.url, rank=arguments.rank, world_size=layout.world_size, attempt=arguments.attempt,
-        options=CheckpointerOptions(deadline_s=20.0),
+        filled(tiers.first.url, node), rank=arguments.rank, world_size=layout.world_size, attempt=arguments.attempt,
+        options=CheckpointerOptions(deadline_s=20.0, tiers=destinations(tiers, node), node=node),
     )  # fmt: skip
     print("writer", checkpointer.writer_pid, flush=True)
     for step in map(int, arguments.steps.split(",")):
@@ -46,7 +55,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         for report in checkpointer.wait():
             print(json.dumps(dataclasses.asdict(report)), flush=True)
-    checkpointer.close()
+    for report in checkpointer.close():
+        print(json.dumps(dataclasses.asdict(report)), flush=True)
 
 
 if __name__ == "__main__":

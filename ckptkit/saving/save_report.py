@@ -1,0 +1,39 @@
+"""SaveReport and SaveCounts: how saves ended, as the trainer is told."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How a save ended, or its copy to the tier `url`. On the first rank `ok` means committed, elsewhere that this
+    rank's files are written.
+
+    A skipped save is not ok, and no failure either. `num_attempts` counts what was tried again, `warning` says why
+    older steps were not pruned after it.
+    """
+
+    step: int
+    ok: bool
+    error: str
+    data_bytes: int
+    write_s: float
+    stall_s: float
+    num_attempts: int = 1
+    skipped: bool = False
+    warning: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCounts:
+    """How many saves ended how; copies to slower tiers are not counted."""
+
+    ok: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def plus(self, report: SaveReport) -> Self:
+        """These and one more."""
+        kind = "ok" if report.ok else "skipped" if report.skipped else "failed"
+        return replace(self, **{kind: getattr(self, kind) + 1})
