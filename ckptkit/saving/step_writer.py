@@ -127,7 +127,7 @@ def _memory_at(address: int, size_bytes: int) -> Bytes:
 def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float]) -> Root:
     """The root with all parts, once all writers are done."""
     parts = wait_for_parts(target.storage, target.step, target.attempt, target.num_writers, patience_s)
-    check_complete(target.step, list(draft.tensors.values()), [index for _, index in parts])
+    check_complete(target.step, list(draft.tensors.values()), [holding for _, holding in parts])
     return replace(draft, parts=tuple(part for part, _ in parts))
 
 
