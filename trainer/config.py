@@ -137,6 +137,8 @@ class CheckpointConfig:
     save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
     max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)
     deadline_s: float = option(600.0, "how long a save waits for the files of all ranks", above=0)
+    stripe_count: int = option(0, "on Lustre, stripes of each file; 0 chooses, -1: one on every target", minimum=-1)
+    stripe_size_bytes: int = option(0, "on Lustre, bytes of a stripe, in units of 65536; 0 chooses", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)

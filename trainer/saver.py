@@ -36,7 +36,12 @@ class Saver:
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
-                options=CheckpointerOptions(deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER),
+                options=CheckpointerOptions(
+                    deadline_s=config.checkpoint.deadline_s,
+                    max_failed_saves=NEVER,
+                    stripe_count=config.checkpoint.stripe_count,
+                    stripe_size_bytes=config.checkpoint.stripe_size_bytes,
+                ),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from threefold.errors import UserError
 from threefold.storage import Storage
 from threefold.storage.local import local_failure, make_folders
 
@@ -34,6 +35,15 @@ def choose_striping(file_bytes: int, num_writers: int, stripe_count: int = 0, st
     by_size = -(-file_bytes // BYTES_A_STRIPE)
     share = MAX_STRIPES_IN_ALL // max(num_writers, 1)
     return Striping(stripe_count or max(min(by_size, share, MAX_STRIPES), 1), stripe_size_bytes or STRIPE_SIZE_BYTES)
+
+
+def check_striping(stripe_count: int, stripe_size_bytes: int) -> None:
+    """UserError where no file system could do what is asked for."""
+    if stripe_count < -1 or stripe_size_bytes < 0 or stripe_size_bytes % STRIPE_SIZE_UNIT:
+        raise UserError(
+            f"no file has {stripe_count} stripes of {stripe_size_bytes} bytes",
+            hint=f"give a stripe_count of -1 or more and a stripe_size_bytes that is a multiple of {STRIPE_SIZE_UNIT}",
+        )
 
 
 class Striper:

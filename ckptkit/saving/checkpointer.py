@@ -22,6 +22,7 @@ from typing import IO, Any, Self
 import ckptkit
 from ckptkit.chunk import Box, Piece
 from ckptkit.format.root import Root, check_attempt
+from ckptkit.io.striping import check_striping
 from ckptkit.layout import ParallelLayout
 from ckptkit.plan import SavePlan, plan_save
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
@@ -42,13 +43,20 @@ class CheckpointerOptions:
 
     deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; after
     max_failed_saves failures in a row `save` raises; keep_last > 0 prunes older steps after each commit.
+    Where the program `lfs` is there, files on Lustre get stripe_count stripes of stripe_size_bytes each (0: by their
+    size and the number of ranks; -1 stripes: one on every target).
     """
 
     deadline_s: float = 600.0
     timeout_s: float = 3600.0
     max_failed_saves: int = 3
     keep_last: int = 0
+    stripe_count: int = 0
+    stripe_size_bytes: int = 0
     num_threads: int = 2
+
+    def __post_init__(self) -> None:
+        check_striping(self.stripe_count, self.stripe_size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,8 @@ class Checkpointer:
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
             files=tuple(files), root=root, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
-            keep_last=self._options.keep_last, num_threads=self._options.num_threads,
+            keep_last=self._options.keep_last, stripe_count=self._options.stripe_count,
+            stripe_size_bytes=self._options.stripe_size_bytes, num_threads=self._options.num_threads,
         )  # fmt: skip
         if not self._writer.is_alive:
             self._writer.close()
@@ -200,6 +209,8 @@ class Checkpointer:
             self._finish(f"rank {self._rank}: {death} while it saved step {self._running.step}")
             return
         if outcome is not None:
+            if outcome.warning:
+                print(f"warning: {outcome.warning}", file=sys.stderr, flush=True)
             self._finish(outcome.error, outcome.write_s)
 
     def _finish(self, error: str, write_s: float | None = None) -> None:

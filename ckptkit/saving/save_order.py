@@ -24,6 +24,8 @@ class SaveOrder:
     arena_bytes: int
     deadline_s: float
     keep_last: int
+    stripe_count: int
+    stripe_size_bytes: int
     num_threads: int
 
     def to_line(self) -> bytes:
@@ -40,12 +42,13 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended in the writer; `error` is empty when all is well."""
+    """How a save ended in the writer; `error` is empty when all is well, `warning` tells what did not stop it."""
 
     step: int
     error: str
     data_bytes: int
     write_s: float
+    warning: str = ""
 
     def to_line(self) -> bytes:
         """One line of JSON."""

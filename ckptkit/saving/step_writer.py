@@ -8,13 +8,14 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
+from ckptkit.io.striping import Striper
 from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError
@@ -46,6 +47,7 @@ class StepTarget:
     writer: int
     num_writers: int
     num_threads: int = 2
+    striper: Striper = field(default_factory=Striper)
 
     @property
     def folder(self) -> str:
@@ -69,6 +71,8 @@ def write_step(
     if target.storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
         raise AlreadyExists(f"step {target.step} of {target.storage.url} is committed already")
     try:
+        largest = max((part.draft.size_bytes for part in parts), default=0)
+        target.striper.prepare(target.storage, target.keys(0)[0], largest, target.num_writers)
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             _write_part(target, number, parts[number])
@@ -91,7 +95,7 @@ def _write_part(target: StepTarget, number: int, part: PartSource) -> None:
     path = target.storage.local_path(data_key)
     found: list[Columns] = []
     if path is None:
-        target.storage.write(data_key, _buffers(part.blocks, found))
+        target.storage.write(data_key, _buffers(part.blocks, found), size_bytes=part.draft.size_bytes)
     else:
         try:
             make_folders(path.parent)

@@ -19,6 +19,7 @@ import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import expired, prune
@@ -28,6 +29,7 @@ from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import UserError
 from threefold.storage import open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
 
 ORPHAN_CHECK_S = 1.0
 READ_BYTES = 1 << 16
@@ -41,21 +43,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
     arena = np.empty(0, np.uint8)
+    upkeep: _Upkeep | None = None
     for line in _lines(arguments.trainer):
         order = SaveOrder.from_line(line)
         if order.arena_bytes != len(arena):
             memory = mmap.mmap(arguments.arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
             arena = np.frombuffer(memory, np.uint8)
-        outcome = _attempt(order, arena, arguments.trainer)
+        upkeep = upkeep or _Upkeep(order)
+        outcome = _attempt(order, arena, arguments.trainer, upkeep)
         with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
             os.write(sys.stdout.fileno(), outcome.to_line())
     return 0
 
 
-def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
+def run_save(order: SaveOrder, arena: Bytes, trainer: int, upkeep: "_Upkeep") -> None:
     """Write what an order says; writer 0 commits, and prunes once it read the new root back."""
     storage = open_storage(order.url)
-    target = StepTarget(storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads)
+    target = StepTarget(
+        storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads, upkeep.striper
+    )
     parts = [_source(file, arena) for file in order.files]
     draft = None
     if order.writer == 0:
@@ -90,18 +96,37 @@ def _lines(trainer: int) -> Iterator[bytes]:
             return
 
 
-def _attempt(order: SaveOrder, arena: Bytes, trainer: int) -> SaveOutcome:
+def _attempt(order: SaveOrder, arena: Bytes, trainer: int, upkeep: "_Upkeep") -> SaveOutcome:
     started = time.monotonic()
     error = ""
     try:
-        run_save(order, arena, trainer)
+        run_save(order, arena, trainer, upkeep)
     except (UserError, OSError) as failure:
         error = str(failure)
     except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
     data_bytes = sum(file.data.size for file in order.files)
-    return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started)
+    return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started, upkeep.take_warning())
+
+
+class _Upkeep:
+    """What a writer does for the place it saves to besides saving; a failure is a warning, told once."""
+
+    def __init__(self, order: SaveOrder) -> None:
+        self._warnings: list[str] = []
+        self.striper = Striper(order.stripe_count, order.stripe_size_bytes, self._warnings.append)
+        if order.writer == 0:
+            try:
+                abort_stale_uploads(open_storage(order.url))
+            except UserError as error:
+                self._warnings.append(str(error))
+
+    def take_warning(self) -> str:
+        """What is to be told and was not yet."""
+        told = "; ".join(self._warnings)
+        self._warnings.clear()
+        return told
 
 
 class _Patience:

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.io.striping import MAX_STRIPES, MAX_STRIPES_IN_ALL, STRIPE_SIZE_UNIT, Striper, Striping, choose_striping
-from threefold.errors import StorageError
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from tests.ckptkit.saves import SMALL, save_one
+from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 
 GIB = 1 << 30
@@ -39,6 +41,12 @@ def test_what_is_given_is_taken() -> None:
     assert choose_striping(100 * GIB, 64).count == 2
     assert choose_striping(100 * GIB, 4096).count == 1
     assert choose_striping(100 * GIB, 4096, stripe_count=-1, stripe_size_bytes=1 << 20) == Striping(-1, 1 << 20)
+
+
+@pytest.mark.parametrize(("count", "size"), [(-2, 0), (1, 100), (1, -65536)])
+def test_what_no_file_can_have_is_refused(count: int, size: int) -> None:
+    with pytest.raises(UserError, match=f"no file has {count} stripes of {size} bytes"):
+        CheckpointerOptions(stripe_count=count, stripe_size_bytes=size)
 
 
 def test_the_folder_of_the_files_is_set_before_they_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +80,19 @@ def test_a_folder_on_another_file_system_is_left_alone(
     striper.prepare(open_storage(tmp_path), "a/part-0", GIB, 1)
     assert calls.exists()
     assert told == []
+
+
+def test_a_save_sets_its_folder_and_tells_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = stand_in(tmp_path, monkeypatch, then="echo quota >&2; exit 1")
+    options = CheckpointerOptions(stripe_count=3, stripe_size_bytes=1 << 20)
+    with Checkpointer(str(tmp_path / "run"), attempt="a", options=options) as checkpointer:
+        for step in (1, 2):
+            save_one(checkpointer, step, SMALL)
+            assert checkpointer.wait()[0].ok
+    assert calls.read_text() == f"setstripe -c 3 -S {1 << 20} {tmp_path}/run/step-000000001/a-0001\n"
+    assert capfd.readouterr().err.count("warning: cannot set the striping of") == 1
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
