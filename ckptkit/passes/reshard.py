@@ -101,9 +101,8 @@ def reshard(
     targets = _target_files(tensors, root.num_layers, layout, attempt)
     needed = sum(info.size_bytes for info in tensors if info.placement.tied_to is None)
     largest = max(target.file.size_bytes for target in targets)
-    Striper(tell=lambda text: log(f"warning: {text}")).prepare(
-        storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets)
-    )
+    striper = Striper(tell=lambda text: log(f"warning: {text}"))
+    striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
     writer = _Writer(storage, folder, source.num_threads)
     loader = _Loader(source, targets, tensors)
     try:
