@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptkit.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
 from tests.datakit.foreign.test_datatrove import write_ds
 from tests.datakit.foreign.test_litdata import spec, write_litdata
@@ -65,12 +68,19 @@ def write_lightning(folder: Path) -> None:
     write_litdata(folder / "table", DOCUMENTS, ["no_header_numpy:2", "no_header_numpy:2"], config=names)
 
 
+def write_run(folder: Path) -> None:
+    tensors = gpt_tensors(1)
+    write_checkpoint(open_storage(folder / "run"), 100, ParallelLayout(), 1, tensors, values(tensors))
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
     "From datatrove": write_datatrove,
     "From MosaicML streaming (MDS)": write_mosaic,
     "From litdata": write_lightning,
+    "Look at a run there, and fetch it": write_run,
+    "Save, and set the stripes": write_run,
 }
 
 
@@ -128,8 +138,9 @@ def test_every_command_of_a_guide_runs(
     url = ""
     if "s3://bucket" in commands:
         url = request.getfixturevalue("s3_url")
-        for path in (folder / "corpus").rglob("*.jsonl"):
-            open_storage(f"{url}/corpus").write(str(path.relative_to(folder / "corpus")), path.read_bytes())
+        for given_folder in ("corpus", "run"):
+            for path in filter(Path.is_file, (folder / given_folder).rglob("*")):
+                open_storage(url).write(str(path.relative_to(folder)), path.read_bytes())
         if "s3://bucket/store" in commands and "--output s3://bucket/store" not in commands:
             preprocess([str(folder / "corpus")], f"{url}/store", Recipe(str(folder / "tok.json"), append_eod=True))
     if "ray start" in commands:
@@ -149,8 +160,8 @@ def test_every_command_of_a_guide_runs(
         given = given.replace("--workers 16", "--workers 2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     (folder / "bin").mkdir()
-    for program in ("datakit", "ray"):
-        module = {"datakit": "datakit", "ray": "ray.scripts.scripts"}[program]
+    for program in ("datakit", "ckptkit", "ray"):
+        module = {"ray": "ray.scripts.scripts"}.get(program, program)
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / program).chmod(0o755)
     try:
@@ -167,11 +178,13 @@ def test_every_command_of_a_guide_runs(
 
 
 def test_every_guide_has_commands_and_each_verb_is_known() -> None:
-    from datakit.cli import build_parser
+    from ckptkit import cli as ckptkit_cli
+    from datakit import cli as datakit_cli
 
-    [verbs] = [action.choices for action in build_parser()._actions if action.choices]
     shown = " ".join(guide.read_text() for guide in GUIDES)
     found = [param.values for param in sections()]  # type: ignore[attr-defined]
     assert {guide for guide, _, _ in found} == {guide.stem for guide in GUIDES}
     assert TAKEN_AS_GIVEN.keys() <= {title for _, title, _ in found}
-    assert set(re.findall(r"^datakit ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)
+    for name, cli in (("datakit", datakit_cli), ("ckptkit", ckptkit_cli)):
+        [verbs] = [action.choices for action in cli.build_parser()._actions if action.choices]
+        assert set(re.findall(rf"^{name} ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)

@@ -142,6 +142,8 @@ class CheckpointConfig:
     keep_best: int = option(0, "keep the N steps with the smallest keep_best_metric", minimum=0)
     keep_best_metric: str = option("val_loss", "val_loss, loss, or any other number in a checkpoint's metadata")
     keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)
+    stripe_count: int = option(0, "on Lustre, stripes of each file; 0 chooses, -1: one on every target", minimum=-1)
+    stripe_size_bytes: int = option(0, "on Lustre, bytes of a stripe, in units of 65536; 0 chooses", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)

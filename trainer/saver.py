@@ -39,7 +39,11 @@ class Saver:
                 world_size=ranks.world_size,
                 attempt=attempt,
                 options=CheckpointerOptions(
-                    deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER, retention=retention_of(config)
+                    deadline_s=config.checkpoint.deadline_s,
+                    max_failed_saves=NEVER,
+                    stripe_count=config.checkpoint.stripe_count,
+                    stripe_size_bytes=config.checkpoint.stripe_size_bytes,
+                    retention=retention_of(config),
                 ),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())

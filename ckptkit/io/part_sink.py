@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ class PartSink(Protocol):
 def open_sink(storage: Storage, key: str, size_bytes: int) -> PartSink:
     """The sink of one file of known size; nothing is written yet."""
     path = storage.local_path(key)
-    return RemoteSink(storage, key) if path is None else LocalSink(storage, key, size_bytes)
+    return RemoteSink(storage, key, size_bytes) if path is None else LocalSink(storage, key, size_bytes)
 
 
 class LocalSink:
@@ -71,11 +72,12 @@ class LocalSink:
 class RemoteSink:
     """An upload on a thread of its own, fed through a queue of one buffer."""
 
-    def __init__(self, storage: Storage, key: str) -> None:
+    def __init__(self, storage: Storage, key: str, size_bytes: int) -> None:
         self._buffers: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
         self._aborted = False
-        self._thread = threading.Thread(target=self._upload, args=(storage, key), name=f"upload {key}", daemon=True)
+        upload = partial(self._upload, storage, key, size_bytes)
+        self._thread = threading.Thread(target=upload, name=f"upload {key}", daemon=True)
         self._thread.start()
 
     def write(self, data: Bytes) -> Columns:
@@ -107,9 +109,9 @@ class RemoteSink:
             return
         raise self._failure
 
-    def _upload(self, storage: Storage, key: str) -> None:
+    def _upload(self, storage: Storage, key: str, size_bytes: int) -> None:
         try:
-            storage.write(key, self._take())
+            storage.write(key, self._take(), size_bytes=size_bytes)
         except BaseException as failure:  # handed to the caller's thread, whatever it is
             self._failure = failure
 

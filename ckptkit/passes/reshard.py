@@ -20,6 +20,7 @@ from ckptkit.format.data_file import DataFile
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, xxh3_64
 from ckptkit.io.part_sink import Bytes, PartSink, open_sink
+from ckptkit.io.striping import Striper
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.partition import rank_chunks
@@ -27,6 +28,7 @@ from ckptkit.passes.slab import SLAB_BYTES, Slab, positions_before, slab_batches
 from ckptkit.plan import plan_files, plan_load
 from ckptkit.saving.commit import commit_root
 from ckptkit.tensor import TensorInfo
+from threefold.cli import log
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
 
@@ -98,6 +100,9 @@ def reshard(
         )
     targets = _target_files(tensors, root.num_layers, layout, attempt)
     needed = sum(info.size_bytes for info in tensors if info.placement.tied_to is None)
+    largest = max(target.file.size_bytes for target in targets)
+    striper = Striper(tell=lambda text: log(f"warning: {text}"))
+    striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
     writer = _Writer(storage, folder, source.num_threads)
     loader = _Loader(source, targets, tensors)
     try:

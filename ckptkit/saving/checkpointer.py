@@ -23,6 +23,7 @@ from typing import IO, Any, Literal, Self
 import ckptkit
 from ckptkit.chunk import Piece
 from ckptkit.format.root import Share, check_attempt, plain_json
+from ckptkit.io.striping import check_striping
 from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.code_version import git_commit
@@ -59,7 +60,9 @@ class CheckpointerOptions:
     (the new save is not made) or "abort" (the older is not).
 
     `tiers` are the slower places that steps are copied to in the background, each at its own interval; `node` says
-    which of the run's writers save to this URL, where it is not one place for all nodes.
+    which of the run's writers save to this URL, where it is not one place for all nodes. Where the program `lfs` is
+    there, files on Lustre get stripe_count stripes of stripe_size_bytes each (0: by their size and the number of ranks;
+    -1 stripes: one on every target).
     """
 
     deadline_s: float = 600.0
@@ -73,6 +76,11 @@ class CheckpointerOptions:
     when_busy: Literal["wait", "skip", "abort"] = "wait"
     tiers: tuple[Tier, ...] = ()
     node: Node | None = None
+    stripe_count: int = 0
+    stripe_size_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_striping(self.stripe_count, self.stripe_size_bytes)
 
 
 @dataclass
@@ -165,6 +173,7 @@ class Checkpointer:
             layout=asdict(layout), num_layers=num_layers,
             metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
             retry_s=self._options.retry_s, retention=self._options.retention, code=self._code,
+            stripe_count=self._options.stripe_count, stripe_size_bytes=self._options.stripe_size_bytes,
             num_threads=self._options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
         writer = self._running_writer()

@@ -8,20 +8,22 @@ import errno
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
+from ckptkit.chunk_table import Ints
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.tensor import TensorInfo
 from threefold.errors import CheckFailed, StorageError
-from threefold.storage import AlreadyExists, ObjectInfo, Storage
+from threefold.storage import AlreadyExists, Storage
 
-FIRST_WAIT_S, MAX_WAIT_S = 0.02, 1.0
-NUM_READS_AT_ONCE = 8
+FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between listings: a share of what was waited so far
+NUM_READS_AT_ONCE = 16
 MAX_NAMED = 16
 _INDEX = re.compile(r"part-([0-9]+)(\.[0-9]+)?\.index")
 _FAILED = re.compile(r"part-([0-9]+)\.failed")
@@ -36,48 +38,65 @@ def failed_key(attempt: str, writer: int) -> str:
     return f"{attempt}/part-{writer:05d}.failed"
 
 
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """How many bytes of each tensor a part holds, names[T] and size_bytes[T]: all that the commit keeps of an index."""
+
+    names: tuple[str, ...]
+    size_bytes: Ints
+
+    @classmethod
+    def of(cls, index: PartIndex) -> "Holding":
+        """What an index's chunks add up to."""
+        chunks = index.chunks
+        sums = np.bincount(chunks.tensor, weights=chunks.size_bytes, minlength=len(chunks.names))
+        return cls(chunks.names, sums.astype(np.int64))
+
+
 def wait_for_parts(
     storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
     *, first_writer: int = 0,
-) -> list[tuple[Part, PartIndex]]:  # fmt: skip
-    """All parts of a save with their indexes, in the order of their writers, once every writer is done.
+) -> list[tuple[Part, Holding]]:  # fmt: skip
+    """All parts of a save and what they hold, in the order of their writers, once every writer is done.
 
-    StorageError names the writers that failed, or those that are missing after patience_s() seconds; that is asked
-    anew all the time, as reasons to wait may go away.
+    StorageError names the writers that failed, or those that are missing after patience_s() seconds and the first file
+    that is not there; that is asked anew all the time, as reasons to wait may go away. Each listing is of names alone;
+    they are as many as the logarithm of the wait, then one every MAX_PAUSE_S.
     """
     folder = step_folder(step)
     writers = range(first_writer, first_writer + num_writers)
     started = time.monotonic()
-    wait_s = FIRST_WAIT_S
     while True:
-        listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
-        _refuse_failed(storage, folder, listed)
-        missing = [writer for writer in writers if part_keys(attempt, writer)[1] not in listed]
+        names = {key.removeprefix(f"{folder}/") for key in storage.list_keys(f"{folder}/{attempt}/")}
+        _refuse_failed(storage, folder, names)
+        missing = [writer for writer in writers if part_keys(attempt, writer)[1] not in names]
         if not missing:
-            break
+            return _parts(storage, folder, attempt)
         waited_s, may_wait_s = time.monotonic() - started, patience_s()
         if waited_s >= may_wait_s:
-            raise StorageError(
-                f"step {step}: nothing came within {waited_s:.1f} s from {_named(missing)} of {num_writers}",
-                hint="raise checkpoint.deadline_s if they are only slow",
-            )
-        time.sleep(min(wait_s, may_wait_s - waited_s))
-        wait_s = min(wait_s * 2, MAX_WAIT_S)
-    return _parts(storage, folder, listed)
+            raise _too_late(f"{storage.url}/{folder}", attempt, names, missing, num_writers, waited_s)
+        pause_s = min(max(waited_s * PAUSE_SHARE, FIRST_PAUSE_S), MAX_PAUSE_S)
+        time.sleep(min(pause_s, may_wait_s - waited_s))
 
 
-def check_complete(step: int, tensors: Sequence[TensorInfo], indexes: Iterable[PartIndex]) -> None:
+def check_complete(step: int, tensors: Sequence[TensorInfo], holdings: Iterable[Holding]) -> None:
     """CheckFailed where the parts of a save do not hold as many bytes of each tensor as its table says."""
     wanted = {info.name: info.size_bytes if info.placement.tied_to is None else 0 for info in tensors}
-    held = dict.fromkeys(wanted, 0)
-    for index in indexes:
-        chunks = index.chunks
-        sums = np.bincount(chunks.tensor, weights=chunks.size_bytes, minlength=len(chunks.names))
-        for name, size in zip(chunks.names, sums.tolist(), strict=True):
-            held[name] = held.get(name, 0) + int(size)
-    faults = [
-        f"{name}: {held[name]} of {wanted.get(name, 0)} bytes" for name in held if held[name] != wanted.get(name, 0)
-    ]
+    names = list(wanted)
+    number_of = {name: number for number, name in enumerate(names)}
+    held = np.zeros(len(names), np.int64)
+    numbers: dict[tuple[str, ...], Ints] = {}  # writers of the same tensors are many
+    for holding in holdings:
+        if holding.names not in numbers:
+            for name in holding.names:
+                if name not in number_of:
+                    number_of[name] = len(names)
+                    names.append(name)
+            numbers[holding.names] = np.array([number_of[name] for name in holding.names], np.int64)
+            held = np.append(held, np.zeros(len(names) - len(held), np.int64))
+        held[numbers[holding.names]] += holding.size_bytes  # no name comes twice in an index
+    found = zip(names, held.tolist(), strict=True)
+    faults = [f"{name}: {size} of {wanted.get(name, 0)} bytes" for name, size in found if size != wanted.get(name, 0)]
     if faults:
         more = f"\n  and {len(faults) - MAX_NAMED} more" if faults[MAX_NAMED:] else ""
         listed = "\n  ".join(faults[:MAX_NAMED])
@@ -103,23 +122,38 @@ def commit_root(storage: Storage, root: Root) -> None:
         raise
 
 
-def _refuse_failed(storage: Storage, folder: str, listed: Mapping[str, ObjectInfo]) -> None:
-    failed = {key: int(match[1]) for key in listed if (match := _FAILED.fullmatch(key.rpartition("/")[2]))}
+def _too_late(
+    url: str, attempt: str, names: Set[str], missing: Sequence[int], num_writers: int, waited_s: float
+) -> StorageError:
+    """Who is missing, the first file that is, and how far its writer came: the data file comes first."""
+    data_key, index_key = part_keys(attempt, missing[0])
+    begun = ", its data file is begun" if data_key in names else ", nor is its data file"
+    return StorageError(
+        f"{url}: {_named(missing)} of {num_writers} {'were' if missing[1:] else 'was'} not done within"
+        f" {waited_s:.1f} s: {index_key} is not there{begun}",
+        hint=f"look at rank {missing[0]}; raise checkpoint.deadline_s if it is only slow",
+    )
+
+
+def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
+    failed = {key: int(match[1]) for key in names if (match := _FAILED.fullmatch(key.rpartition("/")[2]))}
     if failed:
         key = min(failed)
         reason = storage.read(f"{folder}/{key}").decode(errors="replace")
         raise StorageError(f"{_named(failed.values())} failed: {reason}")
 
 
-def _parts(storage: Storage, folder: str, listed: Mapping[str, ObjectInfo]) -> list[tuple[Part, PartIndex]]:
+def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Holding]]:
     """Every index that is listed, with the data file beside it, whose size the listing confirms."""
+    listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
+    shared: dict[tuple[str, ...], tuple[str, ...]] = {}
     indexes: dict[int, list[str]] = defaultdict(list)
     for key in listed:
         if match := _INDEX.fullmatch(key.rpartition("/")[2]):
             indexes[int(match[1])].append(key)
     keys = [key for writer in sorted(indexes) for key in sorted(indexes[writer])]
 
-    def part(key: str) -> tuple[Part, PartIndex]:
+    def part(key: str) -> tuple[Part, Holding]:
         data = storage.read(f"{folder}/{key}")
         index = PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}")
         data_key = key.removesuffix(".index") + ".safetensors"
@@ -128,7 +162,9 @@ def _parts(storage: Storage, folder: str, listed: Mapping[str, ObjectInfo]) -> l
             raise StorageError(
                 f"{storage.url}/{folder}/{data_key} has {found} bytes, its index says {index.size_bytes}"
             )
-        return Part(data_key, index.size_bytes, key, len(data), xxh3_64(data)), index
+        holding = Holding.of(index)
+        names = shared.setdefault(holding.names, holding.names)
+        return Part(data_key, index.size_bytes, key, len(data), xxh3_64(data)), Holding(names, holding.size_bytes)
 
     with ThreadPoolExecutor(NUM_READS_AT_ONCE) as pool:
         return list(pool.map(part, keys))

@@ -207,7 +207,7 @@ def promote(promotion: Promotion, *, resumes: bool = False) -> None:
         if copied != root:
             raise CheckFailed(f"the files of step {promotion.step} in {storage.url} are not those in {source.url}")
     else:
-        check_complete(promotion.step, list(root.tensors.values()), [index for _, index in parts])
+        check_complete(promotion.step, list(root.tensors.values()), [holding for _, holding in parts])
     commit_root(storage, copied)
     with suppress(StorageError):
         storage.delete([mark])

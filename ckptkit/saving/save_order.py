@@ -117,6 +117,8 @@ class SaveOrder:
     retry_s: float
     retention: Retention
     code: str
+    stripe_count: int
+    stripe_size_bytes: int
     num_threads: int
     abandoned: tuple[tuple[int, str], ...] = ()
     first_writer: int = 0

@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
+from ckptkit.io.striping import Striper
 from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.stream import cut
 from ckptkit.torch_tensors import Bytes
@@ -61,6 +62,7 @@ class StepTarget:
     num_writers: int
     num_threads: int = 2
     first_writer: int = 0
+    striper: Striper = field(default_factory=Striper)
 
     @property
     def folder(self) -> str:
@@ -122,6 +124,8 @@ def write_step(
         tell_failed(target, error)  # there are no files yet
         raise
     try:
+        largest = max((part.draft.size_bytes for part in parts), default=0)
+        target.striper.prepare(target.storage, target.keys(0)[0], largest, target.num_writers)
         indexes = [write_data(target, number, part, retries) for number, part in enumerate(parts)]
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
@@ -171,7 +175,7 @@ def _write_blocks(target: StepTarget, key: str, part: PartSource) -> Columns:
     path = target.storage.local_path(key)
     found: list[Columns] = []
     if path is None:
-        target.storage.write(key, _buffers(part, found))
+        target.storage.write(key, _buffers(part, found), size_bytes=part.draft.size_bytes)
     else:
         try:
             make_folders(path.parent)
@@ -218,7 +222,7 @@ def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float]) 
         target.storage, target.step, target.attempt, target.num_writers, patience_s, first_writer=target.first_writer
     )
     if draft.share is None:
-        check_complete(target.step, list(draft.tensors.values()), [index for _, index in parts])
+        check_complete(target.step, list(draft.tensors.values()), [holding for _, holding in parts])
     return replace(draft, parts=tuple(part for part, _ in parts))
 
 

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
@@ -32,15 +33,22 @@ class LocalStorage:
         target = self._path(key)
         temporary = target.with_name(temporary_name(target.name))
         try:
-            make_folders(target.parent)
             try:
-                _write_file(temporary, buffers_of(data))
+                file = temporary.open("xb")
+            except FileNotFoundError:
+                make_folders(target.parent)
+                file = temporary.open("xb")
+            try:
+                _fill(file, buffers_of(data))
                 if if_absent:
                     _link(temporary, target)
                 else:
                     temporary.replace(target)
-            finally:
+            except BaseException:
                 temporary.unlink(missing_ok=True)
+                raise
+            if if_absent:
+                temporary.unlink()
             sync_folder(target.parent)
         except OSError as error:
             raise local_failure(error, "write", target) from error
@@ -183,8 +191,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(entries, key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
 
 
-def _write_file(path: Path, buffers: Iterable[Buffer]) -> None:
-    with path.open("xb") as file:
+def _fill(file: BinaryIO, buffers: Iterable[Buffer]) -> None:
+    with file:
         for buffer in buffers:
             file.write(buffer)
         file.flush()

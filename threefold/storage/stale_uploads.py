@@ -9,7 +9,7 @@ from typing import Any
 
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
-from threefold.storage.service import request_timeout_s, s3_endpoint, s3_region, split_url
+from threefold.storage.service import CONNECT_TIMEOUT_S, request_timeout_s, s3_endpoint, s3_region, split_url
 
 SAFE_AGE_S = 24 * 3600.0  # no single upload lasts so long
 
@@ -29,16 +29,17 @@ def abort_stale_uploads(storage: Storage, prefix: str = "", older_than_s: float 
         raise UserError("listing unfinished uploads needs botocore", hint='pip install "threefold[s3]"') from error
     bucket, path = split_url(storage.url)
     base = f"{path}/" if path else ""
-    timeout_s = request_timeout_s()
     try:
         client = get_session().create_client(
             "s3", endpoint_url=s3_endpoint(), region_name=s3_region(),
-            config=Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries={"max_attempts": 3}),
+            config=Config(
+                connect_timeout=CONNECT_TIMEOUT_S, read_timeout=request_timeout_s(), retries={"max_attempts": 1}
+            ),
         )  # fmt: skip
         stale = list(_stale(client, bucket, base + prefix, time.time() - older_than_s))
         for key, upload in stale:
             client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
-    except (BotoCoreError, ClientError) as error:
+    except (BotoCoreError, ClientError, ValueError) as error:  # the last: of an endpoint that it cannot read
         raise StorageError(f"cannot abort unfinished uploads of {storage.url}: {error}") from error
     return [key.removeprefix(base) for key, _ in stale]
 

@@ -117,11 +117,11 @@ class FullDisk:
         self.supports_if_absent = True
         self.url = storage.url
 
-    def write(self, key: str, data, *, if_absent: bool = False) -> None:  # type: ignore[no-untyped-def]
+    def write(self, key: str, data, **options) -> None:  # type: ignore[no-untyped-def]
         self._left -= 1
         if self._left < 0:
             raise StorageError("no space left")
-        self._storage.write(key, data, if_absent=if_absent)
+        self._storage.write(key, data, **options)
 
     def local_path(self, key: str) -> None:
         return None

@@ -16,7 +16,7 @@ from ckptkit.loading.reader import read_root
 from ckptkit.partition import rank_chunks
 from ckptkit.plan import plan_files
 from ckptkit.runs.catalogue import committed_steps
-from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.commit import Holding, check_complete, commit_root, failed_key, wait_for_parts
 from tests.ckptkit.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import AlreadyExists, Storage, open_storage
@@ -53,9 +53,11 @@ def test_parts_come_in_the_order_of_writers_and_files(storage: Storage) -> None:
     assert len(parts) > 8
     order = [key.removesuffix(".index") for key in (part.index for part, _ in parts)]
     assert [stem.split(".")[0] for stem in order] == sorted(stem.split(".")[0] for stem in order)
-    for part, index in parts:
-        assert (part.data_bytes, part.data) == (index.size_bytes, part.index.replace(".index", ".safetensors"))
-    check_complete(7, SMALL, [index for _, index in parts])
+    for part, holding in parts:
+        size = storage.info(f"{step_folder(7)}/{part.data}").size_bytes
+        assert (part.data_bytes, part.data) == (size, part.index.replace(".index", ".safetensors"))
+        assert 0 < holding.size_bytes.sum() < size
+    check_complete(7, SMALL, [holding for _, holding in parts])
 
 
 def test_it_waits_for_the_last_writer(storage: Storage) -> None:
@@ -70,10 +72,14 @@ def test_it_waits_for_the_last_writer(storage: Storage) -> None:
 def test_missing_and_failed_writers_are_named(storage: Storage) -> None:
     put(storage, 1, 0, indexes_of(1)[0])
     storage.write(f"{step_folder(7)}/b/part-00000.index", b"of another attempt")
-    with pytest.raises(StorageError, match=r"step 7: nothing came within 0\.\d s from writers 0, 2, 3 of 4") as caught:
+    late = r"step-000000007: writers 0, 2, 3 of 4 were not done within 0\.\d s: a/part-00000\.index is not there"
+    with pytest.raises(StorageError, match=f"{late}, nor is its data file") as caught:
         wait_for_parts(storage, 7, "a", 4, now)
-    assert caught.value.hint is not None
-    with pytest.raises(StorageError, match=r"from writers 0, 2, 3, .*, 16, \.\.\. of 100"):
+    assert caught.value.hint == "look at rank 0; raise checkpoint.deadline_s if it is only slow"
+    storage.write(f"{step_folder(7)}/{part_keys('a', 0)[0]}", b"a begin")
+    with pytest.raises(StorageError, match=f"{late}, its data file is begun"):
+        wait_for_parts(storage, 7, "a", 4, now)
+    with pytest.raises(StorageError, match=r"writers 0, 2, 3, .*, 16, \.\.\. of 100"):
         wait_for_parts(storage, 7, "a", 100, now)
     storage.write(f"{step_folder(7)}/{failed_key('a', 2)}", b"disk full")
     with pytest.raises(StorageError, match="writer 2 failed: disk full"):
@@ -93,7 +99,7 @@ def test_a_data_file_that_is_not_as_its_index_says_is_refused(storage: Storage) 
 
 
 def test_only_whole_tensors_are_complete() -> None:
-    indexes = [index for writer in range(4) for index in indexes_of(writer)]
+    indexes = [Holding.of(index) for writer in range(4) for index in indexes_of(writer)]
     check_complete(7, SMALL, indexes)
     with pytest.raises(
         CheckFailed, match=r"step 7: the pieces of all writers(?s:.*)head.weight: 1216 of 2368(?s:.*)and 17 more"

@@ -1,0 +1,45 @@
+"""A data file written as a stream arrives whole with the checksums of its granules, or not at all."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.io.blocks import GRANULE_BYTES, checksums
+from ckptkit.io.part_sink import open_sink
+from threefold.errors import StorageError
+from threefold.storage import open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
+
+CONTENT = np.random.default_rng(2).integers(0, 256, 21 * GRANULE_BYTES + 77, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_what_is_streamed_arrives_whole(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    storage = open_storage(tmp_path if kind == "local" else request.getfixturevalue("s3_url"))
+    sink = open_sink(storage, "folder/f", len(CONTENT))
+    found = []
+    for start in range(0, len(CONTENT), 6 * GRANULE_BYTES):
+        buffer = CONTENT[start : start + 6 * GRANULE_BYTES].copy()
+        found.append(sink.write(buffer))
+        buffer[:] = 0  # the sink has its own by now
+    sink.close()
+    assert np.array_equal(np.concatenate(found), checksums(CONTENT))
+    assert storage.read("folder/f") == CONTENT.tobytes()
+
+
+def test_an_aborted_upload_leaves_nothing(s3_url: str) -> None:
+    storage = open_storage(s3_url)
+    sink = open_sink(storage, "folder/f", len(CONTENT))
+    sink.write(CONTENT[: 18 * GRANULE_BYTES])
+    sink.abort()
+    assert list(storage.list()) == []
+    assert abort_stale_uploads(storage, older_than_s=0) == []
+
+
+def test_a_failure_of_the_upload_is_the_writers(s3_url: str) -> None:
+    storage = open_storage("s3://no-such-bucket/run")
+    sink = open_sink(storage, "f", len(CONTENT))
+    sink.write(CONTENT[:GRANULE_BYTES])
+    with pytest.raises(StorageError, match="no-such-bucket"):
+        sink.close()
