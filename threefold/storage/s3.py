@@ -61,30 +61,32 @@ class S3Storage:
                 hint="export AWS_ENDPOINT_URL=http://HOST:PORT, or unset it for AWS",
             )
         self._attempts = max(int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS)), 1)
-        timeout_s = _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S)
+        self._timeout_s = timeout_s = _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S)
         config: Any = {"region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"}
         if self._endpoint:
             config["endpoint"] = self._endpoint
         # obstore tells a missing object as the builtin FileNotFoundError
         self._errors = (BaseError, FileNotFoundError)
-        self._store = S3Store(
-            self._bucket,
-            config=config,
-            client_options={
+        options: Any = {
+            "client_options": {
                 "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
                 "connect_timeout": timedelta(seconds=min(timeout_s, 5.0)),
                 "timeout": timedelta(seconds=timeout_s),
             },
-            retry_config={
+            "retry_config": {
                 "max_retries": self._attempts - 1,
                 "retry_timeout": timedelta(seconds=timeout_s),
                 "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
+                    # each pause is drawn between this and twice the last: 8 attempts outlast at least 3.5 s
+                    "init_backoff": timedelta(milliseconds=500),
                     "max_backoff": timedelta(seconds=10),
                     "base": 2,
                 },
             },
-        )
+        }
+        self._store = S3Store(self._bucket, config=config, **options)
+        # What may be written once only must not be cut: SeaweedFS keeps a PUT without checksum that broke off as empty.
+        self._exclusive_store = S3Store(self._bucket, config=config | {"checksum_algorithm": "sha256"}, **options)
 
     def write(self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False) -> None:
         import obstore
@@ -205,21 +207,36 @@ class S3Storage:
         return ObjectInfo(meta["path"].removeprefix(self._prefix), meta["size"], meta["last_modified"].timestamp())
 
     def _write_if_absent(self, key: str, path: str, body: bytes) -> None:
-        """A conditional PUT; where its answer was lost or a repeat met the first try, what is there decides."""
+        """A conditional PUT; where its answer was lost or a repeat met the first try, what is there decides.
+
+        Nothing there after a lost answer, a conflict (409) or a failed condition (412) is cause for another try: a PUT
+        that is still under way brings the same bytes.
+        """
         import obstore
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-        try:
-            obstore.put(self._store, path, body, mode="create", use_multipart=False)
-        except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
-            raise self._failure(error, "write", key) from error
-        except self._errors as error:
+        started = time.monotonic()
+        for attempt in itertools.count():
             try:
-                stored = self.read(key)
-            except StorageError:
+                obstore.put(self._exclusive_store, path, body, mode="create", use_multipart=False)
+                return
+            except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
                 raise self._failure(error, "write", key) from error
-            if stored != body:
-                raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from error
+            except self._errors as error:
+                failure = self._failure(error, "write", key)
+                try:
+                    stored = None if self.info(key) is None else self.read(key)
+                except StorageError:
+                    raise failure from error
+                if stored == body:
+                    return
+                if stored is not None:
+                    raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from error
+                may_pass = isinstance(failure, TemporaryFailure) or re.search(r"status code: (409|412)", str(error))
+                is_last = attempt == self._attempts - 1 or time.monotonic() - started > self._timeout_s
+                if is_last or not may_pass:
+                    raise failure from error
+                time.sleep(RETRY_AFTER_S * 2**attempt)
 
     def _call(self, doing: str, key: str, work: Callable[[], T]) -> T:
         try:
