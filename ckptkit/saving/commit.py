@@ -55,8 +55,10 @@ def wait_for_parts(
             break
         waited_s, may_wait_s = time.monotonic() - started, patience_s()
         if waited_s >= may_wait_s:
+            awaited = f"{folder}/{part_keys(attempt, missing[0])[1]}"
             raise StorageError(
-                f"step {step}: nothing came within {waited_s:.1f} s from {_named(missing)} of {num_writers}",
+                f"step {step}: nothing came within {waited_s:.1f} s from {_named(missing)} of {num_writers}; "
+                f"{storage.url}/{awaited} is still to come",
                 hint="raise checkpoint.deadline_s if they are only slow",
             )
         time.sleep(min(wait_s, may_wait_s - waited_s))

@@ -62,9 +62,9 @@ def run_save(order: SaveOrder, arena: Bytes, trainer: int) -> None:
     """
     started = time.monotonic()
     storage = open_storage(order.url)
-    if storage.info(f"{step_folder(order.step)}/{ROOT_KEY}") is not None:
-        raise AlreadyExists(f"step {order.step} of {order.url} is committed already")
     try:
+        if storage.info(f"{step_folder(order.step)}/{ROOT_KEY}") is not None:
+            raise AlreadyExists(f"step {order.step} of {order.url} is committed already")
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(order.files))):
             _write_part(storage, order, number, arena)

@@ -104,6 +104,20 @@ def test_a_fault_that_lasts_costs_one_save(
         assert newest_good(s3_url, SMALL) == step
 
 
+@pytest.mark.usefixtures("_impatient")
+def test_a_server_that_goes_away_costs_one_save(s3_proxy: FaultProxy, s3_url: str, checkpointer: Checkpointer) -> None:
+    s3_proxy.__exit__(None, None, None)  # connections are refused
+    save_one(checkpointer, 2, SMALL, scale=2)
+    report = checkpointer.wait()[0]
+    s3_proxy.__enter__()
+    assert not report.ok
+    assert f"127.0.0.1:{s3_proxy.port}" in report.error
+    assert newest_good(s3_url, SMALL) == 1
+    save_one(checkpointer, 2, SMALL, scale=2)
+    assert checkpointer.wait()[0].ok
+    assert newest_good(s3_url, SMALL) == 2
+
+
 @pytest.mark.slow
 def test_a_storm_of_refusals_that_passes_costs_no_save(
     s3_proxy: FaultProxy, s3_url: str, checkpointer: Checkpointer
