@@ -1,9 +1,10 @@
 """A trainer of one rank for the tests: saves steps of a table's values and does to itself what the test asks for.
 
-    python -m tests.ckptkit.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2] [--then kill|fork-kill|exit]
+    python -m tests.ckptkit.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2] [--then kill|fork-kill|hold|exit]
         [--tier URL,every=2] [--nodes 2]
 
-Prints `writer PID`, then a JSON report a save (unless it is killed first).
+Prints `writer PID`, then a JSON report a save (unless it is killed first); with `--then hold` `told` once its writer
+knows of the save, and then nothing.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--attempt", default="program")
     parser.add_argument("--tier", action="append", default=[], help="a slower tier")
     parser.add_argument("--nodes", type=int, default=0, help="how many nodes the ranks are on, n0, n1, ...")
-    parser.add_argument("--then", default="exit", choices=["exit", "kill", "fork-kill"])
+    parser.add_argument("--then", default="exit", choices=["exit", "kill", "fork-kill", "hold"])
     arguments = parser.parse_args()
     layout = ParallelLayout.parse(arguments.layout)
     tensors = gpt_tensors(dtype=arguments.dtype, hidden=arguments.hidden, kv=arguments.kv)
@@ -51,6 +52,9 @@ def main() -> None:
         if arguments.then == "fork-kill" and os.fork() == 0:
             time.sleep(30)  # holds the pipe to the writer open
             os._exit(0)
+        if arguments.then == "hold":
+            print("told", flush=True)
+            time.sleep(60)
         if arguments.then != "exit":
             os.kill(os.getpid(), signal.SIGKILL)
         for report in checkpointer.wait():

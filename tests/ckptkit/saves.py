@@ -105,10 +105,15 @@ def remove_remains(run: Path) -> None:
             shutil.rmtree(folder)
 
 
-def start_rank(url: str, *arguments: object, under: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start `tests.ckptkit.rank_program`, a trainer of one rank, in a process of its own; `under` is put before it."""
+def start_rank(
+    url: str, *arguments: object, under: Sequence[str] = (), group: int | None = None
+) -> subprocess.Popen[str]:
+    """Start `tests.ckptkit.rank_program`, a trainer of one rank, in a process of its own; `under` is put before it.
+
+    `group` is the process group it joins, 0 for a new one.
+    """
     command = [*under, sys.executable, "-m", "tests.ckptkit.rank_program", url, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=group)
 
 
 def wait_until(condition: Callable[[], bool], within_s: float = 30.0) -> None:

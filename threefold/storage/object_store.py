@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
-from threefold.storage.service import open_service
+from threefold.storage.service import open_service, request_timeout_s
 
 PART_BYTES = 16 << 20
 MIN_PART_BYTES = 5 << 20  # S3 takes no smaller part but the last
@@ -185,21 +185,36 @@ class ObjectStorage:
             self._call("delete", f"{len(paths)} objects", lambda: [*pool.map(remove, paths)])
 
     def _write_if_absent(self, key: str, path: str, body: bytes) -> None:
-        """A conditional PUT; where its answer was lost or a repeat met the first try, what is there decides."""
+        """A conditional PUT; where its answer was lost or a repeat met the first try, what is there decides.
+
+        Nothing there after a lost answer, a conflict (409) or a failed condition (412) is cause for another try: a PUT
+        that is still under way brings the same bytes.
+        """
         import obstore
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-        try:
-            obstore.put(self._store, path, body, mode="create", use_multipart=False)
-        except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
-            raise self._failure(error, "write", key) from error
-        except self._errors as error:
+        started = time.monotonic()
+        for attempt in itertools.count():
             try:
-                stored = self.read(key)
-            except StorageError:
+                obstore.put(self._service.exclusive_store, path, body, mode="create", use_multipart=False)
+                return
+            except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
                 raise self._failure(error, "write", key) from error
-            if stored != body:
-                raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from error
+            except self._errors as error:
+                failure = self._failure(error, "write", key)
+                try:
+                    stored = None if self.info(key) is None else self.read(key)
+                except StorageError:
+                    raise failure from error
+                if stored == body:
+                    return
+                if stored is not None:
+                    raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from error
+                may_pass = isinstance(failure, TemporaryFailure) or re.search(r"status code: (409|412)", str(error))
+                is_last = attempt == self._service.attempts - 1 or time.monotonic() - started > request_timeout_s()
+                if is_last or not may_pass:
+                    raise failure from error
+                time.sleep(RETRY_AFTER_S * 2**attempt)
 
     def _call(self, doing: str, key: str, work: Callable[[], T]) -> T:
         try:

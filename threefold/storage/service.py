@@ -27,10 +27,12 @@ CONNECT_TIMEOUT_S = 5.0
 class Service:
     """A client for one bucket (Azure: container), with `path` the keys' common prefix in it, without a "/" at its end.
 
-    `server` is who answers, `identity` whose rights count, `address_hint` what to check where nobody answers.
+    `exclusive_store` is the client for what may be written once only, `server` is who answers, `identity` whose rights
+    count, `address_hint` what to check where nobody answers.
     """
 
     store: Any
+    exclusive_store: Any
     bucket: str
     path: str
     attempts: int
@@ -93,8 +95,11 @@ def _s3(bucket: str, path: str) -> Service:
     if "AWS_UNSIGNED_PAYLOAD" not in os.environ and not (endpoint or "https:").startswith("http:"):
         config["unsigned_payload"] = True  # TLS guards the body already, and hashing it doubles the CPU of a PUT
     at = f" --endpoint-url {endpoint}" if endpoint else ""
+    client = _client(endpoint, attempts)
     return Service(
-        S3Store(bucket, config=config, **_client(endpoint, attempts)),  # type: ignore[arg-type]
+        S3Store(bucket, config=config, **client),  # type: ignore[arg-type]
+        # with a checksum: SeaweedFS keeps a PUT without one that broke off, as an empty object
+        S3Store(bucket, config=config | {"checksum_algorithm": "sha256"}, **client),  # type: ignore[arg-type]
         bucket, path, attempts, endpoint or "AWS", f"access key {os.environ.get('AWS_ACCESS_KEY_ID', '')!r}",
         "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL=... if it is not AWS)",
         "check AWS_ENDPOINT_URL", f"aws s3 mb s3://{bucket}{at}",
@@ -108,9 +113,9 @@ def _gcs(bucket: str, path: str) -> Service:
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
     if token := os.environ.get("GOOGLE_BEARER_TOKEN"):
         config["bearer_token"] = token
+    store = GCSStore(bucket, config=config, **_client(endpoint, DEFAULT_ATTEMPTS))  # type: ignore[arg-type]
     return Service(
-        GCSStore(bucket, config=config, **_client(endpoint, DEFAULT_ATTEMPTS)),  # type: ignore[arg-type]
-        bucket, path, DEFAULT_ATTEMPTS, endpoint or "Google Cloud Storage", "the Google account in use",
+        store, store, bucket, path, DEFAULT_ATTEMPTS, endpoint or "Google Cloud Storage", "the Google account in use",
         "export GOOGLE_APPLICATION_CREDENTIALS=KEY.json", "check GOOGLE_BASE_URL",
         f"gcloud storage buckets create gs://{bucket}",
     )  # fmt: skip
@@ -134,7 +139,7 @@ def _azure(bucket: str, path: str) -> Service:
             hint="export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...",
         ) from error
     return Service(
-        store, container, path, DEFAULT_ATTEMPTS, endpoint or "Azure", f"account {account!r}",
+        store, store, container, path, DEFAULT_ATTEMPTS, endpoint or "Azure", f"account {account!r}",
         "export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...", "check AZURE_STORAGE_ENDPOINT",
         f"az storage container create --name {container}",
     )  # fmt: skip
@@ -153,7 +158,8 @@ def _client(endpoint: str | None, attempts: int) -> Mapping[str, Any]:
             "max_retries": attempts - 1,
             "retry_timeout": timedelta(seconds=REPEAT_WITHIN_TIMEOUTS * timeout_s),
             "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
+                # each pause is drawn between this and twice the last: 8 attempts outlast at least 3.5 s
+                "init_backoff": timedelta(milliseconds=500),
                 "max_backoff": timedelta(seconds=10),
                 "base": 2,
             },

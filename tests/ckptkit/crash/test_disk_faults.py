@@ -99,6 +99,7 @@ def test_a_disk_that_is_full_at_any_point_fails_saves_until_there_is_room(small_
             if report.ok:
                 break
             assert SAYS["ENOSPC"] in report.error
+            assert "df -h" in report.error
             assert sorted(item.key for item in open_storage(run).list()) == before, "what was written made room again"
             assert newest_good(run, SMALL) == 1
         assert room > (20 if resource == "blocks" else 3)
