@@ -4,9 +4,9 @@ Every byte handed out was verified against the checksum of its granule. Reads th
 calls (all passes in storage order do) read every granule once.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Self
@@ -18,27 +18,31 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.local import local_failure
 
 MAX_OPEN_FILES = 128  # each keeps a granule
-MIN_INDEX_THREADS = 8
+NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files that each reads one after the other
+MAX_GROUP_BYTES = 16 << 20
 
 
 class CheckpointReader:
     """Root, part indexes and data of one step; use it in a `with`.
 
-    `num_threads` bounds the threads that read data. The part indexes are read on first use.
+    `num_threads` bounds the threads that read data. The part indexes are read on first use. The ranks of an `exchange`
+    open a checkpoint together and plan together: root and part indexes are then read by one of them each.
     """
 
-    def __init__(self, storage: Storage, step: int, *, num_threads: int = 4) -> None:
+    def __init__(self, storage: Storage, step: int, *, num_threads: int = 4, exchange: Exchange | None = None) -> None:
         self.storage = storage
         self.folder = step_folder(step)
         self.url = f"{storage.url}/{self.folder}"
         self.num_threads = num_threads
-        self.root = read_root(storage, step)
+        self.exchange = exchange or Alone()
+        self.root = read_root(storage, step, self.exchange)
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
         self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
@@ -51,7 +55,10 @@ class CheckpointReader:
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
-        return plan_load(wanted, self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values())))))
+        stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
+        plans = []
+        agreed(self.exchange, lambda: plans.append(plan_load(wanted, stored)))
+        return plans[0]
 
     @property
     def bytes_read(self) -> int:
@@ -60,14 +67,7 @@ class CheckpointReader:
 
     def read_index(self, part: Part) -> PartIndex:
         """One part index, verified against the root."""
-        where = f"{self.url}/{part.index}"
-        data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
-        if xxh3_64(data) != part.index_xxh3:
-            raise CheckFailed(f"{where} is damaged: its checksum is not the one in {ROOT_KEY}")
-        index = PartIndex.from_bytes(data, where, self._known)
-        if index.size_bytes != part.data_bytes:
-            raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
-        return index
+        return self._parsed(part, self._index_file(part))
 
     def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
@@ -114,16 +114,50 @@ class CheckpointReader:
         self.close()
 
     def _join(self, bounds: Bounds | None) -> StoredChunks:
-        """The chunks of all part indexes, read side by side, and on the way the checksums of all granules."""
+        """The chunks of all part indexes, and on the way the checksums of all granules."""
         join = PartJoin(list(self.root.tensors.values()), bounds)
-
-        def read(number: int) -> StoredChunks:
-            index = self.read_index(self.root.parts[number])
+        joined = []
+        for number, data in enumerate(self._index_files()):
+            index = self._parsed(self.root.parts[number], data)
             self._checksums[number] = index.checksums
-            return join.of(number, index)
+            joined.append(join.of(number, index))
+        return join.joined(joined)
 
-        with ThreadPoolExecutor(max(self.num_threads, MIN_INDEX_THREADS)) as pool:
-            return join.joined(list(pool.map(read, range(len(self.root.parts)))))
+    def _index_files(self) -> Iterator[bytes]:
+        """The index files in the order of root.parts, a bounded number of them read ahead."""
+        rank, size = self.exchange.rank, self.exchange.size
+        with ThreadPoolExecutor(NUM_INDEX_THREADS) as pool:
+
+            def submit(group: Sequence[Part]) -> Future[list[bytes]]:
+                return pool.submit(lambda: [self._index_file(part) for part in group])
+
+            # each rank reads every size-th file of a group and gets the others
+            groups = _groups(self.root.parts, INDEX_GROUP * size)
+            ahead = deque([submit(group[rank::size]) for group in groups[:NUM_INDEX_THREADS]])
+            for number, group in enumerate(groups):
+                if number + NUM_INDEX_THREADS < len(groups):
+                    ahead.append(submit(groups[number + NUM_INDEX_THREADS][rank::size]))
+                reading = ahead.popleft()
+                gathered = agreed(self.exchange, lambda: b"".join(reading.result()))  # noqa: B023  # called at once
+                at = [0] * size
+                for place, part in enumerate(group):
+                    reader = place % size
+                    yield gathered[reader][at[reader] : at[reader] + part.index_bytes]
+                    at[reader] += part.index_bytes
+
+    def _index_file(self, part: Part) -> bytes:
+        """One index file, verified against the root."""
+        data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
+        if xxh3_64(data) != part.index_xxh3:
+            raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
+        return data
+
+    def _parsed(self, part: Part, data: bytes) -> PartIndex:
+        where = f"{self.url}/{part.index}"
+        index = PartIndex.from_bytes(data, where, self._known)
+        if index.size_bytes != part.data_bytes:
+            raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
+        return index
 
     def _source(self, number: int) -> BlockReader | RemoteReader:
         if number in self._open:
@@ -150,18 +184,36 @@ class CheckpointReader:
             raise DamagedGranule(name, damage.granule, tensors) from None
 
 
-def read_root(storage: Storage, step: int) -> Root:
-    """The root of a committed step; UserError where there is none."""
-    key = f"{step_folder(step)}/{ROOT_KEY}"
+def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
+    """The root of a committed step; UserError where there is none. Of an exchange's ranks the first one reads it."""
+    exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
+    data = agreed(exchange, lambda: b"" if exchange.rank else _root_bytes(storage, step, key))[0]
+    root = Root.from_bytes(data, f"{storage.url}/{key}")
+    if root.step != step:
+        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
+    return root
+
+
+def _root_bytes(storage: Storage, step: int, key: str) -> bytes:
     info = storage.info(key)
     if info is None:
         raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
     if info.size_bytes > MAX_ROOT_BYTES:
         raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
-    root = Root.from_bytes(storage.read(key), f"{storage.url}/{key}")
-    if root.step != step:
-        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
-    return root
+    return storage.read(key)
+
+
+def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:
+    """The parts in their order, at most so many and MAX_GROUP_BYTES of index files at a time."""
+    groups: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        if not groups or len(groups[-1]) >= most or part.index_bytes > room:
+            groups.append([])
+            room = MAX_GROUP_BYTES
+        groups[-1].append(part)
+        room -= part.index_bytes
+    return groups
 
 
 @contextmanager
