@@ -8,6 +8,8 @@ _PUBLIC = {
     "CheckpointerOptions": "saving.checkpointer",
     "CheckpointReader": "loading.reader",
     "Coords": "layout",
+    "Exchange": "loading.exchange",
+    "NodeExchange": "loading.node_exchange",
     "ParallelLayout": "layout",
     "Piece": "chunk",
     "Placement": "placement",
@@ -20,6 +22,7 @@ _PUBLIC = {
     "reshard": "passes.reshard",
     "resolve": "runs.catalogue",
     "restore": "loading.restore",
+    "restore_newest": "loading.fallback",
     "verify_checkpoint": "passes.verify",
 }
 __all__ = sorted(_PUBLIC)

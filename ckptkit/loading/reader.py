@@ -4,6 +4,7 @@ Every byte handed out was verified against the checksum of its granule. Reads th
 calls (all passes in storage order do) read every granule once.
 """
 
+import errno
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ import numpy as np
 from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
-from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, xxh3_64
+from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
@@ -147,7 +148,8 @@ class CheckpointReader:
 
     def _index_file(self, part: Part) -> bytes:
         """One index file, verified against the root."""
-        data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
+        with self._loss_as_damage(part.index, part.index_bytes):
+            data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
         if xxh3_64(data) != part.index_xxh3:
             raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
         return data
@@ -165,7 +167,9 @@ class CheckpointReader:
         else:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._drop_oldest()
-            self._open[number] = self.open_part(number, self._checksums[number])
+            part = self.root.parts[number]
+            with self._loss_as_damage(part.data, part.data_bytes, part):
+                self._open[number] = self.open_part(number, self._checksums[number])
         return self._open[number]
 
     def _drop_oldest(self) -> None:
@@ -174,14 +178,36 @@ class CheckpointReader:
         source.close()
 
     def _read_part(self, number: int, source: BlockReader | RemoteReader, rows: Columns, num_threads: int) -> None:
-        name = f"{self.url}/{self.root.parts[number].data}"
+        part = self.root.parts[number]
+        name = f"{self.url}/{part.data}"
         try:
-            with _as_storage_error(name):
+            with self._loss_as_damage(part.data, part.data_bytes, part), _as_storage_error(name):
                 source.read(rows, num_threads=num_threads)
         except DamagedGranule as damage:
             start = damage.granule * GRANULE_BYTES
-            tensors = self.read_index(self.root.parts[number]).tensors_between(start, start + GRANULE_BYTES)
+            tensors = self.read_index(part).tensors_between(start, start + GRANULE_BYTES)
             raise DamagedGranule(name, damage.granule, tensors) from None
+
+    @contextmanager
+    def _loss_as_damage(self, key: str, num_bytes: int, part: Part | None = None) -> Iterator[None]:
+        """CheckFailed where reading fails since a file is gone, cut short or on a bad disk, not since a server is away.
+
+        `part` is the one whose data file is read: its tensors are then named.
+        """
+        try:
+            yield
+        except CheckFailed:
+            raise
+        except StorageError as error:
+            fault = "cannot be read (Input/output error)" if is_medium_error(error) else None
+            if fault is None:
+                info = self.storage.info(f"{self.folder}/{key}")
+                if info is not None and info.size_bytes == num_bytes:
+                    raise
+                fault = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
+            names = self.read_index(part).chunks.names if part else ()
+            held = f", where {shown_names(names)} is stored" if names else ""
+            raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
 
 
 def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
@@ -200,7 +226,17 @@ def _root_bytes(storage: Storage, step: int, key: str) -> bytes:
         raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
     if info.size_bytes > MAX_ROOT_BYTES:
         raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
-    return storage.read(key)
+    try:
+        return storage.read(key)
+    except StorageError as error:
+        if is_medium_error(error):
+            raise CheckFailed(f"{storage.url}/{key} cannot be read (Input/output error)") from error
+        raise
+
+
+def is_medium_error(error: StorageError) -> bool:
+    """Whether a local disk could not give back what is on it."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO
 
 
 def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:

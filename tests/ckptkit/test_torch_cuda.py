@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.loading.restore import BOUNCE_BYTES, restore
+from ckptkit.loading.restore import restore
+from ckptkit.loading.targets import BOUNCE_BYTES
 from ckptkit.saving.checkpointer import Checkpointer
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, pieces_of

@@ -15,7 +15,7 @@ from ckptkit.loading.reader import CheckpointReader, addresses_of
 from ckptkit.partition import rank_chunks
 from tests.ckptkit.checkpoints import cut, write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage, open_storage
 from threefold.storage.local import LocalStorage
 
@@ -115,7 +115,7 @@ def test_a_missing_data_file_is_an_error_with_its_name(tmp_path: Path) -> None:
             info = reader.root.tensors["embed.weight"]
             chunk = rank_chunks([info], LAYERS, ParallelLayout(), ParallelLayout().coords(0))
             target = np.zeros(info.numel, np.float32)
-            with pytest.raises(StorageError, match=r"part-00000.safetensors does not exist"):
+            with pytest.raises(CheckFailed, match=r"part-00000.safetensors is missing"):
                 reader.read(ChunkTable.of(chunk), addresses_of([target]))
 
 
