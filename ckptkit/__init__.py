@@ -17,6 +17,7 @@ _PUBLIC = {
     "SaveReport": "saving.checkpointer",
     "TensorInfo": "tensor",
     "committed_steps": "runs.catalogue",
+    "copy_step": "passes.copying",
     "hash_checkpoint": "passes.hashing",
     "latest_step": "runs.catalogue",
     "reshard": "passes.reshard",

@@ -137,9 +137,7 @@ class CheckpointConfig:
     save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
     max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)
     deadline_s: float = option(600.0, "how long a save waits for the files of all ranks", above=0)
-    strict: bool = option(
-        False, "refuse to start from a damaged newest step instead of falling back", flags=["--strict"]
-    )
+    strict: bool = option(False, "end where the newest step is damaged, instead of falling back to an older one")
     exchange: Literal["node", "job", "none"] = option(
         "node", "who reads a checkpoint together at the start, each byte once: the ranks of a node, all, or nobody"
     )

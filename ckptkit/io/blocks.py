@@ -31,9 +31,9 @@ class DamagedGranule(CheckFailed):
     """A granule's bytes do not have the checksum that was recorded for them; `tensors` are those it holds parts of."""
 
     def __init__(self, file: str, granule: int, tensors: tuple[str, ...] = ()) -> None:
-        place = f"between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES} (granule {granule})"
+        place = f"between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES}"
         held = f", where {shown_names(tensors)} is stored" if tensors else ""
-        super().__init__(f"{file} is damaged {place}{held}")
+        super().__init__(f"{file} is damaged {place}{held} (granule {granule})")
         self.file = file
         self.granule = granule
         self.tensors = tensors

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
@@ -34,16 +35,20 @@ class CheckpointReader:
     """Root, part indexes and data of one step; use it in a `with`.
 
     `num_threads` bounds the threads that read data. The part indexes are read on first use. The ranks of an `exchange`
-    open a checkpoint together and plan together: root and part indexes are then read by one of them each.
+    open a checkpoint together and plan together: root and part indexes are then read by one of them each. `root` is
+    given where it is known and not there yet.
     """
 
-    def __init__(self, storage: Storage, step: int, *, num_threads: int = 4, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, storage: Storage, step: int, *, num_threads: int = 4, exchange: Exchange | None = None,
+        root: Root | None = None,
+    ) -> None:  # fmt: skip
         self.storage = storage
         self.folder = step_folder(step)
         self.url = f"{storage.url}/{self.folder}"
         self.num_threads = num_threads
         self.exchange = exchange or Alone()
-        self.root = read_root(storage, step, self.exchange)
+        self.root = root or read_root(storage, step, self.exchange)
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
         self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
@@ -68,7 +73,7 @@ class CheckpointReader:
 
     def read_index(self, part: Part) -> PartIndex:
         """One part index, verified against the root."""
-        return self._parsed(part, self._index_file(part))
+        return self._parsed(part, self.index_file(part))
 
     def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
@@ -90,7 +95,7 @@ class CheckpointReader:
             jobs = [(p, s, rows[a:b], num_threads) for p, s, a, b in
                     zip(parts[group].tolist(), sources, first[group].tolist(), ends[group], strict=True)]  # fmt: skip
             with ThreadPoolExecutor(self.num_threads) as pool:
-                for _ in pool.map(lambda job: self._read_part(*job), jobs):
+                for _ in pool.map(lambda job: self.read_part(*job), jobs):
                     pass
 
     def open_part(self, number: int, expected: Columns | None) -> BlockReader | RemoteReader:
@@ -102,6 +107,31 @@ class CheckpointReader:
             return RemoteReader(self.storage, key, part.data_bytes, expected)
         with _as_storage_error(str(path)):
             return BlockReader(path, part.data_bytes, expected)
+
+    def read_part(
+        self, number: int, source: BlockReader | RemoteReader, rows: npt.ArrayLike, num_threads: int = 1
+    ) -> None:
+        """Fill memory from rows of (offset, bytes, address) of a data file that `open_part` opened, sorted by offset.
+
+        CheckFailed names the tensors of damage, or says that the file is not what it should be.
+        """
+        part = self.root.parts[number]
+        name = f"{self.url}/{part.data}"
+        try:
+            with self.loss_as_damage(part.data, part.data_bytes, part), _as_storage_error(name):
+                source.read(rows, num_threads=num_threads)
+        except DamagedGranule as damage:
+            start = damage.granule * GRANULE_BYTES
+            tensors = self.read_index(part).tensors_between(start, start + GRANULE_BYTES)
+            raise DamagedGranule(name, damage.granule, tensors) from None
+
+    def check_size(self, part: Part) -> None:
+        """StorageError where a data file is not there, or not of the recorded size; reads nothing of it."""
+        info = self.storage.info(f"{self.folder}/{part.data}")
+        if info is None:
+            raise StorageError(f"{self.url}/{part.data} does not exist")
+        if info.size_bytes != part.data_bytes:
+            raise StorageError(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
 
     def close(self) -> None:
         """Close all files."""
@@ -130,7 +160,7 @@ class CheckpointReader:
         with ThreadPoolExecutor(NUM_INDEX_THREADS) as pool:
 
             def submit(group: Sequence[Part]) -> Future[list[bytes]]:
-                return pool.submit(lambda: [self._index_file(part) for part in group])
+                return pool.submit(lambda: [self.index_file(part) for part in group])
 
             # each rank reads every size-th file of a group and gets the others
             groups = _groups(self.root.parts, INDEX_GROUP * size)
@@ -146,9 +176,9 @@ class CheckpointReader:
                     yield gathered[reader][at[reader] : at[reader] + part.index_bytes]
                     at[reader] += part.index_bytes
 
-    def _index_file(self, part: Part) -> bytes:
+    def index_file(self, part: Part) -> bytes:
         """One index file, verified against the root."""
-        with self._loss_as_damage(part.index, part.index_bytes):
+        with self.loss_as_damage(part.index, part.index_bytes):
             data = self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0]
         if xxh3_64(data) != part.index_xxh3:
             raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
@@ -168,7 +198,7 @@ class CheckpointReader:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._drop_oldest()
             part = self.root.parts[number]
-            with self._loss_as_damage(part.data, part.data_bytes, part):
+            with self.loss_as_damage(part.data, part.data_bytes, part):
                 self._open[number] = self.open_part(number, self._checksums[number])
         return self._open[number]
 
@@ -177,19 +207,8 @@ class CheckpointReader:
         self._closed_bytes_read += source.bytes_read
         source.close()
 
-    def _read_part(self, number: int, source: BlockReader | RemoteReader, rows: Columns, num_threads: int) -> None:
-        part = self.root.parts[number]
-        name = f"{self.url}/{part.data}"
-        try:
-            with self._loss_as_damage(part.data, part.data_bytes, part), _as_storage_error(name):
-                source.read(rows, num_threads=num_threads)
-        except DamagedGranule as damage:
-            start = damage.granule * GRANULE_BYTES
-            tensors = self.read_index(part).tensors_between(start, start + GRANULE_BYTES)
-            raise DamagedGranule(name, damage.granule, tensors) from None
-
     @contextmanager
-    def _loss_as_damage(self, key: str, num_bytes: int, part: Part | None = None) -> Iterator[None]:
+    def loss_as_damage(self, key: str, num_bytes: int, part: Part | None = None) -> Iterator[None]:
         """CheckFailed where reading fails since a file is gone, cut short or on a bad disk, not since a server is away.
 
         `part` is the one whose data file is read: its tensors are then named.
@@ -213,14 +232,16 @@ class CheckpointReader:
 def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
     """The root of a committed step; UserError where there is none. Of an exchange's ranks the first one reads it."""
     exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
-    data = agreed(exchange, lambda: b"" if exchange.rank else _root_bytes(storage, step, key))[0]
+    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step))[0]
     root = Root.from_bytes(data, f"{storage.url}/{key}")
     if root.step != step:
         raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
     return root
 
 
-def _root_bytes(storage: Storage, step: int, key: str) -> bytes:
+def root_bytes(storage: Storage, step: int) -> bytes:
+    """The root of a committed step as it is stored, not parsed yet."""
+    key = f"{step_folder(step)}/{ROOT_KEY}"
     info = storage.info(key)
     if info is None:
         raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")

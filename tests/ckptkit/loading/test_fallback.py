@@ -40,7 +40,7 @@ def cut(path: Path) -> None:
 
 
 DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("part-00000.safetensors", flip, "is damaged between bytes 0 and 1048576 (granule 0), where embed.weight"),
+    ("part-00000.safetensors", flip, "is damaged between bytes 0 and 1048576, where embed.weight"),
     ("part-00000.safetensors", cut, "part-00000.safetensors has "),
     ("part-00000.safetensors", Path.unlink, "part-00000.safetensors is missing, where embed.weight"),
     ("part-00000.index", flip, "part-00000.index is damaged"),
