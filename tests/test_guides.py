@@ -16,6 +16,7 @@ import pytest
 
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
+from tests.ckptkit.saves import SMALL, save_whole
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
 from tests.datakit.foreign.test_datatrove import write_ds
 from tests.datakit.foreign.test_litdata import spec, write_litdata
@@ -65,12 +66,30 @@ def write_lightning(folder: Path) -> None:
     write_litdata(folder / "table", DOCUMENTS, ["no_header_numpy:2", "no_header_numpy:2"], config=names)
 
 
+def write_run(folder: Path) -> None:
+    """A run of steps 100 and 200."""
+    for step in (100, 200):
+        assert save_whole(folder / "run", step, SMALL, scale=step).ok
+
+
+def write_damaged_run(folder: Path) -> None:
+    """A run whose step 200 was set aside, and a sound copy of it."""
+    write_run(folder)
+    shutil.copytree(folder / "run", folder / "backup")
+    step = folder / "run" / "step-000000200"
+    (step / "root.json").rename(step / "damaged-root.json")
+    next(step.rglob("*.safetensors")).write_bytes(b"")
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
     "From datatrove": write_datatrove,
     "From MosaicML streaming (MDS)": write_mosaic,
     "From litdata": write_lightning,
+    "Look for it": write_run,
+    "Bring a step back from a copy": write_damaged_run,
+    "Keep a copy elsewhere": write_run,
 }
 
 
@@ -149,8 +168,8 @@ def test_every_command_of_a_guide_runs(
         given = given.replace("--workers 16", "--workers 2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     (folder / "bin").mkdir()
-    for program in ("datakit", "ray"):
-        module = {"datakit": "datakit", "ray": "ray.scripts.scripts"}[program]
+    for program in ("datakit", "ckptkit", "ray"):
+        module = {"ray": "ray.scripts.scripts"}.get(program, program)
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / program).chmod(0o755)
     try:
