@@ -3,7 +3,7 @@
 import dataclasses
 
 from ckptkit.format.root import Root
-from ckptkit.loading.exchange import Exchange, agreed
+from ckptkit.loading.exchange import Exchange, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.tensor import TensorInfo
@@ -21,7 +21,7 @@ def restore_step(engine: Engine, storage: Storage, step: int, exchange: Exchange
     """
     with CheckpointReader(storage, step, exchange=exchange) as reader:
         root = reader.root
-        agreed(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
+        together(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
         restore_from(reader, engine.restore_pieces(root.tensors), tensors=expected_tensors(engine, root))
         return root
 

@@ -6,11 +6,12 @@ all ranks or ends with an error on all, within a deadline of the implementation'
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Buffer
 
+T = TypeVar("T")
 _KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (UserError, CheckFailed, StorageError)}
 _SOUND, _FAILED = b"\0", b"\1"
 
@@ -63,6 +64,13 @@ def agreed(exchange: Exchange, work: Callable[[], bytes | None]) -> list[bytes]:
             told = json.loads(answer[1:])
             raise _KINDS[told["kind"]](told["message"], hint=told["hint"]) from fault
     return [answer[1:] for answer in answers]
+
+
+def together(exchange: Exchange, work: Callable[[], T]) -> T:
+    """Do some work on every rank and give what this rank's returned; errors are those of `agreed`."""
+    made: list[T] = []
+    agreed(exchange, lambda: made.append(work()))
+    return made[0]
 
 
 def _told(error: Exception, exchange: Exchange) -> bytes:

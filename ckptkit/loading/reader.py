@@ -20,7 +20,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
-from ckptkit.loading.exchange import Alone, Exchange, agreed
+from ckptkit.loading.exchange import Alone, Exchange, agreed, together
 from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
@@ -62,9 +62,7 @@ class CheckpointReader:
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
         stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
-        plans = []
-        agreed(self.exchange, lambda: plans.append(plan_load(wanted, stored)))
-        return plans[0]
+        return together(self.exchange, lambda: plan_load(wanted, stored))
 
     @property
     def bytes_read(self) -> int:

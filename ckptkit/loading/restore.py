@@ -6,11 +6,12 @@ was verified. Ranks that restore together read what several of them want only on
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.root import Root
-from ckptkit.loading.exchange import Exchange, agreed
+from ckptkit.loading.exchange import Exchange, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
@@ -42,12 +43,8 @@ def restore_from(
     reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None
 ) -> None:
     """The same from an open checkpoint, whose `bytes_read` then tells what this rank read."""
-    exchange, table = reader.exchange, reader.root.tensors
-    agreed(exchange, lambda: _refuse_misfits(reader, pieces, tensors))
-    stored = [_untied(piece, table) for piece in pieces]
-    wanted = ChunkTable.of_pieces(stored, table.values())
-    order = storage_rows(wanted, list(table.values()))  # so that each file is read from its begin to its end
-    wanted, data = wanted.take(order), [stored[row].data for row in order.tolist()]
+    exchange = reader.exchange
+    wanted, data = together(exchange, lambda: _wanted(reader, pieces, tensors))
     with Targets(data, wanted.itemsize) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
@@ -56,13 +53,21 @@ def restore_from(
             targets.fill(plan, reader.fetch)
 
 
-def _refuse_misfits(reader: CheckpointReader, pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None) -> None:
-    faults = [f"{name}: {fault}" for name, fault in misfits(reader.root.tensors, pieces, tensors).items()]
+def _wanted(
+    reader: CheckpointReader, pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None
+) -> tuple[ChunkTable, list[Any]]:
+    """The chunks that pieces want and their memory, in storage order, so that each file is read from begin to end."""
+    table = reader.root.tensors
+    faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
     if faults:
         raise UserError(
             f"{reader.url} does not fit what is restored from it:{listed(faults)}",
             hint=f"ckptkit inspect {reader.url}",
         )
+    stored = [_untied(piece, table) for piece in pieces]
+    wanted = ChunkTable.of_pieces(stored, table.values())
+    order = storage_rows(wanted, list(table.values()))
+    return wanted.take(order), [stored[row].data for row in order.tolist()]
 
 
 def misfits(

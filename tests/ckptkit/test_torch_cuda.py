@@ -1,15 +1,21 @@
 """CUDA tensors through the page-locked arena, bit for bit."""
 
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ckptkit.loading.restore import restore
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.node_exchange import NodeExchange
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore, restore_from
 from ckptkit.loading.targets import BOUNCE_BYTES
 from ckptkit.saving.checkpointer import Checkpointer
 from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, pieces_of
+from tests.ckptkit.saves import NUM_LAYERS, ONE, pieces_of, save_whole
+from threefold.storage import open_storage
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -47,3 +53,25 @@ def test_state_on_a_device_is_saved_and_restored(tmp_path: Path, dtype: str, tor
         restore(str(tmp_path), step, restored, tensors=tensors)
         for piece, want in zip(restored, expected, strict=True):  # as bytes: some patterns are NaN
             assert torch.equal(piece.data.view(torch.uint8).cpu(), want.view(torch.uint8).cpu()), piece.name
+
+
+def test_ranks_of_a_node_fill_devices_together(tmp_path: Path) -> None:
+    tensors = gpt_tensors(hidden=512, ffn=2048, vocab=30_000)
+    assert save_whole(tmp_path, 1, tensors).ok
+    job = uuid.uuid4().hex
+
+    def restored(rank: int) -> int:
+        layout, place = (ParallelLayout(tp=2), 1) if rank == 2 else (ONE, 0)
+        pieces = pieces_of(tensors, layout, place, None, lambda flat: torch.from_numpy(flat.copy()).cuda())
+        with (
+            NodeExchange(rank, 3, job) as exchange,
+            CheckpointReader(open_storage(tmp_path), 1, exchange=exchange) as reader,
+        ):
+            restore_from(reader, pieces, tensors=tensors)
+            for piece, want in zip(pieces, pieces_of(tensors, layout, place, values(tensors)), strict=True):
+                assert piece.data.cpu().numpy().tobytes() == want.data.tobytes(), piece.name
+            return reader.bytes_read
+
+    with ThreadPoolExecutor(3) as pool:
+        read = sum(pool.map(restored, range(3)))
+    assert read <= 1.05 * sum(info.size_bytes for info in tensors)
