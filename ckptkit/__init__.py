@@ -8,6 +8,8 @@ _PUBLIC = {
     "CheckpointerOptions": "saving.checkpointer",
     "CheckpointReader": "loading.reader",
     "Coords": "layout",
+    "Exchange": "loading.exchange",
+    "NodeExchange": "loading.node_exchange",
     "ParallelLayout": "layout",
     "Piece": "chunk",
     "Placement": "placement",
@@ -15,12 +17,14 @@ _PUBLIC = {
     "SaveReport": "saving.save_report",
     "TensorInfo": "tensor",
     "committed_steps": "runs.catalogue",
+    "copy_step": "passes.copying",
     "hash_checkpoint": "passes.hashing",
     "latest_step": "runs.catalogue",
     "reshard": "passes.reshard",
     "resolve": "runs.catalogue",
     "restore": "loading.restore",
     "save": "saving.save",
+    "restore_newest": "loading.fallback",
     "verify_checkpoint": "passes.verify",
 }
 __all__ = sorted(_PUBLIC)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckptkit.chunk import Box, Piece
 from ckptkit.tensor import ITEMSIZE, TensorInfo
-from threefold.errors import UserError
+from threefold.errors import UserError, listed
 
 Ints = npt.NDArray[np.int64]
 
@@ -101,7 +101,7 @@ class ChunkTable:
             else:
                 chunks.append((info, piece.box, piece.start, piece.stop))
         if faults:
-            raise UserError("pieces do not fit the checkpoint's tensor table:\n  " + "\n  ".join(faults))
+            raise UserError(f"pieces do not fit the checkpoint's tensor table:{listed(faults)}")
         return cls.of(chunks)
 
     @property
@@ -135,24 +135,25 @@ class ChunkTable:
         skip = self.offset.shape[1] - self.tensors.ndims[self.tensor[row]]
         return Box(tuple(self.offset[row, skip:].tolist()), tuple(self.shape[row, skip:].tolist()))
 
-    def bounds(self) -> tuple[Ints, Ints]:
-        """The smallest box around each chunk's range in its tensor: the first index and the one past the last, [N, D].
+    def bounds(self) -> tuple[list[Ints], list[Ints]]:
+        """The smallest box around each chunk's range in its tensor, a column a dim: first index, one past the last.
 
         Chunks without elements have no such box: theirs means nothing.
         """
-        strides = row_major_strides(self.shape)
-        low, high = np.empty_like(self.offset), np.empty_like(self.offset)
+        low, high = [], []
         first, last = self.start, self.stop - 1
         together = np.ones(len(self), bool)  # whether the range has one index only in all dims so far
-        for dim in range(self.offset.shape[1]):
-            (first_index, first), (last_index, last) = (
-                np.divmod(first, strides[:, dim]),
-                np.divmod(last, strides[:, dim]),
-            )
-            low[:, dim] = np.where(together, first_index, 0)
-            high[:, dim] = np.where(together, last_index + 1, self.shape[:, dim])
+        num_dims = self.offset.shape[1]
+        strides = row_major_strides(self.shape)
+        for dim in range(num_dims):
+            first_index, last_index = first, last
+            if dim + 1 < num_dims:
+                first_index, last_index = first // strides[:, dim], last // strides[:, dim]
+                first, last = first - first_index * strides[:, dim], last - last_index * strides[:, dim]
+            low.append(self.offset[:, dim] + np.where(together, first_index, 0))
+            high.append(self.offset[:, dim] + np.where(together, last_index + 1, self.shape[:, dim]))
             together &= first_index == last_index
-        return self.offset + low, self.offset + high
+        return low, high
 
     def renumbered(self, tensors: TensorColumns, numbers: Ints) -> "ChunkTable":
         """The same chunks over other tensors; numbers[t] is the place there of this table's tensor t."""
@@ -177,9 +178,9 @@ class ChunkTable:
 def row_major_strides(shape: Ints) -> Ints:
     """How far apart, in row-major positions, neighbours along each dim of boxes of shape[N, D] stand; at least 1."""
     strides = np.ones_like(shape)
-    if shape.shape[1]:
-        strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
-    return np.maximum(strides, 1)
+    for dim in range(shape.shape[1] - 2, -1, -1):
+        strides[:, dim] = np.maximum(strides[:, dim + 1] * shape[:, dim + 1], 1)
+    return strides
 
 
 def left_padded(columns: Ints, num_dims: int, value: int) -> Ints:

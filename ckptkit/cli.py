@@ -19,7 +19,7 @@ def build_parser() -> Parser:
         epilog="S3 settings come from the standard AWS_* variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). "
         "Exit codes: 0 ok, 1 check failed, 2 usage, 3 I/O.",
     )
-    verbs = parser.add_subparsers(metavar="{ls,best,pin,unpin,prune,inspect,verify,hash,reshard}")
+    verbs = parser.add_subparsers(metavar="{ls,best,pin,unpin,prune,inspect,verify,hash,copy,reshard}")
     add_run_verbs(verbs)
 
     inspect = verbs.add_parser(
@@ -32,10 +32,22 @@ def build_parser() -> Parser:
     verify = verbs.add_parser(
         "verify",
         help="check every byte of a checkpoint",
-        description="Read every byte of a checkpoint, check it against its checksums, and name the file, the offset "
-        "and the tensors of all damage (then the exit code is 1).",
+        description="Read every byte of a checkpoint (or a sample), check it against its checksums, and name the file, "
+        "the offset and the tensors of all damage (then the exit code is 1).",
     )
     verify.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
+    extent = verify.add_mutually_exclusive_group()
+    extent.add_argument(
+        "--sample",
+        type=share,
+        default=argparse.SUPPRESS,
+        metavar="SHARE",
+        help="read a random share of each data file only, 0.05 for a twentieth, its first and last 1 MiB included",
+    )
+    extent.add_argument(
+        "--manifest", action="store_true", help="read root and indexes only, and look at the sizes of the data files"
+    )
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="which sample")
     verify.set_defaults(handler=verify_verb)
 
     hash_ = verbs.add_parser(
@@ -46,6 +58,18 @@ def build_parser() -> Parser:
     hash_.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
     hash_.add_argument("--tensors", action="store_true", help="print the hash of every tensor too")
     hash_.set_defaults(handler=hash_verb)
+
+    copy = verbs.add_parser(
+        "copy",
+        help="copy a checkpoint to another storage",
+        description="Copy a committed step between any two storages, byte for byte, every byte verified on the way; "
+        "the copy is committed last. The same command continues a copy that was killed.",
+    )
+    copy.add_argument("source", metavar="SRC", help=CKPT_HELP)
+    copy.add_argument("target", metavar="DST", help="run URL; the step keeps its number")
+    copy.add_argument("--all", action="store_true", help="copy all committed steps of a run, oldest first")
+    copy.add_argument("--verify", action="store_true", help="read every byte of the copy back before it is committed")
+    copy.set_defaults(handler=copy_verb)
 
     reshard = verbs.add_parser(
         "reshard",
@@ -70,7 +94,7 @@ def build_parser() -> Parser:
     )
     reshard.set_defaults(handler=reshard_verb)
 
-    for verb in (inspect, verify, hash_, reshard):
+    for verb in (inspect, verify, hash_, copy, reshard):
         verb.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -80,6 +104,17 @@ def size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    """The share of a file that is read."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, up to 1")
+    return value
 
 
 def inspect_verb(arguments: argparse.Namespace) -> int:
@@ -122,15 +157,16 @@ def verify_verb(arguments: argparse.Namespace) -> int:
     return_large_frees()
     storage, step = resolve(arguments.checkpoint)
     with CheckpointReader(storage, step) as reader:
-        result = verify_checkpoint(reader)
+        read = 0.0 if arguments.manifest else getattr(arguments, "sample", 1.0)
+        result = verify_checkpoint(reader, share=read, seed=arguments.seed)
     if arguments.json:
         print_json({"ok": result.ok, "url": reader.url} | asdict(result))
     else:
         for fault in result.faults:
             print(fault)
         print(
-            f"{reader.url}: {result.num_files} files, {result.bytes_read:,} bytes, "
-            + ("all checksums hold" if result.ok else f"{len(result.faults)} faults")
+            f"{reader.url}: {result.num_files} files, {result.bytes_read:,} of {result.data_bytes:,} bytes read, "
+            + ("no fault" if result.ok else f"{len(result.faults)} fault{'s' if len(result.faults) > 1 else ''}")
         )
     return EXIT_OK if result.ok else EXIT_CHECK_FAILED
 
@@ -155,6 +191,49 @@ def hash_verb(arguments: argparse.Namespace) -> int:
     for total in ("params", "optim", "all"):
         print(f"{getattr(found, total)}  {total}")
     return EXIT_OK
+
+
+def copy_verb(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ckptkit.address import open_address, split_address
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.passes.copying import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
+    from ckptkit.runs.catalogue import committed_steps, resolve
+    from threefold.cli import report
+    from threefold.errors import CheckFailed
+
+    return_large_frees()
+    source, step = resolve(arguments.source)
+    steps = [step]
+    if arguments.all:
+        if split_address(arguments.source)[1] is not None:
+            raise UserError(f"--all copies a run, {arguments.source} is one step", hint="leave --all out")
+        steps = committed_steps(source)
+    target, target_step = open_address(arguments.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // FILES_AT_ONCE)
+    if target_step not in (None, *steps) or (target_step is not None and arguments.all):
+        raise UserError(f"a copy keeps its number: {arguments.target} is no place for it", hint=f"copy to {target.url}")
+    reports, code = [], EXIT_OK
+    for step in steps:
+        try:
+            with CheckpointReader(source, step) as reader:
+                done = copy_step(reader, target, verify=arguments.verify, progress=show_progress)
+        except CheckFailed as damage:
+            if not arguments.all:
+                raise
+            report(damage)  # the other steps are worth copying all the more
+            code = damage.exit_code
+            continue
+        reports.append(asdict(done))
+        if not arguments.json:
+            print(
+                f"{done.target}: {done.num_files} files, {done.bytes_copied:,} bytes copied in {done.seconds:.1f} s"
+                + (f", {done.bytes_kept:,} were there" if done.bytes_kept else "")
+            )
+    if arguments.json:
+        print_json(reports)
+    return code
 
 
 def reshard_verb(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ O(pairs of chunks of one tensor * log runs + runs), in numpy.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,7 @@ from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns, left_padded, ro
 from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.tensor import TensorInfo, storage_order
-from threefold.errors import CheckFailed
-
-MAX_REPORTED = 20
+from threefold.errors import CheckFailed, listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class SavePlan:
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """The smallest box around all that is wanted of each tensor of a table: [low, high) in each dim, [T, D] each.
+    """The smallest box around all that is wanted of each tensor of a table: [low, high) in each dim, [D, T] each.
 
     It tells at once of most stored chunks that none of their elements are wanted.
     """
@@ -45,24 +43,32 @@ class Bounds:
     def of(cls, wanted: ChunkTable, tensors: TensorColumns) -> "Bounds":
         """The bounds of wanted chunks, whose names must be among the table's; of no tensor that is not wanted."""
         num_dims = max(tensors.ndims, default=0)
-        low = np.full((len(tensors.names), num_dims), np.iinfo(np.int64).max)
+        low = np.full((num_dims, len(tensors.names)), np.iinfo(np.int64).max)
         high = np.full_like(low, -1)
         rows = wanted.take(np.flatnonzero(wanted.start < wanted.stop))
         rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors))
-        first, last = rows.bounds()
-        np.minimum.at(low, rows.tensor, left_padded(first, num_dims, 0))
-        np.maximum.at(high, rows.tensor, left_padded(last, num_dims, 1))
+        for dim, (first, last) in enumerate(zip(*_padded(rows, num_dims).bounds(), strict=True)):
+            np.minimum.at(low[dim], rows.tensor, first)
+            np.maximum.at(high[dim], rows.tensor, last)
         return cls(low, high)
 
     def rows(self, chunks: ChunkTable) -> Ints:
         """The rows of chunks over the same tensors that may hold wanted elements."""
-        is_wanted = (self.low < self.high).all(axis=1)
-        rows = np.flatnonzero(is_wanted[chunks.tensor] & (chunks.start < chunks.stop))
-        low, high = (
-            left_padded(side, self.low.shape[1], value) for value, side in enumerate(chunks.take(rows).bounds())
-        )
-        tensor = chunks.tensor[rows]
-        return rows[((low < self.high[tensor]) & (high > self.low[tensor])).all(axis=1)]
+        num_dims = len(self.low)
+        boxes, tensor = _padded(chunks, num_dims), chunks.tensor
+        keep = chunks.start < chunks.stop
+        for dim in range(num_dims):  # whole boxes first: that takes no division
+            offset, shape = boxes.offset[:, dim], boxes.shape[:, dim]
+            keep &= (offset < self.high[dim][tensor]) & (offset + shape > self.low[dim][tensor])
+        rows = np.flatnonzero(keep)
+        tensor, near = tensor[rows], np.ones(len(rows), bool)
+        for dim, (low, high) in enumerate(zip(*boxes.take(rows).bounds(), strict=True)):
+            near &= (low < self.high[dim][tensor]) & (high > self.low[dim][tensor])
+        return rows[near]
+
+
+def _padded(chunks: ChunkTable, num_dims: int) -> ChunkTable:
+    return replace(chunks, offset=left_padded(chunks.offset, num_dims, 0), shape=left_padded(chunks.shape, num_dims, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +185,7 @@ def plan_load(wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
     first = np.searchsorted(stored.chunks.tensor, tensor, "left")
     counts = np.searchsorted(stored.chunks.tensor, tensor, "right") - first
     pair_wanted = np.repeat(np.arange(len(wanted)), counts)
-    pair_stored = _ramps(first, counts)
+    pair_stored = ramps(first, counts)
     runs = _runs(wanted, pair_wanted, stored.chunks, pair_stored)
 
     itemsize = wanted.itemsize[pair_wanted[runs.pair]]
@@ -244,7 +250,7 @@ def _runs(wanted: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored
     begin, end = _bisect(reaches_in, num_runs), _bisect(is_past, num_runs)
     counts = np.maximum(end - begin, 0)
     row = np.repeat(np.arange(len(pairs)), counts)
-    a_at, b_at = positions(row, _ramps(begin, counts))
+    a_at, b_at = positions(row, ramps(begin, counts))
     cut = np.maximum(np.maximum(a.start[row] - a_at, b.start[row] - b_at), 0)
     stop = np.minimum(np.minimum(a.stop[row] - a_at, b.stop[row] - b_at), length[row])
     keep = stop > cut
@@ -279,7 +285,7 @@ def _bisect(holds: Callable[[Ints], npt.NDArray[np.bool_]], counts: Ints) -> Int
     return low
 
 
-def _ramps(first: Ints, counts: Ints) -> Ints:
+def ramps(first: Ints, counts: Ints) -> Ints:
     """first[i], first[i] + 1, ... counts[i] numbers for each i, one after the other."""
     ends = np.cumsum(counts)
     ramp: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
@@ -315,15 +321,13 @@ def _check_cover(plan: LoadPlan, wanted: ChunkTable) -> None:
     faulty |= copied != wanted.size_bytes
     if not faulty.any():
         return
-    lines = []
-    for at in np.flatnonzero(faulty)[:MAX_REPORTED].tolist():
-        box = wanted.box(at)
-        lines.append(
-            f"{wanted.names[wanted.tensor[at]]} box {list(box.offset)}+{list(box.shape)} [{wanted.start[at]}, "
-            f"{wanted.stop[at]}): {wanted.size_bytes[at]} bytes wanted, {copied[at]} stored"
-        )
-    more = int(faulty.sum()) - len(lines)
-    raise CheckFailed(
-        "the checkpoint does not hold each wanted element exactly once:\n  " + "\n  ".join(lines)
-        + (f"\n  and {more} more" if more else "")
-    )  # fmt: skip
+    lines = [_uncovered(wanted, row, int(copied[row])) for row in np.flatnonzero(faulty).tolist()]
+    raise CheckFailed(f"the checkpoint does not hold each wanted element exactly once:{listed(lines)}")
+
+
+def _uncovered(wanted: ChunkTable, row: int, stored_bytes: int) -> str:
+    box = wanted.box(row)
+    return (
+        f"{wanted.names[wanted.tensor[row]]} box {list(box.offset)}+{list(box.shape)} [{wanted.start[row]}, "
+        f"{wanted.stop[row]}): {wanted.size_bytes[row]} bytes wanted, {stored_bytes} stored"
+    )

@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.saves import SMALL, save_whole
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
 from tests.datakit.foreign.test_datatrove import write_ds
 from tests.datakit.foreign.test_litdata import spec, write_litdata
@@ -69,8 +67,18 @@ def write_lightning(folder: Path) -> None:
 
 
 def write_run(folder: Path) -> None:
-    tensors = gpt_tensors(1)
-    write_checkpoint(open_storage(folder / "run"), 100, ParallelLayout(), 1, tensors, values(tensors))
+    """A run of steps 100 and 200."""
+    for step in (100, 200):
+        assert save_whole(folder / "run", step, SMALL, scale=step).ok
+
+
+def write_damaged_run(folder: Path) -> None:
+    """A run whose step 200 was set aside, and a sound copy of it."""
+    write_run(folder)
+    shutil.copytree(folder / "run", folder / "backup")
+    step = folder / "run" / "step-000000200"
+    (step / "root.json").rename(step / "damaged-root.json")
+    next(step.rglob("*.safetensors")).write_bytes(b"")
 
 
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
@@ -81,6 +89,9 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "From litdata": write_lightning,
     "Look at a run there, and fetch it": write_run,
     "Save, and set the stripes": write_run,
+    "Look for it": write_run,
+    "Bring a step back from a copy": write_damaged_run,
+    "Keep a copy elsewhere": write_run,
 }
 
 

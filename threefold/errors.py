@@ -1,5 +1,7 @@
 """The errors a user can meet: one sentence with the values and the place, a hint that can be pasted, an exit code."""
 
+from collections.abc import Sequence
+
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
 
 
@@ -30,6 +32,12 @@ class StorageError(UserError):
     """Reading or writing failed: disk full, no permission, server gone, object missing."""
 
     exit_code = EXIT_IO
+
+
+def listed(faults: Sequence[str], most: int = 30) -> str:
+    """Faults for the end of a message, an indented line each: the first ones and the number of the others."""
+    more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+    return "".join(f"\n  {fault}" for fault in [*faults[:most], *more])
 
 
 def _rebuild(kind: type[UserError], message: str, hint: str | None) -> UserError:

@@ -144,6 +144,10 @@ class CheckpointConfig:
     keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)
     stripe_count: int = option(0, "on Lustre, stripes of each file; 0 chooses, -1: one on every target", minimum=-1)
     stripe_size_bytes: int = option(0, "on Lustre, bytes of a stripe, in units of 65536; 0 chooses", minimum=0)
+    strict: bool = option(False, "end where the newest step is damaged, instead of falling back to an older one")
+    exchange: Literal["node", "job", "none"] = option(
+        "node", "who reads a checkpoint together at the start, each byte once: the ranks of a node, all, or nobody"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,14 +229,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=metavar(leaf.annotation),
             help=text.replace("%", "%%"),
         )
-    groups["train"].add_argument(
-        "--bf16",
-        dest=PREFIX + "train.precision",
-        action="store_const",
-        const="bf16",
-        default=argparse.SUPPRESS,
-        help="short for --train.precision bf16",
-    )
+    for flag, name, value in (("--bf16", "train.precision", "bf16"), ("--strict", "checkpoint.strict", "true")):
+        groups[name.rpartition(".")[0]].add_argument(
+            flag,
+            dest=PREFIX + name,
+            action="store_const",
+            const=value,
+            default=argparse.SUPPRESS,
+            help=f"short for --{name} {value}",
+        )
 
 
 def metavar(annotation: Any) -> str:

@@ -7,7 +7,7 @@ reports it with the ranks' numbers and all end with its exit code. Agreement goe
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -89,8 +89,7 @@ class Ranks:
         if self.world_size == 1 and error is not None:
             raise error
         if self.rank == 0:
-            everywhere = len(faults) == self.world_size and len({f.message for f in faults.values()}) == 1
-            report(fault if everywhere else UserError(self.where(faults) + fault.message, hint=fault.hint))
+            report(UserError(self.told(faults), hint=fault.hint))
         if error is not None and not isinstance(error, UserError | OSError):
             traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
         self.maximum([0.0])  # torchrun ends all ranks when one exits: not before all is said
@@ -108,6 +107,11 @@ class Ranks:
             found = [None] * self.world_size
             dist.all_gather_object(found, mine)
         return {rank: fault for rank, fault in enumerate(found) if fault is not None}
+
+    def told(self, faults: Mapping[int, UserError]) -> str:
+        """The first rank's fault, and the ranks that have one unless all have the same."""
+        everywhere = len(faults) == self.world_size and len({fault.message for fault in faults.values()}) == 1
+        return ("" if everywhere else self.where(faults)) + faults[min(faults)].message
 
     def where(self, ranks: Iterable[int]) -> str:
         """What a message about some ranks begins with: `on ranks 3, 7 of 32: `; nothing for a process alone."""

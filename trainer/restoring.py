@@ -2,31 +2,28 @@
 
 import dataclasses
 
-from ckptkit.format.root import Root, step_folder
-from ckptkit.loading.reader import read_root
-from ckptkit.loading.restore import restore
+from ckptkit.format.root import Root
+from ckptkit.loading.exchange import Exchange, together
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore_from
 from ckptkit.tensor import TensorInfo
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import UserError, listed
 from threefold.storage import Storage
 from trainer.engine import MASTER, Engine
 
-MAX_NAMED = 30
 UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation")  # of the model's configuration
 
 
-def restore_step(engine: Engine, storage: Storage, step: int) -> Root:
-    """Read one step into the engine.
+def restore_step(engine: Engine, storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
+    """Read one step into the engine, together with the other ranks of an exchange, which all call this.
 
     CheckFailed where it is damaged, UserError with a report of each tensor where it is of another model.
     """
-    root = read_root(storage, step)
-    refuse_another_model(engine, root, f"{storage.url}/{step_folder(step)}")
-    try:
-        restore(storage.url, step, engine.restore_pieces(root.tensors), tensors=expected_tensors(engine, root))
-    except StorageError as error:
-        raise_missing_file(storage, root, error)
-        raise
-    return root
+    with CheckpointReader(storage, step, exchange=exchange) as reader:
+        root = reader.root
+        together(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
+        restore_from(reader, engine.restore_pieces(root.tensors), tensors=expected_tensors(engine, root))
+        return root
 
 
 def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
@@ -56,15 +53,4 @@ def refuse_another_model(engine: Engine, root: Root, where: str) -> None:
         if is_parameter and (row is None or (row.placement.tied_to and not info.placement.tied_to)):
             faults.append(f"{name}: {info.dtype} {list(info.shape)}, which the configured model has not")
     if faults:
-        listed = faults[:MAX_NAMED] + ([f"and {len(faults) - MAX_NAMED} more"] if len(faults) > MAX_NAMED else [])
-        raise UserError("\n  ".join([f"{where} is of another model:", *listed]), hint=f"ckptkit inspect {where}")
-
-
-def raise_missing_file(storage: Storage, root: Root, error: StorageError) -> None:
-    """CheckFailed where a file of the step is gone or cut: the reason why reading failed, unless the storage is."""
-    for part in root.parts:
-        for key, num_bytes in ((part.data, part.data_bytes), (part.index, part.index_bytes)):
-            info = storage.info(f"{step_folder(root.step)}/{key}")
-            if info is None or info.size_bytes != num_bytes:
-                found = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
-                raise CheckFailed(f"{storage.url}/{step_folder(root.step)}/{key} {found}") from error
+        raise UserError(f"{where} is of another model:{listed(faults)}", hint=f"ckptkit inspect {where}")

@@ -15,11 +15,14 @@ import torch
 
 from ckptkit.address import split_address
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, step_folder
+from ckptkit.loading.exchange import Exchange
+from ckptkit.loading.fallback import Candidate, first_sound
 from ckptkit.runs.catalogue import committed_steps
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
-from trainer.config import Config
+from trainer.config import CheckpointConfig, Config
 from trainer.engine import Engine
+from trainer.exchange import open_exchange
 from trainer.optim import learning_rate
 from trainer.ranks import Ranks
 from trainer.restoring import restore_step
@@ -81,7 +84,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
     found = ranks.broadcast(ranks.together(lambda: candidates(config) if ranks.rank == 0 else []))
     if not found:
         return Resumed(Progress())
-    url, root = restore_any(ranks, engine, found, own=config.checkpoint.save)
+    with open_exchange(ranks, config) as exchange:
+        url, root = restore_any(ranks, engine, found, config.checkpoint, exchange)
     resumed = ranks.together(lambda: read_metadata(root, url))
     changes = differences(root, config, ranks.device)
     ranks.say(f"resumed from step {root.step} of {url}")
@@ -111,34 +115,39 @@ def steps_of(url: str) -> list[tuple[str, int]]:
     return [(run, step) for step in reversed(steps) if wanted in (None, step)]
 
 
-def restore_any(ranks: Ranks, engine: Engine, found: list[tuple[str, int]], *, own: str) -> tuple[str, Root]:
+def restore_any(
+    ranks: Ranks, engine: Engine, found: list[Candidate], config: CheckpointConfig, exchange: Exchange | None
+) -> tuple[str, Root]:
     """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
 
-    A damaged step of the run's `own` URL stops counting as committed once an older one is restored: its root is kept
+    A damaged step of the run's own URL stops counting as committed once an older one is restored: its root is kept
     under another name, so that the run can save that step anew.
     """
-    damaged: list[tuple[str, int]] = []
-    for number, (url, step) in enumerate(found):
+
+    def attempt(candidate: Candidate) -> Root | None:
+        url, step = candidate
         root: Root | None = None
         error: Exception | None = None
         try:
-            root = restore_step(engine, open_storage(url), step)
-        except CheckFailed as damage:
-            error = CheckFailed(damage.message, hint=f"ckptkit verify {url}/{step_folder(step)}")
+            root = restore_step(engine, open_storage(url), step, exchange)
         except (UserError, OSError) as caught:
             error = caught
         faults = ranks.faults(error)
-        if not faults and root is not None:
-            engine.after_restore()
-            ranks.together(lambda: set_aside(damaged, own) if ranks.rank == 0 else None)
-            return url, root
-        last = number + 1 == len(found)
-        if last or not all(isinstance(fault, CheckFailed) for fault in faults.values()):
-            ranks.agree(error)
-        ranks.say(ranks.where(faults) + faults[min(faults)].message)
-        ranks.say(f"falling back from step {step} to step {found[number + 1][1]}")
-        damaged.append((url, step))
-    raise AssertionError("the last candidate is restored or refused")
+        if faults and all(isinstance(fault, CheckFailed) for fault in faults.values()):
+            raise CheckFailed(ranks.told(faults))
+        ranks.agree(error)
+        return root
+
+    try:
+        taken, root = first_sound(found, attempt, strict=config.strict, report=ranks.say)
+    except CheckFailed as damage:
+        ranks.agree(damage)
+        raise
+    assert root is not None, "restored on every rank"
+    engine.after_restore()
+    damaged = found[: found.index(taken)]
+    ranks.together(lambda: set_aside(damaged, config.save) if ranks.rank == 0 else None)
+    return taken[0], root
 
 
 def set_aside(damaged: list[tuple[str, int]], own: str) -> None:

@@ -67,8 +67,9 @@ def main() -> None:
             scale = arguments.ranks / arguments.sample
             for title, parse in (("json", json.loads), ("orjson", orjson_loads)):
                 seconds, rss, said = alone(parse_json, sample, parse)
+                rss = int(rss * scale)
                 print(
-                    f"  the table as JSON, {title:<6} {seconds * scale:6.1f} s  peak RSS {int(rss * scale) >> 20:6,} MiB"
+                    f"  the table as JSON, {title:<6} {seconds * scale:6.1f} s  peak RSS {rss >> 20:6,} MiB"
                     f"  {len(sample) * scale / entries:.0f} B an entry; scaled from {arguments.sample} ranks"
                 )
             shutil.rmtree(folder)

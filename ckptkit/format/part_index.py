@@ -107,9 +107,11 @@ class PartIndex:
         key = data[16:24] + data[_HEADER.size : tensors_end]
         tensors = known.get(key) if known else None
         if tensors is None:
-            tensors = _tensor_columns(*(column.values for column in columns[:4]), where)
+            tensors = _tensor_columns([column.values for column in columns[:4]], where)
             if known is not None:
                 known[key] = tensors
+        if any(column.values.max(initial=0) > MAX_NUMEL for column in columns[5:9]):
+            raise CheckFailed(f"{where}: a chunk has an impossible box or range")
         tensor, offset, shape, start, stop = (column.values.astype(np.int64) for column in columns[4:9])
         boxes = (num_chunks, num_dims)
         chunks = ChunkTable(tensors, tensor, offset.reshape(boxes), shape.reshape(boxes), start, stop)
@@ -136,10 +138,8 @@ def _columns(data: bytes, described: Sequence[tuple[int, str]], at: int, where: 
     return columns
 
 
-def _tensor_columns(
-    ends: npt.NDArray[np.integer], codes: npt.NDArray[np.integer], ndims: npt.NDArray[np.integer],
-    blob: npt.NDArray[np.integer], where: str,
-) -> TensorColumns:  # fmt: skip
+def _tensor_columns(columns: Sequence[npt.NDArray[np.integer]], where: str) -> TensorColumns:
+    ends, codes, ndims, blob = columns
     unknown = codes[codes >= len(DTYPES)]
     if len(unknown):
         raise CheckFailed(f"{where}: unknown dtype code {unknown[0]}")
@@ -160,20 +160,19 @@ def _names(ends: list[int], blob: bytes, where: str) -> tuple[str, ...]:
 
 
 def _check_chunks(chunks: ChunkTable, where: str) -> None:
-    """Every column within its bounds, so that no later arithmetic can overflow, and wide dtypes first."""
+    """Boxes and ranges that can be, so that no later arithmetic can overflow, and wide dtypes first."""
     num_dims, tensors = chunks.offset.shape[1], chunks.tensors
     if max(tensors.ndims, default=0) > num_dims or chunks.tensor.max(initial=-1) >= len(tensors.names):
         raise CheckFailed(f"{where}: a chunk of no tensor")
     if (chunks.itemsize[1:] > chunks.itemsize[:-1]).any():
         raise CheckFailed(f"{where}: a wide dtype behind a narrow one")
-    numel = np.ones(len(chunks))  # as floats, which cannot overflow
-    sound = (chunks.start >= 0) & (chunks.start <= chunks.stop)
     padding = num_dims - tensors.num_dims[chunks.tensor]
+    numel = np.ones(len(chunks))  # as floats, which cannot overflow
+    sound = chunks.start <= chunks.stop
     for dim in range(num_dims):
-        offset, shape = chunks.offset[:, dim], chunks.shape[:, dim]
-        numel *= shape
-        sound &= (offset >= 0) & (offset <= MAX_NUMEL) & (shape >= 0) & (shape <= MAX_NUMEL)
-        sound &= (dim >= padding) | ((offset == 0) & (shape == 1))
+        numel *= chunks.shape[:, dim]
+        if dim < num_dims - min(tensors.ndims, default=0):
+            sound &= (dim >= padding) | ((chunks.offset[:, dim] == 0) & (chunks.shape[:, dim] == 1))
     sound &= (chunks.stop <= numel) & (numel <= MAX_NUMEL)
     if not sound.all():
         row = int(np.flatnonzero(~sound)[0])

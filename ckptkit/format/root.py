@@ -214,6 +214,8 @@ def _placement(row: dict[str, Any]) -> Placement:
         _whole(stage, MAX_LAYERS)
     if dim is not None:
         _whole(dim, MAX_DIMS)
+    if placement.tied_to is not None:
+        _text(placement.tied_to, MAX_NAME_BYTES)
     if placement.axis not in ("tp", "ep") or not isinstance(placement.padded, bool):
         raise ValueError(f"placement {row!r}")
     return placement

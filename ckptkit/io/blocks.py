@@ -33,7 +33,7 @@ class DamagedGranule(CheckFailed):
     def __init__(self, file: str, granule: int, tensors: tuple[str, ...] = ()) -> None:
         place = f"between bytes {granule * GRANULE_BYTES} and {(granule + 1) * GRANULE_BYTES}"
         held = f", where {shown_names(tensors)} is stored" if tensors else ""
-        super().__init__(f"{file} is damaged {place}{held}")
+        super().__init__(f"{file} is damaged {place}{held} (granule {granule})")
         self.file = file
         self.granule = granule
         self.tensors = tensors

@@ -4,41 +4,51 @@ Every byte handed out was verified against the checksum of its granule. Reads th
 calls (all passes in storage order do) read every granule once.
 """
 
-from collections import OrderedDict
+import errno
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
-from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, xxh3_64
+from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.loading.exchange import Alone, Exchange, agreed, together
 from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.local import local_failure
 
 MAX_OPEN_FILES = 128  # each keeps a granule
-MIN_INDEX_THREADS = 8
+NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files that each reads one after the other
+MAX_GROUP_BYTES = 16 << 20
 
 
 class CheckpointReader:
     """Root, part indexes and data of one step; use it in a `with`.
 
-    `num_threads` bounds the threads that read data. The part indexes are read on first use.
+    `num_threads` bounds the threads that read data. The part indexes are read on first use. The ranks of an `exchange`
+    open a checkpoint together and plan together: root and part indexes are then read by one of them each. `root` is
+    given where it is known and not there yet.
     """
 
-    def __init__(self, storage: Storage, step: int, *, num_threads: int = 4) -> None:
+    def __init__(
+        self, storage: Storage, step: int, *, num_threads: int = 4, exchange: Exchange | None = None,
+        root: Root | None = None,
+    ) -> None:  # fmt: skip
         self.storage = storage
         self.folder = step_folder(step)
         self.url = f"{storage.url}/{self.folder}"
         self.num_threads = num_threads
-        self.root = read_root(storage, step)
+        self.exchange = exchange or Alone()
+        self.root = root or read_root(storage, step, self.exchange)
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
         self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
@@ -51,7 +61,8 @@ class CheckpointReader:
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
-        return plan_load(wanted, self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values())))))
+        stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
+        return together(self.exchange, lambda: plan_load(wanted, stored))
 
     @property
     def bytes_read(self) -> int:
@@ -60,15 +71,7 @@ class CheckpointReader:
 
     def read_index(self, part: Part) -> PartIndex:
         """One part index, verified against the root."""
-        where, key = f"{self.url}/{part.index}", f"{self.folder}/{part.index}"
-        with self._told_as_damage(key, part.index_bytes):
-            data = bytes(self.storage.read_ranges(key, [(0, part.index_bytes)])[0])
-        if xxh3_64(data) != part.index_xxh3:
-            raise CheckFailed(f"{where} is damaged: its checksum is not the one in {ROOT_KEY}")
-        index = PartIndex.from_bytes(data, where, self._known)
-        if index.size_bytes != part.data_bytes:
-            raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
-        return index
+        return self._parsed(part, self.index_file(part))
 
     def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
@@ -90,7 +93,7 @@ class CheckpointReader:
             jobs = [(p, s, rows[a:b], num_threads) for p, s, a, b in
                     zip(parts[group].tolist(), sources, first[group].tolist(), ends[group], strict=True)]  # fmt: skip
             with ThreadPoolExecutor(self.num_threads) as pool:
-                for _ in pool.map(lambda job: self._read_part(*job), jobs):
+                for _ in pool.map(lambda job: self.read_part(*job), jobs):
                     pass
 
     def open_part(self, number: int, expected: Columns | None) -> BlockReader | RemoteReader:
@@ -102,6 +105,31 @@ class CheckpointReader:
             return RemoteReader(self.storage, key, part.data_bytes, expected)
         with _as_storage_error(str(path)):
             return BlockReader(path, part.data_bytes, expected)
+
+    def read_part(
+        self, number: int, source: BlockReader | RemoteReader, rows: npt.ArrayLike, num_threads: int = 1
+    ) -> None:
+        """Fill memory from rows of (offset, bytes, address) of a data file that `open_part` opened, sorted by offset.
+
+        CheckFailed names the tensors of damage, or says that the file is not what it should be.
+        """
+        part = self.root.parts[number]
+        name = f"{self.url}/{part.data}"
+        try:
+            with self.loss_as_damage(part.data, part.data_bytes, part), _as_storage_error(name):
+                source.read(rows, num_threads=num_threads)
+        except DamagedGranule as damage:
+            start = damage.granule * GRANULE_BYTES
+            tensors = self.read_index(part).tensors_between(start, start + GRANULE_BYTES)
+            raise DamagedGranule(name, damage.granule, tensors) from None
+
+    def check_size(self, part: Part) -> None:
+        """StorageError where a data file is not there, or not of the recorded size; reads nothing of it."""
+        info = self.storage.info(f"{self.folder}/{part.data}")
+        if info is None:
+            raise StorageError(f"{self.url}/{part.data} does not exist")
+        if info.size_bytes != part.data_bytes:
+            raise StorageError(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
 
     def close(self) -> None:
         """Close all files."""
@@ -115,16 +143,51 @@ class CheckpointReader:
         self.close()
 
     def _join(self, bounds: Bounds | None) -> StoredChunks:
-        """The chunks of all part indexes, read side by side, and on the way the checksums of all granules."""
+        """The chunks of all part indexes, and on the way the checksums of all granules."""
         join = PartJoin(list(self.root.tensors.values()), bounds)
-
-        def read(number: int) -> StoredChunks:
-            index = self.read_index(self.root.parts[number])
+        joined = []
+        for number, data in enumerate(self._index_files()):
+            index = self._parsed(self.root.parts[number], data)
             self._checksums[number] = index.checksums
-            return join.of(number, index)
+            joined.append(join.of(number, index))
+        return join.joined(joined)
 
-        with ThreadPoolExecutor(max(self.num_threads, MIN_INDEX_THREADS)) as pool:
-            return join.joined(list(pool.map(read, range(len(self.root.parts)))))
+    def _index_files(self) -> Iterator[bytes]:
+        """The index files in the order of root.parts, a bounded number of them read ahead."""
+        rank, size = self.exchange.rank, self.exchange.size
+        with ThreadPoolExecutor(NUM_INDEX_THREADS) as pool:
+
+            def submit(group: Sequence[Part]) -> Future[list[bytes]]:
+                return pool.submit(lambda: [self.index_file(part) for part in group])
+
+            # each rank reads every size-th file of a group and gets the others
+            groups = _groups(self.root.parts, INDEX_GROUP * size)
+            ahead = deque([submit(group[rank::size]) for group in groups[:NUM_INDEX_THREADS]])
+            for number, group in enumerate(groups):
+                if number + NUM_INDEX_THREADS < len(groups):
+                    ahead.append(submit(groups[number + NUM_INDEX_THREADS][rank::size]))
+                reading = ahead.popleft()
+                gathered = agreed(self.exchange, lambda: b"".join(reading.result()))  # noqa: B023  # called at once
+                at = [0] * size
+                for place, part in enumerate(group):
+                    reader = place % size
+                    yield gathered[reader][at[reader] : at[reader] + part.index_bytes]
+                    at[reader] += part.index_bytes
+
+    def index_file(self, part: Part) -> bytes:
+        """One index file, verified against the root."""
+        with self.loss_as_damage(part.index, part.index_bytes):
+            data = bytes(self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0])
+        if xxh3_64(data) != part.index_xxh3:
+            raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
+        return data
+
+    def _parsed(self, part: Part, data: bytes) -> PartIndex:
+        where = f"{self.url}/{part.index}"
+        index = PartIndex.from_bytes(data, where, self._known)
+        if index.size_bytes != part.data_bytes:
+            raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
+        return index
 
     def _source(self, number: int) -> BlockReader | RemoteReader:
         if number in self._open:
@@ -133,7 +196,7 @@ class CheckpointReader:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._drop_oldest()
             part = self.root.parts[number]
-            with self._told_as_damage(f"{self.folder}/{part.data}", part.data_bytes):
+            with self.loss_as_damage(part.data, part.data_bytes, part):
                 self._open[number] = self.open_part(number, self._checksums[number])
         return self._open[number]
 
@@ -142,42 +205,70 @@ class CheckpointReader:
         self._closed_bytes_read += source.bytes_read
         source.close()
 
-    def _read_part(self, number: int, source: BlockReader | RemoteReader, rows: Columns, num_threads: int) -> None:
-        part = self.root.parts[number]
-        name = f"{self.url}/{part.data}"
-        try:
-            with self._told_as_damage(f"{self.folder}/{part.data}", part.data_bytes), _as_storage_error(name):
-                source.read(rows, num_threads=num_threads)
-        except DamagedGranule as damage:
-            start = damage.granule * GRANULE_BYTES
-            tensors = self.read_index(self.root.parts[number]).tensors_between(start, start + GRANULE_BYTES)
-            raise DamagedGranule(name, damage.granule, tensors) from None
-
     @contextmanager
-    def _told_as_damage(self, key: str, size_bytes: int) -> Iterator[None]:
-        """Tell a failure to read a file that is gone or of another size as damage: no later try will mend that."""
+    def loss_as_damage(self, key: str, num_bytes: int, part: Part | None = None) -> Iterator[None]:
+        """CheckFailed where reading fails since a file is gone, cut short or on a bad disk, not since a server is away.
+
+        `part` is the one whose data file is read: its tensors are then named.
+        """
         try:
             yield
-        except StorageError as failure:
-            found = self.storage.info(key)
-            if found is not None and found.size_bytes == size_bytes:
-                raise
-            held = "is missing" if found is None else f"has {found.size_bytes} bytes"
-            raise CheckFailed(f"{self.storage.url}/{key} {held}, it should have {size_bytes}") from failure
+        except CheckFailed:
+            raise
+        except StorageError as error:
+            fault = "cannot be read (Input/output error)" if is_medium_error(error) else None
+            if fault is None:
+                info = self.storage.info(f"{self.folder}/{key}")
+                if info is not None and info.size_bytes == num_bytes:
+                    raise
+                fault = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
+            names = self.read_index(part).chunks.names if part else ()
+            held = f", where {shown_names(names)} is stored" if names else ""
+            raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
 
 
-def read_root(storage: Storage, step: int) -> Root:
-    """The root of a committed step; UserError where there is none."""
+def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
+    """The root of a committed step; UserError where there is none. Of an exchange's ranks the first one reads it."""
+    exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
+    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step))[0]
+    root = Root.from_bytes(data, f"{storage.url}/{key}")
+    if root.step != step:
+        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
+    return root
+
+
+def root_bytes(storage: Storage, step: int) -> bytes:
+    """The root of a committed step as it is stored, not parsed yet."""
     key = f"{step_folder(step)}/{ROOT_KEY}"
     info = storage.info(key)
     if info is None:
         raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
     if info.size_bytes > MAX_ROOT_BYTES:
         raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
-    root = Root.from_bytes(storage.read(key), f"{storage.url}/{key}")
-    if root.step != step:
-        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
-    return root
+    try:
+        return storage.read(key)
+    except StorageError as error:
+        if is_medium_error(error):
+            raise CheckFailed(f"{storage.url}/{key} cannot be read (Input/output error)") from error
+        raise
+
+
+def is_medium_error(error: StorageError) -> bool:
+    """Whether a local disk could not give back what is on it."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO
+
+
+def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:
+    """The parts in their order, at most so many and MAX_GROUP_BYTES of index files at a time."""
+    groups: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        if not groups or len(groups[-1]) >= most or part.index_bytes > room:
+            groups.append([])
+            room = MAX_GROUP_BYTES
+        groups[-1].append(part)
+        room -= part.index_bytes
+    return groups
 
 
 @contextmanager

@@ -1,22 +1,23 @@
-"""Verify: reads every byte of a checkpoint and names all damage, not only the first."""
+"""Verify: reads a checkpoint, all of it, a sample or its manifest alone, and names all damage, not only the first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.chunk import Box
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.data_file import DataFile
 from ckptkit.format.part_index import PartIndex
-from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, checksums, shown_names
-from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.plan import StoredChunks, plan_load
 from threefold.errors import CheckFailed, StorageError, UserError
 
 WINDOW_BYTES = 16 << 20
+Granules = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read and what is wrong with it."""
+    """What was read of the data files, of how many bytes in all, and what is wrong."""
 
     step: int
     num_files: int
     bytes_read: int
+    data_bytes: int
     faults: tuple[Fault, ...]
 
     @property
@@ -47,59 +49,89 @@ class Verification:
         return not self.faults
 
 
-def verify_checkpoint(reader: CheckpointReader) -> Verification:
-    """Check every index, every granule of every data file, and that each tensor is held whole and once."""
+def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int = 0) -> Verification:
+    """Check every part index, every data file's size, that each tensor is held whole and once, and a share of the data.
+
+    `share` 1 reads every granule of every data file, 0 none; anything between reads the first and the last granule of
+    each file and others at random, the same for the same seed.
+    """
+    assert 0 <= share <= 1, f"a share of {share}"
     with ThreadPoolExecutor(reader.num_threads) as pool:
-        checked = list(pool.map(lambda number: _check_part(reader, number), range(len(reader.root.parts))))
+        checked = list(pool.map(lambda number: _check_part(reader, number, share, seed), range(len(reader.root.parts))))
     indexes = [index for index, _, _ in checked if index is not None]
     faults = [fault for _, _, found in checked for fault in found]
     if len(indexes) == len(checked):
         faults += _check_cover(reader, indexes)
-    return Verification(reader.root.step, len(checked), sum(read for _, read, _ in checked), tuple(faults))
+    data_bytes = sum(part.data_bytes for part in reader.root.parts)
+    return Verification(reader.root.step, len(checked), sum(read for _, read, _ in checked), data_bytes, tuple(faults))
 
 
-def _check_part(reader: CheckpointReader, number: int) -> tuple[PartIndex | None, int, list[Fault]]:
+def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Granules:
+    """The granules of a file that a sample of it reads, ascending: the first, the last, and others at random."""
+    chosen = np.random.default_rng(seed).random(num_granules) < share
+    chosen[[0, -1]] = True
+    return np.flatnonzero(chosen)
+
+
+def check_data(
+    reader: CheckpointReader, number: int, index: PartIndex, granules: Granules | None = None
+) -> tuple[int, list[Fault]]:
+    """The bytes read of a data file, all its granules or some, and the faults in them."""
+    part, faults = reader.root.parts[number], list[Fault]()
+    header = DataFile.of(index.chunks).header
+    if len(header) != index.data_offset:
+        what = f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}"
+        return 0, [Fault(part.data, what, 0)]
+    try:
+        source = reader.open_part(number, None)
+    except StorageError as error:
+        return 0, [Fault(part.data, error.message, None, index.chunks.names)]
+    buffer = np.empty(WINDOW_BYTES, np.uint8)
+    try:
+        for first, stop in _stretches(np.arange(len(index.checksums)) if granules is None else granules):
+            start = first * GRANULE_BYTES
+            size = min(stop * GRANULE_BYTES, index.size_bytes) - start
+            reader.read_part(number, source, [(start, size, buffer.ctypes.data)])
+            found = checksums(buffer[:size])
+            for granule in (first + np.flatnonzero(found != index.checksums[first:stop])).tolist():
+                at = granule * GRANULE_BYTES
+                held = index.tensors_between(at, at + GRANULE_BYTES)
+                faults.append(Fault(part.data, "the 1 MiB from here does not have its checksum", at, held))
+            same = min(max(len(header) - start, 0), size)
+            if buffer[:same].tobytes() != header[start : start + same]:
+                what = "its safetensors header is not the one that its index describes"
+                faults.append(Fault(part.data, what, start))
+    except (CheckFailed, StorageError) as error:
+        faults.append(Fault(part.data, error.message, None, index.chunks.names))
+    finally:
+        source.close()
+    return source.bytes_read, faults
+
+
+def _check_part(
+    reader: CheckpointReader, number: int, share: float, seed: int
+) -> tuple[PartIndex | None, int, list[Fault]]:
     part = reader.root.parts[number]
     try:
         index = reader.read_index(part)
     except (CheckFailed, StorageError) as error:
         return None, 0, [Fault(part.index, error.message)]
+    if share:
+        granules = sampled_granules(len(index.checksums), share, (seed, number))
+        return index, *check_data(reader, number, index, granules)
     try:
-        source = reader.open_part(number, None)
+        reader.check_size(part)
     except StorageError as error:
         return index, 0, [Fault(part.data, error.message, None, index.chunks.names)]
-    try:
-        return index, part.data_bytes, list(_check_data(source, index, part.data))
-    except StorageError as error:
-        return index, source.bytes_read, [Fault(part.data, error.message, None, index.chunks.names)]
-    except OSError as error:
-        return index, source.bytes_read, [Fault(part.data, str(error), None, index.chunks.names)]
-    finally:
-        source.close()
+    return index, 0, []
 
 
-def _check_data(source: BlockReader | RemoteReader, index: PartIndex, name: str) -> Iterator[Fault]:
-    header = DataFile.of(index.chunks).header
-    if len(header) != index.data_offset:
-        yield Fault(name, f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}", 0)
-        return
-    buffer = np.empty(WINDOW_BYTES, np.uint8)
-    for start in range(0, index.size_bytes, WINDOW_BYTES):
-        size = min(WINDOW_BYTES, index.size_bytes - start)
-        source.read([(start, size, buffer.ctypes.data)], num_threads=1)
-        first = start // GRANULE_BYTES
-        found = checksums(buffer[:size])
-        for granule in np.flatnonzero(found != index.checksums[first : first + len(found)]).tolist():
-            at = start + granule * GRANULE_BYTES
-            yield Fault(
-                name,
-                "the 1 MiB from here does not have its checksum",
-                at,
-                index.tensors_between(at, at + GRANULE_BYTES),
-            )
-        same = min(max(len(header) - start, 0), size)
-        if buffer[:same].tobytes() != header[start : start + same]:
-            yield Fault(name, "its safetensors header is not the one that its index describes", start)
+def _stretches(granules: Granules) -> Iterator[tuple[int, int]]:
+    """Ascending granules as [first, stop) of neighbours, as many as the window holds."""
+    most = WINDOW_BYTES // GRANULE_BYTES
+    for run in np.split(granules, np.flatnonzero(np.diff(granules) > 1) + 1):
+        for at in range(0, len(run), most):
+            yield int(run[at]), int(run[min(at + most, len(run)) - 1]) + 1
 
 
 def _check_cover(reader: CheckpointReader, indexes: list[PartIndex]) -> Iterator[Fault]:

@@ -89,6 +89,10 @@ def test_verify_of_a_sound_and_of_a_damaged_checkpoint(capsys: Capture, run_url:
     assert code == 1
     assert "part-00002.safetensors at byte 0: the 1 MiB from here does not have its checksum, in " in out
     assert call(capsys, "verify", f"{run_url}/step-000000003")[0] == 0
+    assert call(capsys, "verify", run_url, "--manifest")[0] == 0
+    assert call(capsys, "verify", run_url, "--sample", "0.01")[0] == 1  # first and last of each file are read
+    assert_refused(call(capsys, "verify", run_url, "--sample", "1.5"), 2, "'1.5' is not a share above 0, up to 1")
+    assert_refused(call(capsys, "verify", run_url, "--sample", "0.5", "--manifest"), 2, "not allowed with")
 
 
 def test_hash_is_unchanged_by_reshard_there_and_back(capsys: Capture, run_url: str, tmp_path: Path) -> None:

@@ -1,16 +1,23 @@
 """CUDA tensors through the page-locked arena, bit for bit."""
 
 import dataclasses
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ckptkit.loading.restore import BOUNCE_BYTES, restore
+from ckptkit.layout import ParallelLayout
+from ckptkit.loading.node_exchange import NodeExchange
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore, restore_from
+from ckptkit.loading.targets import BOUNCE_BYTES
 from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.saving.save import save
 from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of
+from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of, save_whole
+from threefold.storage import open_storage
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -60,3 +67,25 @@ def test_one_call_saves_state_on_a_device(tmp_path: Path, everywhere: bool) -> N
     ]
     save(str(tmp_path), 1, saved, tensors=tensors, layout=ONE, num_layers=NUM_LAYERS, metadata={"scale": 1})
     assert_holds(tmp_path, 1, tensors)
+
+
+def test_ranks_of_a_node_fill_devices_together(tmp_path: Path) -> None:
+    tensors = gpt_tensors(hidden=512, ffn=2048, vocab=30_000)
+    assert save_whole(tmp_path, 1, tensors).ok
+    job = uuid.uuid4().hex
+
+    def restored(rank: int) -> int:
+        layout, place = (ParallelLayout(tp=2), 1) if rank == 2 else (ONE, 0)
+        pieces = pieces_of(tensors, layout, place, None, lambda flat: torch.from_numpy(flat.copy()).cuda())
+        with (
+            NodeExchange(rank, 3, job) as exchange,
+            CheckpointReader(open_storage(tmp_path), 1, exchange=exchange) as reader,
+        ):
+            restore_from(reader, pieces, tensors=tensors)
+            for piece, want in zip(pieces, pieces_of(tensors, layout, place, values(tensors)), strict=True):
+                assert piece.data.cpu().numpy().tobytes() == want.data.tobytes(), piece.name
+            return reader.bytes_read
+
+    with ThreadPoolExecutor(3) as pool:
+        read = sum(pool.map(restored, range(3)))
+    assert read <= 1.05 * sum(info.size_bytes for info in tensors)

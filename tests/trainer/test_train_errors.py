@@ -167,6 +167,17 @@ def test_a_missing_file_is_damage(job_config: Path, run: Path, kind: str, capsys
     assert committed_steps(open_storage(run)) == [2, 6]
 
 
+def test_strict_refuses_a_damaged_newest_step(job_config: Path, run: Path, capsys: Console) -> None:
+    (path,) = (run / "step-000000004").glob("*/*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert call("train", job_config, "--train-steps", 6, "--save", run, "--strict") == 1
+    text = error(capsys)
+    assert f"{path} has " in text
+    assert "step 2 is not tried: strict" in text
+    assert f"hint: ckptkit verify {run}/step-000000004" in text
+    assert committed_steps(open_storage(run)) == [2, 4]
+
+
 def test_a_seed_is_never_changed_and_used_once(
     job_config: Path, trained: Path, tmp_path: Path, capsys: Console
 ) -> None:

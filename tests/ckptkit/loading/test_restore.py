@@ -137,7 +137,7 @@ def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
     elsewhere = [piece for piece in pieces_of(tensors, ONE, 0) if piece.name == "embed.weight"]
     restore(url, 1, elsewhere)  # what does not touch the damage is read
     storage.write(key, bytes(content[:-1]))
-    with pytest.raises(CheckFailed, match=f"has {len(content) - 1} bytes, it should have {len(content)}"):
+    with pytest.raises(CheckFailed, match=f"has {len(content) - 1} bytes, not {len(content)}, where .* is stored"):
         restore(url, 1, [piece for piece in pieces if piece.name == "optim.exp_avg_sq/norm.weight"])
 
 
@@ -198,3 +198,11 @@ def test_a_rank_holds_little_more_than_its_part(tmp_path: Path, place: str, requ
     needed, grown = map(int, done.stdout.split())
     assert sum(info.size_bytes for info in tensors) > 10 * needed
     assert grown < needed + (64 << 20)
+
+
+def test_a_missing_data_file_is_told(tmp_path: Path) -> None:
+    assert save_whole(tmp_path, 1, SMALL).ok
+    path = tmp_path / "step-000000001/a-0001/part-00000.safetensors"
+    path.unlink()
+    with pytest.raises(CheckFailed, match=r"part-00000\.safetensors is missing, where embed.weight, .* is stored"):
+        restore(str(tmp_path), 1, pieces_of(SMALL, ONE, 0))

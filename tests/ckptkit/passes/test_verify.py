@@ -10,7 +10,7 @@ from ckptkit.format.root import ROOT_KEY, Part, Root
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.passes.verify import Verification, verify_checkpoint
+from ckptkit.passes.verify import Verification, sampled_granules, verify_checkpoint
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from threefold.errors import UserError
@@ -32,9 +32,9 @@ def make(folder: Path, **options: object) -> Root:
     )
 
 
-def verify(folder: Path) -> Verification:
+def verify(folder: Path, **options: float) -> Verification:
     with CheckpointReader(open_storage(folder), 9) as reader:
-        return verify_checkpoint(reader)
+        return verify_checkpoint(reader, **options)  # type: ignore[arg-type]
 
 
 def flip(path: Path, at: int, bits: int = 1) -> None:
@@ -74,6 +74,46 @@ def test_any_flipped_byte_of_any_file_is_found(data: st.DataObject, tmp_path: Pa
             assert faults[0].tensors
     finally:
         flip(path, at, bits)
+
+
+@given(st.integers(1, 5000), st.floats(0.001, 1), st.integers(0, 10**9))
+def test_a_sample_has_its_share_and_both_ends(count: int, share: float, seed: int) -> None:
+    granules = sampled_granules(count, share, (seed, 3))
+    assert granules[0] == 0
+    assert granules[-1] == count - 1
+    assert len(set(granules.tolist())) == len(granules)
+    assert abs(len(granules) - count * share) <= 2 + 6 * (count * share * (1 - share)) ** 0.5
+    assert granules.tolist() == sampled_granules(count, share, (seed, 3)).tolist()
+
+
+def test_a_sample_reads_less_and_finds_what_it_reads(tmp_path: Path) -> None:
+    tensors = gpt_tensors(LAYERS, hidden=256, vocab=8001)
+    root = write_checkpoint(open_storage(tmp_path), 9, ParallelLayout(), LAYERS, tensors, values(tensors))
+    result = verify(tmp_path, share=0.2)
+    assert result.ok
+    assert 0 < result.bytes_read < 0.7 * result.data_bytes == 0.7 * root.parts[0].data_bytes
+    read = sampled_granules(-(-root.parts[0].data_bytes // GRANULE_BYTES), 0.2, (0, 0))
+    assert len(read) * GRANULE_BYTES >= result.bytes_read
+    path = tmp_path / "step-000000009" / root.parts[0].data
+    flip(path, int(read[1]) * GRANULE_BYTES + 77)
+    [fault] = verify(tmp_path, share=0.2).faults
+    assert fault.offset == int(read[1]) * GRANULE_BYTES
+
+
+def test_the_manifest_alone_tells_sizes_indexes_and_cover(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    result = verify(tmp_path, share=0)
+    assert (result.ok, result.bytes_read) == (True, 0)
+    folder = tmp_path / "step-000000009"
+    flip(folder / root.parts[1].data, 5000)
+    assert verify(tmp_path, share=0).ok
+    (folder / root.parts[0].data).unlink()
+    with (folder / root.parts[2].data).open("ab") as file:
+        file.write(b"x")
+    flip(folder / root.parts[3].index, 70)
+    found = {fault.file.rpartition("/")[2]: fault.what for fault in verify(tmp_path, share=0).faults}
+    assert set(found) == {"part-00000.safetensors", "part-00002.safetensors", "part-00003.index"}
+    assert "does not exist" in found["part-00000.safetensors"]
 
 
 def test_all_damage_is_listed_not_only_the_first(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""A read that several ranks make together: each granule is read and verified once, and passed on to all who want it.
+
+Every rank tells which granules it wants. What one rank alone wants it reads straight into place; the rest is read in
+rounds, in which each rank reads a window of its share and gives every other rank what that one wants of it. Memory of a
+round: a window, what is sent of it and what comes in, ROUND_BYTES each (or a granule a rank, past 64 of them).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ckptkit.chunk_table import Ints
+from ckptkit.io.blocks import GRANULE_BYTES, copy_many
+from ckptkit.loading.exchange import Exchange, agreed, together
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.sharing import Line, Runs, clipped, common, count, share_reads, window
+from ckptkit.loading.targets import Targets
+from ckptkit.plan import LoadPlan
+from ckptkit.torch_tensors import Bytes
+
+ROUND_BYTES = 64 << 20
+
+
+def read_together(reader: CheckpointReader, plan: LoadPlan, targets: Targets, exchange: Exchange) -> None:
+    """Fill the targets of this rank's plan; every rank of the exchange calls this with a plan and targets of its own.
+
+    An error of any rank is raised on all of them.
+    """
+    line = Line([part.data_bytes for part in reader.root.parts])
+    told = agreed(exchange, lambda: line.granules(plan).astype("<i8").tobytes())
+    wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in told]
+    alone, shared = share_reads(wanted)
+    reading = _Reading(reader, plan, targets, exchange, line, wanted)
+    together(exchange, lambda: reading.read_alone(alone[exchange.rank]))
+    width = max(ROUND_BYTES // exchange.size // GRANULE_BYTES, 1)  # granules
+    for start in range(0, max(map(count, shared)), width):
+        reading.read_round([window(runs, start, start + width) for runs in shared])
+
+
+class _Reading:
+    """One rank's part in a read; `wanted` is what every rank wants."""
+
+    def __init__(
+        self, reader: CheckpointReader, plan: LoadPlan, targets: Targets, exchange: Exchange, line: Line,
+        wanted: list[Runs],
+    ) -> None:  # fmt: skip
+        self._reader, self._plan, self._targets = reader, plan, targets
+        self._exchange, self._line, self._wanted = exchange, line, wanted
+        self._spans = line.spans(plan)
+
+    def read_alone(self, runs: Runs) -> None:
+        """Read what no other rank wants."""
+        row, _, begin, end = clipped(self._spans, self._line.bytes_of(runs))
+        passed = begin - self._spans[row, 0]
+        cut = self._plan.take(row)
+        copies = replace(cut, source=cut.source + passed, target=cut.target + passed, size=end - begin)
+        self._targets.fill(copies, self._reader.fetch)
+
+    def read_round(self, windows: list[Runs]) -> None:
+        """Read one's own window, give the others what they want of it, and take what one wants of theirs."""
+        own = self._exchange.rank
+        memory = self._read_window(windows[own])
+        give = [self._packed(memory, windows[own], runs) for runs in self._wanted]
+        kept, give[own] = give[own], memory[:0]
+        received = self._exchange.all_to_all([each.data for each in give])
+        arrived = [np.frombuffer(buffer, np.uint8) for buffer in received]
+        arrived[own] = kept
+        runs = [self._line.bytes_of(common(window, self._wanted[own])) for window in windows]
+        together(self._exchange, lambda: self._place(runs, arrived))
+
+    def _read_window(self, runs: Runs) -> Bytes:
+        """The bytes of runs of granules, verified."""
+        reads, offset = self._line.reads(runs)
+        memory = np.empty(int(reads.size.sum()), np.uint8)
+        together(self._exchange, lambda: self._reader.fetch(reads, memory.ctypes.data + offset))
+        return memory
+
+    def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:
+        """What is wanted of the granules in memory, one run after the other; not copied where it lies like that."""
+        spans = self._line.bytes_of(held)
+        run, _, begin, end = clipped(spans, self._line.bytes_of(wanted))
+        offset, size = _begins(spans)[run] + begin - spans[run, 0], end - begin
+        if not len(run):
+            return memory[:0]
+        if (offset[1:] == offset[:-1] + size[:-1]).all():
+            return memory[offset[0] : offset[-1] + size[-1]]
+        packed = np.empty(int(size.sum()), np.uint8)
+        at = np.cumsum(size) - size
+        copy_many(np.stack([memory.ctypes.data + offset, packed.ctypes.data + at, size], axis=1))
+        return packed
+
+    def _place(self, runs_of_ranks: list[Runs], arrived: list[Bytes]) -> None:
+        """Copy what came in to where it is wanted."""
+        for runs, data in zip(runs_of_ranks, arrived, strict=True):
+            assert len(data) == (runs[:, 1] - runs[:, 0]).sum(), "what was sent is what is wanted"
+            row, run, begin, end = clipped(self._spans, runs)
+            cut = self._plan.take(row)
+            target = cut.target + begin - self._spans[row, 0]
+            # `source` of these copies is where the bytes lie in what came in
+            copies = LoadPlan(cut.part, _begins(runs)[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
+
+            def copy(copies: LoadPlan, addresses: Ints, data: Bytes = data) -> None:
+                copy_many(np.stack([data.ctypes.data + copies.source, addresses, copies.size], axis=1))
+
+            self._targets.fill(copies, copy)
+
+
+def _begins(spans: Runs) -> Ints:
+    """Where each span begins when all lie one after the other."""
+    sizes = spans[:, 1] - spans[:, 0]
+    begins: Ints = np.cumsum(sizes) - sizes
+    return begins

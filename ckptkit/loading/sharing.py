@@ -1,0 +1,139 @@
+"""Sharing: which rank reads which granules when several restore together; pure arithmetic on one line of granules.
+
+The data files of a checkpoint, back to back, are one line of bytes and one of granules. What a rank wants are runs:
+sorted, disjoint [first, stop) intervals of that line. A granule is read by one of those who want it, so what one rank
+alone wants needs no exchange; the loads of those who share are levelled, each in long runs. Cost: O(ranks * runs) bytes
+and time, in numpy.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.chunk_table import Ints
+from ckptkit.io.blocks import GRANULE_BYTES, num_granules
+from ckptkit.plan import LoadPlan, ramps
+
+Runs = npt.NDArray[np.int64]  # [N, 2]: first and stop of each
+
+
+class Line:
+    """Data files of given sizes back to back: where files, bytes and granules stand on it."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._first_byte = np.cumsum([0, *sizes], dtype=np.int64)
+        self._first_granule = np.cumsum([0, *map(num_granules, sizes)], dtype=np.int64)
+
+    def bytes_of(self, runs: Runs) -> Runs:
+        """The bytes of runs of granules."""
+        file = np.searchsorted(self._first_granule, runs, "right") - 1
+        found: Runs = self._first_byte[file] + (runs - self._first_granule[file]) * GRANULE_BYTES
+        return found
+
+    def spans(self, plan: LoadPlan) -> Runs:
+        """The bytes that each copy of a plan reads, in its order."""
+        start = self._first_byte[plan.part] + plan.source
+        return np.stack([start, start + plan.size], axis=1)
+
+    def granules(self, plan: LoadPlan) -> Runs:
+        """The runs of granules that a plan reads."""
+        first = self._first_granule[plan.part] + plan.source // GRANULE_BYTES
+        stop = self._first_granule[plan.part] - -(plan.source + plan.size) // GRANULE_BYTES
+        return joined_runs(np.stack([first, stop], axis=1))
+
+    def reads(self, runs: Runs) -> tuple[LoadPlan, Ints]:
+        """Reads of whole runs of granules, cut where files end; and how far into all the runs' bytes each begins."""
+        spans = self.bytes_of(runs)
+        files = np.stack([self._first_byte[:-1], self._first_byte[1:]], axis=1)
+        file, run, begin, end = clipped(files, spans)
+        sizes = spans[:, 1] - spans[:, 0]
+        offset = (np.cumsum(sizes) - sizes)[run] + begin - spans[run, 0]
+        zeros = np.zeros_like(file)
+        return LoadPlan(file, begin - self._first_byte[file], zeros, zeros, end - begin), offset
+
+
+def joined_runs(runs: Runs) -> Runs:
+    """The same granules as sorted, disjoint runs that do not touch each other."""
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(runs[:, 1])
+    begins = np.flatnonzero(np.r_[True, runs[1:, 0] > reach[:-1]][: len(runs)])
+    ends = np.r_[begins[1:], len(runs)][: len(begins)] - 1
+    return np.stack([runs[begins, 0], reach[ends]], axis=1)
+
+
+def clipped(spans: Runs, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
+    """What spans (sorted by begin, may overlap) and runs share: (span, run, begin, end) each, by run, then by span."""
+    reach = np.maximum.accumulate(spans[:, 1])
+    first = np.searchsorted(reach, runs[:, 0], "right")
+    counts = np.maximum(np.searchsorted(spans[:, 0], runs[:, 1], "left") - first, 0)
+    span, run = ramps(first, counts), np.repeat(np.arange(len(runs)), counts)
+    begin, end = np.maximum(spans[span, 0], runs[run, 0]), np.minimum(spans[span, 1], runs[run, 1])
+    keep = begin < end
+    return span[keep], run[keep], begin[keep], end[keep]
+
+
+def common(first: Runs, second: Runs) -> Runs:
+    """The granules in both."""
+    _, _, begin, end = clipped(first, second)
+    return np.stack([begin, end], axis=1)
+
+
+def window(runs: Runs, start: int, stop: int) -> Runs:
+    """The granules number start to stop - 1 of those in the runs."""
+    sizes = runs[:, 1] - runs[:, 0]
+    before = np.cumsum(sizes) - sizes
+    begin = runs[:, 0] + np.clip(start - before, 0, sizes)
+    end = runs[:, 0] + np.clip(stop - before, 0, sizes)
+    keep = begin < end
+    return np.stack([begin[keep], end[keep]], axis=1)
+
+
+def count(runs: Runs) -> int:
+    """How many granules runs hold."""
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def share_reads(wanted: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
+    """For each rank the granules that it reads for itself alone, and those that it reads for others too.
+
+    Each granule that anyone wants is read by one rank, which wants it.
+    """
+    edges = np.unique(np.concatenate([runs.reshape(-1) for runs in wanted]))
+    lengths = np.diff(edges)
+    wants = np.zeros((len(wanted), max(len(lengths), 0)), bool)
+    for row, runs in zip(wants, wanted, strict=True):
+        changes = np.zeros(len(edges), np.int8)
+        changes[np.searchsorted(edges, runs[:, 0])] += 1
+        changes[np.searchsorted(edges, runs[:, 1])] -= 1
+        row[:] = np.cumsum(changes, dtype=np.int8)[: len(lengths)]
+    num_wanting = wants.sum(axis=0)
+    pieces = np.stack([edges[:-1], edges[1:]], axis=1) if len(edges) else np.empty((0, 2), np.int64)
+    alone = [joined_runs(pieces[row & (num_wanting == 1)]) for row in wants]
+    load = np.array([count(runs) for runs in alone], np.int64)
+    shared: list[list[Runs]] = [[] for _ in wanted]
+    _, group = np.unique(np.packbits(wants, axis=0), axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    for number in sorted(set(group[num_wanting > 1].tolist()), key=lambda number: int(num_wanting[group == number][0])):
+        members = np.flatnonzero(group == number)
+        ranks = np.flatnonzero(wants[:, members[0]])
+        runs, at = pieces[members], 0
+        for rank, share in zip(ranks.tolist(), levelled(load[ranks], count(runs)).tolist(), strict=True):
+            shared[rank].append(window(runs, at, at + share))
+            load[rank] += share
+            at += share
+    none = np.empty((0, 2), np.int64)
+    return alone, [joined_runs(np.concatenate([none, *runs])) for runs in shared]
+
+
+def levelled(load: Ints, total: int) -> Ints:
+    """How much each of several gets of a total, so that the loads end as equal as they can."""
+    order = np.argsort(load, kind="stable")
+    rising = load[order]
+    counts = np.arange(1, len(load) + 1)
+    levels = (total + np.cumsum(rising)) // counts
+    most = int(np.flatnonzero(levels >= rising)[-1]) + 1  # the first `most` get something
+    shares = np.zeros_like(load)
+    shares[order[:most]] = levels[most - 1] - rising[:most]
+    shares[order[: total - int(shares.sum())]] += 1
+    return shares

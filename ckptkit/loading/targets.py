@@ -1,0 +1,83 @@
+"""Targets: the memory that a restore fills; host memory in place, that of devices through a bounded buffer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from ckptkit.chunk_table import Ints
+from ckptkit.plan import LoadPlan, ramps
+from ckptkit.torch_tensors import Transfer, host_address
+
+BOUNCE_BYTES = 64 << 20
+Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own
+
+
+class Targets:
+    """Arrays and tensors, one a wanted chunk of a plan, with `itemsize` bytes an element; use it in a `with`."""
+
+    def __init__(self, data: Sequence[Any], itemsize: Ints) -> None:
+        self._data, self._itemsize = data, itemsize
+        addresses = [host_address(each) for each in data]
+        self._on_host = np.array([address is not None for address in addresses], bool)
+        self._addresses = np.array([address or 0 for address in addresses], np.int64)
+        self._bounce = np.empty(0, np.uint8)
+        self._transfer = Transfer()
+
+    def fill(self, copies: LoadPlan, read: Read) -> None:
+        """Have `read` make copies of a plan, in the plan's order, and bring what is for devices there."""
+        on_host = self._on_host[copies.wanted]
+        here = copies.take(np.flatnonzero(on_host))
+        if len(here):
+            read(here, self._addresses[here.wanted] + here.target)
+        for batch in _batches(copies.take(np.flatnonzero(~on_host))):
+            self._fill_devices(batch, read)
+
+    def _fill_devices(self, batch: LoadPlan, read: Read) -> None:
+        if not len(self._bounce):
+            self._bounce = np.empty(BOUNCE_BYTES, np.uint8)
+        # what ends up side by side in a tensor lies side by side in the buffer, and goes over in one copy
+        order = np.lexsort([batch.target, batch.wanted])
+        offset = np.empty_like(batch.size)
+        offset[order] = np.cumsum(batch.size[order]) - batch.size[order]
+        read(batch, self._bounce.ctypes.data + offset)
+        wanted, target, size = batch.wanted[order], batch.target[order], batch.size[order]
+        begins = np.ones(len(order), bool)
+        begins[1:] = (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1])
+        first = np.flatnonzero(begins)
+        copies = []
+        for row, num_bytes in zip(first.tolist(), np.add.reduceat(size, first).tolist(), strict=True):
+            itemsize = int(self._itemsize[wanted[row]])
+            start = int(target[row]) // itemsize
+            part = self._data[wanted[row]][start : start + num_bytes // itemsize]
+            copies.append((part, int(offset[order[row]]), num_bytes))
+        self._transfer.start(self._bounce, copies, to_device=True)
+        self._transfer.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._transfer.unlock()
+
+
+def _batches(copies: LoadPlan) -> Iterator[LoadPlan]:
+    """Copies in their order, divided so that each batch fits the buffer."""
+    counts = -(-copies.size // BOUNCE_BYTES)
+    done = ramps(np.zeros_like(counts), counts) * BOUNCE_BYTES
+    copies = copies.take(np.repeat(np.arange(len(copies)), counts))
+    copies = replace(
+        copies,
+        source=copies.source + done,
+        target=copies.target + done,
+        size=np.minimum(copies.size - done, BOUNCE_BYTES),
+    )
+    ends = np.cumsum(copies.size)
+    start = 0
+    while start < len(copies):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + BOUNCE_BYTES, "right"))
+        yield copies.take(slice(start, stop))
+        start = stop

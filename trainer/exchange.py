@@ -1,0 +1,64 @@
+"""How the ranks of a run restore together: through their node's memory, through the whole job, or each on its own."""
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ckptkit.loading.exchange import Exchange
+from ckptkit.loading.node_exchange import NodeExchange
+from threefold.storage import Buffer
+from trainer.config import Config
+from trainer.ranks import Ranks
+
+
+class JobExchange:
+    """All ranks of the job exchange bytes over gloo, in host memory; on CUDA runs too."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """The data of every rank, in their order."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        longest = max(int(size) for size in sizes)  # gloo gathers equal shapes only
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = _tensor(data)
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded)
+        return [each.numpy()[: int(size)].tobytes() for each, size in zip(gathered, sizes, strict=True)]
+
+    def all_to_all(self, send: Sequence[Buffer]) -> list[Buffer]:
+        """Give send[r] to each rank r; returns what each rank sent to this one."""
+        given = torch.tensor([memoryview(buffer).nbytes for buffer in send])
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken, given)
+        received = torch.empty(int(taken.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received, torch.cat([_tensor(buffer) for buffer in send]), taken.tolist(), given.tolist()
+        )
+        return [part.numpy().data for part in received.split(taken.tolist())]
+
+
+@contextmanager
+def open_exchange(ranks: Ranks, config: Config) -> Iterator[Exchange | None]:
+    """The exchange that `checkpoint.exchange` names, None where each rank reads for itself; all ranks call this."""
+    kind, local_size = config.checkpoint.exchange, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    job = ranks.broadcast(secrets.token_hex(8))
+    if kind == "job" and ranks.world_size > 1:
+        yield JobExchange()
+    elif kind == "node" and local_size > 1:
+        name = f"{job}-{os.environ.get('GROUP_RANK', '0')}"  # nodes of a test may be one host
+        local_rank, deadline_s = int(os.environ["LOCAL_RANK"]), config.parallel.timeout_s
+        with ranks.together(lambda: NodeExchange(local_rank, local_size, name, deadline_s=deadline_s)) as exchange:
+            yield exchange
+    else:
+        yield None
+
+
+def _tensor(data: Buffer) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
