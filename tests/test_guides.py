@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptkit.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
 from tests.datakit.foreign.test_datatrove import write_ds
 from tests.datakit.foreign.test_litdata import spec, write_litdata
@@ -65,12 +68,24 @@ def write_lightning(folder: Path) -> None:
     write_litdata(folder / "table", DOCUMENTS, ["no_header_numpy:2", "no_header_numpy:2"], config=names)
 
 
+def write_run(folder: Path) -> None:
+    tensors = gpt_tensors(1)
+    for step in range(100, 600, 100):
+        losses = {"val_loss": 4 - step / 200, "loss": 5 - step / 200, "config": {"optim": {"lr": 3e-4}}}
+        storage = open_storage(folder / "run")
+        write_checkpoint(storage, step, ParallelLayout(), 1, tensors, values(tensors), metadata=losses)
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
     "From datatrove": write_datatrove,
     "From MosaicML streaming (MDS)": write_mosaic,
     "From litdata": write_lightning,
+    "See what a run holds": write_run,
+    "Find the best step": write_run,
+    "Pin a step": write_run,
+    "Prune by hand": write_run,
 }
 
 
@@ -149,8 +164,8 @@ def test_every_command_of_a_guide_runs(
         given = given.replace("--workers 16", "--workers 2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     (folder / "bin").mkdir()
-    for program in ("datakit", "ray"):
-        module = {"datakit": "datakit", "ray": "ray.scripts.scripts"}[program]
+    for program in ("datakit", "ckptkit", "ray"):
+        module = {"ray": "ray.scripts.scripts"}.get(program, program)
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / program).chmod(0o755)
     try:
@@ -167,11 +182,13 @@ def test_every_command_of_a_guide_runs(
 
 
 def test_every_guide_has_commands_and_each_verb_is_known() -> None:
-    from datakit.cli import build_parser
+    from ckptkit import cli as ckptkit_cli
+    from datakit import cli as datakit_cli
 
-    [verbs] = [action.choices for action in build_parser()._actions if action.choices]
     shown = " ".join(guide.read_text() for guide in GUIDES)
     found = [param.values for param in sections()]  # type: ignore[attr-defined]
     assert {guide for guide, _, _ in found} == {guide.stem for guide in GUIDES}
     assert TAKEN_AS_GIVEN.keys() <= {title for _, title, _ in found}
-    assert set(re.findall(r"^datakit ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)
+    for name, cli in (("datakit", datakit_cli), ("ckptkit", ckptkit_cli)):
+        [verbs] = [action.choices for action in cli.build_parser()._actions if action.choices]
+        assert set(re.findall(rf"^{name} ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)
