@@ -142,6 +142,7 @@ class CheckpointConfig:
     keep_best: int = option(0, "keep the N steps with the smallest keep_best_metric", minimum=0)
     keep_best_metric: str = option("val_loss", "val_loss, loss, or any other number in a checkpoint's metadata")
     keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)
+    code: str = option("", "code version that checkpoints record; empty: the commit of the git tree started in")
 
 
 @dataclass(frozen=True, slots=True)

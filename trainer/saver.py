@@ -37,9 +37,7 @@ class Saver:
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
-                options=CheckpointerOptions(
-                    deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER, retention=retention_of(config)
-                ),
+                options=options_of(config),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())
 
@@ -97,12 +95,13 @@ class Saver:
         for report in reports:
             ok = report.ok or self._is_committed(report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
-            error = {} if report.ok else {"error": report.error}
+            told = {} if report.ok else {"error": report.error}
             if report.warning:
+                told["warning"] = report.warning
                 self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
             num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
             self._log.event(
-                "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **error
+                "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **told
             )
             if not ok:
                 where = self._ranks.where([self._ranks.rank])
@@ -118,7 +117,14 @@ class Saver:
             return False
 
 
-def retention_of(config: Config) -> Retention:
-    """Which steps a run keeps."""
-    keep = config.checkpoint
-    return Retention(keep.keep_last, keep.keep_every, keep.keep_best, keep.keep_hourly, keep.keep_best_metric)
+def options_of(config: Config) -> CheckpointerOptions:
+    """How a run saves and which steps it keeps."""
+    table = config.checkpoint
+    return CheckpointerOptions(
+        deadline_s=table.deadline_s,
+        max_failed_saves=NEVER,
+        retention=Retention(
+            table.keep_last, table.keep_every, table.keep_best, table.keep_hourly, table.keep_best_metric
+        ),
+        code=table.code,
+    )

@@ -16,7 +16,7 @@ from ckptkit.runs.catalogue import step_folders
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention, expired, reasons_to_keep
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
 ORPHANS_OLDER_THAN_S = 24 * 3600.0
@@ -122,9 +122,12 @@ class _Pruning:
             return f"step {newest_good}, the newest good one, went away meanwhile"
         if self._storage.info(pin) is not None:
             return "pinned meanwhile"
-        if self._storage.info(root) is None:
-            return ""
-        data = self._storage.read(root)
+        try:
+            data = self._storage.read(root)
+        except StorageError:
+            if self._storage.info(root) is None:
+                return ""
+            raise
         self._storage.delete([root])
         if self._storage.info(pin) is None:
             return None
@@ -134,8 +137,9 @@ class _Pruning:
     def sweep(self, found: Sequence[StepRecord], older_than_s: float) -> None:
         """Delete orphans of at least an age, given what was committed."""
         records = {record.step: record for record in found}
+        newest = max(records, default=-1)
         for step in step_folders(self._storage):
-            if records and step <= max(records):
+            if step <= newest:
                 self._sweep_step(step, records.get(step), time.time() - older_than_s)
 
     def _sweep_step(self, step: int, record: StepRecord | None, before_s: float) -> None:

@@ -79,7 +79,8 @@ def test_files_of_an_attempt() -> None:
         assert attempt_of(f"a1/{name}") == "a1"
     for key in (
         "root.json", "pin.json", "part-00003.index", "a1/part-3.index", "../part-00003.index",
-        "a1/part-00003.1.failed", "a1/part-00003.index.bak", "a1/.part-00003.index", "a1/b/part-00003.index", "a1/part-00003.index\n",
+        "a1/part-00003.1.failed", "a1/part-00003.index.bak",
+        "a1/.part-00003.index", "a1/b/part-00003.index", "a1/part-00003.index\n",
     ):  # fmt: skip
         assert attempt_of(key) is None
 

@@ -1,9 +1,16 @@
 """Pruning on real storages: what goes and what never does, kills in its midst, and others at work beside it."""
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 
@@ -16,10 +23,12 @@ from ckptkit.runs.record import Records
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.saves import ROOT, SMALL, assert_holds, save_whole, strace
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, open_storage
 from threefold.storage.local import LocalStorage
 
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 TENSORS = gpt_tensors(1)
 VALUES = values(TENSORS)
 LAST = Retention(keep_last=1)
@@ -54,9 +63,11 @@ class Watched(LocalStorage):
         self.after(listed)
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(tmp_path / "run" if request.param == "local" else request.getfixturevalue("s3_url"))
+    if request.param == "s3":
+        return open_storage(request.getfixturevalue("s3_url"))
+    return open_storage(tmp_path / "run" if request.param == "local" else f"memory://{uuid.uuid4().hex}")
 
 
 def test_steps_that_no_rule_keeps_go_with_all_their_files(storage: Storage) -> None:
@@ -225,7 +236,78 @@ def test_a_time_that_a_storage_does_not_tell_makes_no_orphan(tmp_path: Path) -> 
     assert prune(storage, LAST, orphans_older_than_s=0).orphans == []
 
 
+@needs_strace
+@pytest.mark.parametrize("call", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5, 6, 7, 8, 9, 10))])
+def test_a_prune_that_is_killed_in_a_deletion_continues(tmp_path: Path, call: int) -> None:
+    """Two steps of a root and four files each."""
+    storage = open_storage(tmp_path)
+    write_steps(storage, 1, 2, 3)
+    command = [*strace(f"unlink,unlinkat:signal=KILL:when={call}"), sys.executable, "-m", "ckptkit"]
+    died = subprocess.run([*command, "prune", str(tmp_path), "--keep-last", "1"], cwd=ROOT, check=False, timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert len(keys(storage)) > 5
+    assert all(record.is_good for record in Records(storage, check_parts=True).read())
+    age(tmp_path, DAY_S)
+    prune(storage, LAST)
+    assert {key.split("/")[0] for key in keys(storage)} == {"step-000000003"}
+
+
 # --- others at work at the same time
+
+
+def test_many_prunes_at_once_end_as_one(tmp_path: Path) -> None:
+    steps = range(1, 13)
+    write_steps(open_storage(tmp_path), *steps)
+    start = Barrier(4)
+
+    def work(number: int) -> list[int]:
+        start.wait()
+        return prune(open_storage(tmp_path), Retention(keep_last=2, keep_every=5)).deleted
+
+    with ThreadPoolExecutor(4) as pool:
+        deleted = [step for found in pool.map(work, range(4)) for step in found]
+    assert committed_steps(open_storage(tmp_path)) == [5, 10, 11, 12]
+    assert set(deleted) == set(steps) - {5, 10, 11, 12}
+    assert len(keys(open_storage(tmp_path))) == 4 * 5
+
+
+def test_prunes_beside_a_job_that_saves(tmp_path: Path) -> None:
+    ended = Event()
+
+    def work() -> int:
+        num_prunes = 0
+        while not ended.is_set():
+            prune(open_storage(tmp_path), LAST, orphans_older_than_s=0)
+            num_prunes += 1
+            time.sleep(0.01)
+        return num_prunes
+
+    with ThreadPoolExecutor(1) as pool:
+        pruning = pool.submit(work)
+        try:
+            reports = [save_whole(tmp_path, step, SMALL, scale=step) for step in range(1, 5)]
+        finally:
+            ended.set()
+        assert pruning.result() > 1
+    assert [report.error for report in reports] == [""] * 4
+    assert committed_steps(open_storage(tmp_path))[-1] == 4
+    assert_holds(tmp_path, 4, SMALL, scale=4)
+
+
+@pytest.mark.parametrize("method", ["read", "list"])
+def test_a_step_that_goes_while_it_is_read_is_none(tmp_path: Path, method: str) -> None:
+    storage = LocalStorage(tmp_path)
+    write_steps(storage, 1, 2)
+    usual = getattr(storage, method)
+
+    def gone(key: str) -> object:
+        if key.startswith("step-000000001"):
+            for path in (tmp_path / "step-000000001").rglob("*.*"):
+                path.unlink()
+        return usual(key)
+
+    setattr(storage, method, gone)
+    assert [record.step for record in Records(storage, check_parts=True).read()] == [2]
 
 
 def test_two_prunes_at_once(tmp_path: Path) -> None:
