@@ -37,7 +37,12 @@ class Saver:
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
-                options=options_of(config),
+                options=CheckpointerOptions(
+                    deadline_s=config.checkpoint.deadline_s,
+                    max_failed_saves=NEVER,
+                    retention=retention_of(config),
+                    code=config.checkpoint.code,
+                ),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())
 
@@ -117,14 +122,7 @@ class Saver:
             return False
 
 
-def options_of(config: Config) -> CheckpointerOptions:
-    """How a run saves and which steps it keeps."""
-    table = config.checkpoint
-    return CheckpointerOptions(
-        deadline_s=table.deadline_s,
-        max_failed_saves=NEVER,
-        retention=Retention(
-            table.keep_last, table.keep_every, table.keep_best, table.keep_hourly, table.keep_best_metric
-        ),
-        code=table.code,
-    )
+def retention_of(config: Config) -> Retention:
+    """Which steps a run keeps."""
+    keep = config.checkpoint
+    return Retention(keep.keep_last, keep.keep_every, keep.keep_best, keep.keep_hourly, keep.keep_best_metric)

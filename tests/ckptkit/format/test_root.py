@@ -36,7 +36,17 @@ ROOT = Root(
     },
     parts=(Part(*[x for pair in zip(part_keys("a1", 3), (4096, 900), strict=True) for x in pair], 2**64 - 1),),
     metadata={"tokens": 5, "cursor": {"seed": 1}, "loss": 2.5},
-    saved=Saved(1_790_000_000.25, "host", "threefold 0.1.0", "abc", 0.5, 2.0, 0.125),
+    saved=Saved.from_json(
+        {
+            "saved_at": "2026-09-21T16:13:20.250+02:00",
+            "host": "host",
+            "version": "threefold 0.1.0",
+            "code": "abc",
+            "stall_s": 0.5,
+            "write_s": 2.0,
+            "commit_s": 0.125,
+        }
+    ),
 )
 
 
@@ -128,7 +138,7 @@ def spoil(path: str, value: object) -> bytes:
         ("layout", {"tp": 0}), ("layout", {"gp": 1}), ("layout", 3),
         ("saved", None), ("saved", 3), ("saved", {}), ("saved.saved_at", 3), ("saved.saved_at", "yesterday"),
         ("saved.saved_at", "2026-11-21T10:00:00"), ("saved.host", None), ("saved.code", "x" * 256),
-        ("saved.stall_s", -1), ("saved.write_s", "1"), ("saved.commit_s", True), ("saved.commit_s", 10**400),
+        ("saved.write_s", "1"), ("saved.write_s", -1), ("saved.commit_s", True), ("saved.commit_s", 10**400),
         ("num_layers", 10**9), ("metadata", 3), ("tensors", 3), ("tensors.0", "x"),
         ("tensors.0.name", ""), ("tensors.0.name", "x" * 300), ("tensors.0.name", "größe"),
         ("tensors.0.dtype", "F33"), ("tensors.0.shape", [2**40, 2**40]), ("tensors.0.shape", [-1]),

@@ -5,9 +5,7 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +13,10 @@ import numpy as np
 import pytest
 
 from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import CheckpointReader, read_root
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps, latest_step
-from ckptkit.runs.pins import pin
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.model_tables import gpt_tensors, values
@@ -411,46 +408,6 @@ def test_older_steps_go_after_a_newer_commit(url: str) -> None:
     assert committed_steps(storage) == [3, 4]
     assert {item.key.split("/")[0] for item in storage.list()} == {"step-000000003", "step-000000004"}
     assert_holds(url, 3, SMALL, scale=3)
-
-
-def test_pinned_and_best_steps_stay_after_newer_commits(tmp_path: Path) -> None:
-    options = CheckpointerOptions(retention=Retention(keep_last=1, keep_best=1, metric="loss"))
-    with Checkpointer(str(tmp_path), attempt="a", options=options) as checkpointer:
-        for step, loss in enumerate([3.0, 1.0, 2.0, float("nan")]):
-            save_one(checkpointer, step, SMALL, loss=loss)
-            assert [(report.ok, report.warning) for report in checkpointer.wait()] == [(True, "")]
-            if step == 0:
-                pin(open_storage(tmp_path), 0)
-    assert committed_steps(open_storage(tmp_path)) == [0, 1, 3]
-
-
-@pytest.mark.usefixtures("_impatient")
-def test_a_failure_to_prune_is_a_warning_and_no_failed_save(s3_proxy: FaultProxy, s3_url: str) -> None:
-    options = CheckpointerOptions(retention=Retention(keep_last=1), max_failed_saves=1)
-    with Checkpointer(s3_url, attempt="a", options=options) as checkpointer:
-        s3_proxy.fault = Fault("503", method="POST")  # deletions
-        for step in (1, 2):
-            save_one(checkpointer, step, SMALL)
-            (report,) = checkpointer.wait()
-            assert report.ok
-        assert report.warning.startswith("older steps were not pruned: cannot delete")
-        s3_proxy.fault = Fault()
-        save_one(checkpointer, 3, SMALL)
-        assert checkpointer.wait()[0].warning == ""
-    assert committed_steps(open_storage(s3_url)) == [3]
-
-
-def test_the_root_records_the_save(tmp_path: Path) -> None:
-    before = time.time()
-    with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(code="v7 größe")) as checkpointer:
-        stall_s = save_one(checkpointer, 1, SMALL)
-        (report,) = checkpointer.wait()
-    saved = read_root(open_storage(tmp_path), 1).saved
-    assert saved is not None
-    assert before - 0.001 <= saved.saved_at <= time.time()
-    assert (saved.host, saved.code) == (socket.gethostname(), "v7 größe")
-    assert 0 < saved.stall_s <= stall_s
-    assert 0 < saved.write_s + saved.commit_s <= report.write_s + 1e-6
 
 
 def test_a_storage_without_exclusive_writes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
