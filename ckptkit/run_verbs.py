@@ -270,6 +270,8 @@ def prune_verb(arguments: argparse.Namespace) -> int:
         arguments.metric, "max" if arguments.max else "min",
     )  # fmt: skip
     found = Records(storage, check_parts=True).read()
+    if not found:
+        log(f"no committed step in {arguments.run}")
     good = [record for record in found if record.is_good]
     if policy.keep_best and good:  # of a misspelt metric nothing would be best
         check_metric(good, policy.metric, storage)

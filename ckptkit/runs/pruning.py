@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, attempt_of, step_folder
+from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import step_folders
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import Records, StepRecord
@@ -154,12 +155,24 @@ class _Pruning:
             items = list(self._storage.list(f"{folder}/{attempt}/"))
             orphans = [item for item in items if attempt_of(item.key.removeprefix(f"{folder}/"))]
             if orphans and all(_is_older(item, before_s) for item in items):
+                if not self._names_still(step, record):
+                    return
                 self._delete(orphans)
                 self.report.orphans.append(f"{folder}/{attempt}")
                 self.report.left_alone += [item.key for item in items if item not in orphans]
         damaged = None if record is not None else self._storage.info(f"{folder}/{DAMAGED_ROOT_KEY}")
         if damaged is not None and _is_older(damaged, before_s):
             self._delete([damaged])
+
+    def _names_still(self, step: int, record: StepRecord | None) -> bool:
+        """Whether a step's root names the attempt that it named when it was read, or is as absent as it then was.
+
+        A step that was found damaged may have been saved anew, by an attempt that looks like an orphan.
+        """
+        is_gone = record is None or (step in self.report.deleted and not self.report.dry_run)
+        if self._storage.info(f"{step_folder(step)}/{ROOT_KEY}") is None:
+            return is_gone
+        return record is not None and not is_gone and read_root(self._storage, step).attempt == record.attempt
 
     def _delete(self, items: Sequence[ObjectInfo]) -> None:
         """Delete objects (unless it is a dry run) and count them."""

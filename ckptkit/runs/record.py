@@ -78,7 +78,8 @@ class Records:
             if committed:
                 self._known.pop(committed[-1][0], None)
             found = [record for record in pool.map(self._record, *zip(*committed, strict=True)) if record is not None]
-        self._known = {step: known for step, known in self._known.items() if step in dict(committed)}
+        for step in self._known.keys() - dict(committed).keys():
+            del self._known[step]
         return found
 
     def _root_info(self, step: int) -> ObjectInfo | None:
