@@ -123,9 +123,16 @@ def test_nothing_more_goes_once_the_newest_good_step_went_away(tmp_path: Path) -
 def test_a_pin_put_before_the_deletion_saves_its_step(tmp_path: Path) -> None:
     storage = Watched(tmp_path)
     write_steps(storage, 1, 2, 3)
-    storage.before = lambda deleted: pin(open_storage(tmp_path), 2)
+    deleted: list[str] = []
+
+    def pin_too(going: list[str]) -> None:
+        deleted.extend(going)
+        pin(open_storage(tmp_path), 2)
+
+    storage.before = pin_too
     report = prune(storage, LAST)
     assert (report.deleted, report.kept[2]) == ([1], ["pinned meanwhile"])
+    assert {key.split("/")[0] for key in deleted} == {"step-000000001"}
     assert committed_steps(storage) == [2, 3]
 
 
