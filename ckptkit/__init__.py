@@ -13,6 +13,7 @@ _PUBLIC = {
     "ParallelLayout": "layout",
     "Piece": "chunk",
     "Placement": "placement",
+    "Retention": "runs.retention",
     "Root": "format.root",
     "SaveReport": "saving.save_report",
     "TensorInfo": "tensor",
@@ -20,11 +21,14 @@ _PUBLIC = {
     "copy_step": "passes.copying",
     "hash_checkpoint": "passes.hashing",
     "latest_step": "runs.catalogue",
+    "pin": "runs.pins",
+    "prune": "runs.pruning",
     "reshard": "passes.reshard",
     "resolve": "runs.catalogue",
     "restore": "loading.restore",
     "save": "saving.save",
     "restore_newest": "loading.fallback",
+    "unpin": "runs.pins",
     "verify_checkpoint": "passes.verify",
 }
 __all__ = sorted(_PUBLIC)

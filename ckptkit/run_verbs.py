@@ -24,8 +24,8 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
     ls = verbs.add_parser(
         "ls",
         help="list a run's committed steps",
-        description="List a run's committed steps with what their roots record. A step whose root is damaged is told "
-        "in its row, and the exit code is 1.",
+        description="List a run's committed steps with what their roots record. A root that is damaged is told in its "
+        "row, and the exit code is 1.",
     )
     ls.add_argument("run", metavar="RUN", help="run URL, or step URL: a path, s3://..., or any fsspec URL")
     ls.add_argument(
@@ -88,7 +88,7 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
 def add_metric(verb: Parser) -> None:
     """The flags that name a metric."""
     verb.add_argument("--metric", default="val_loss", metavar="NAME", help="metric that tells which steps are best")
-    verb.add_argument("--max", dest="mode", action="store_const", const="max", default="min", help="more is better")
+    verb.add_argument("--max", action="store_true", help="the largest is the best, not the smallest")
 
 
 def count(text: str) -> int:
@@ -152,7 +152,7 @@ def ls_rows(found: "Sequence[StepRecord]", url: str) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Columns as wide as their widest entry, numbers to the right; of a damaged step what is wrong, as its last."""
+    """Columns as wide as their widest entry, numbers to the right; of an unreadable root what is wrong, last."""
     cells = [list(COLUMNS)] + [[cell(row, column) for column in COLUMNS] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
@@ -165,7 +165,7 @@ def cell(row: dict[str, Any], column: str) -> str:
     """One entry of the table."""
     value = row[column]
     if column == "marks":
-        return f"DAMAGED: {row['error']}" if "error" in row else ", ".join(value)
+        return f"UNREADABLE: {row['error']}" if "error" in row else ", ".join(value)
     if column == "pinned":
         return "pinned" if value else ""
     if value is None:
@@ -190,7 +190,7 @@ def best_verb(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.run} is one step, not a run", hint=f"ckptkit best {storage.url}")
     found = [record for record in Records(storage, check_parts=False).read() if record.is_readable]
     check_metric(found, arguments.metric, storage)
-    for record in ranked(found, arguments.metric, arguments.mode):
+    for record in ranked(found, arguments.metric, "max" if arguments.max else "min"):
         problem = missing_files(storage, read_root(storage, record.step))
         url = f"{storage.url}/{step_folder(record.step)}"
         if problem:
@@ -267,9 +267,11 @@ def prune_verb(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.run} is one step, not a run", hint=f"ckptkit prune {storage.url} --dry-run")
     policy = Retention(
         arguments.keep_last, arguments.keep_every, arguments.keep_best, arguments.keep_hourly,
-        arguments.metric, arguments.mode,
+        arguments.metric, "max" if arguments.max else "min",
     )  # fmt: skip
     found = Records(storage, check_parts=True).read()
+    if not found:
+        log(f"no committed step in {arguments.run}")
     good = [record for record in found if record.is_good]
     if policy.keep_best and good:  # of a misspelt metric nothing would be best
         check_metric(good, policy.metric, storage)

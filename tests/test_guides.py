@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptkit.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import SMALL, save_whole
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
 from tests.datakit.foreign.test_datatrove import write_ds
@@ -81,6 +84,15 @@ def write_damaged_run(folder: Path) -> None:
     next(step.rglob("*.safetensors")).write_bytes(b"")
 
 
+def write_long_run(folder: Path) -> None:
+    """A run of five steps with falling losses."""
+    tensors = gpt_tensors(1)
+    for step in range(100, 600, 100):
+        losses = {"val_loss": 4 - step / 200, "loss": 5 - step / 200, "config": {"optim": {"lr": 3e-4}}}
+        storage = open_storage(folder / "run")
+        write_checkpoint(storage, step, ParallelLayout(), 1, tensors, values(tensors), metadata=losses)
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
@@ -92,6 +104,10 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Look for it": write_run,
     "Bring a step back from a copy": write_damaged_run,
     "Keep a copy elsewhere": write_run,
+    "See what a run holds": write_long_run,
+    "Find the best step": write_long_run,
+    "Pin a step": write_long_run,
+    "Prune by hand": write_long_run,
 }
 
 

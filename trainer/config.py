@@ -148,6 +148,7 @@ class CheckpointConfig:
     exchange: Literal["node", "job", "none"] = option(
         "node", "who reads a checkpoint together at the start, each byte once: the ranks of a node, all, or nobody"
     )
+    code: str = option("", "code version that checkpoints record; empty: the commit of the git tree started in")
 
 
 @dataclass(frozen=True, slots=True)

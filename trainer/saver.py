@@ -44,6 +44,7 @@ class Saver:
                     stripe_count=config.checkpoint.stripe_count,
                     stripe_size_bytes=config.checkpoint.stripe_size_bytes,
                     retention=retention_of(config),
+                    code=config.checkpoint.code,
                 ),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())
@@ -102,12 +103,13 @@ class Saver:
         for report in reports:
             ok = report.ok or self._is_committed(report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
-            error = {} if report.ok else {"error": report.error}
+            told = {} if report.ok else {"error": report.error}
             if report.warning:
+                told["warning"] = report.warning
                 self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
             num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
             self._log.event(
-                "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **error
+                "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **told
             )
             if not ok:
                 where = self._ranks.where([self._ranks.rank])

@@ -1,12 +1,11 @@
 """Pins: an object beside a step's root keeps the step from every retention policy, whatever the object holds."""
 
-import contextlib
 import json
 import time
 
 from ckptkit.format.root import PIN_KEY, ROOT_KEY, step_folder
 from ckptkit.format.saved import utc_text
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
 
 MAX_PIN_BYTES, MAX_NOTE_BYTES = 1 << 20, 10_000
@@ -43,10 +42,18 @@ def pin_note(storage: Storage, step: int) -> str | None:
     info = storage.info(pin_key(step))
     if info is None:
         return None
-    if info.size_bytes <= MAX_PIN_BYTES:
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            return str(json.loads(storage.read(info.key))["note"])
-    return ""
+    if info.size_bytes > MAX_PIN_BYTES:
+        return ""
+    try:
+        data = storage.read(info.key)
+    except StorageError:
+        if storage.info(info.key) is None:  # unpinned meanwhile
+            return None
+        raise
+    try:
+        return str(json.loads(data)["note"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def pin_key(step: int) -> str:

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, attempt_of, step_folder
+from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import step_folders
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention, expired, reasons_to_keep
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
 ORPHANS_OLDER_THAN_S = 24 * 3600.0
@@ -127,9 +128,12 @@ class _Pruning:
             return f"step {newest_good}, the newest good one, went away meanwhile"
         if self._storage.info(pin) is not None:
             return "pinned meanwhile"
-        if self._storage.info(root) is None:
-            return ""
-        data = self._storage.read(root)
+        try:
+            data = self._storage.read(root)
+        except StorageError:
+            if self._storage.info(root) is None:
+                return ""
+            raise
         self._storage.delete([root])
         if self._storage.info(pin) is None:
             return None
@@ -139,8 +143,9 @@ class _Pruning:
     def sweep(self, found: Sequence[StepRecord], older_than_s: float) -> None:
         """Delete orphans of at least an age, given what was committed."""
         records = {record.step: record for record in found}
+        newest = max(records, default=-1)
         for step in step_folders(self._storage):
-            if records and step <= max(records):
+            if step <= newest:
                 self._sweep_step(step, records.get(step), time.time() - older_than_s)
 
     def _sweep_step(self, step: int, record: StepRecord | None, before_s: float) -> None:
@@ -155,12 +160,24 @@ class _Pruning:
             items = list(self._storage.list(f"{folder}/{attempt}/"))
             orphans = [item for item in items if attempt_of(item.key.removeprefix(f"{folder}/"))]
             if orphans and all(_is_older(item, before_s) for item in items):
+                if not self._names_still(step, record):
+                    return
                 self._delete(orphans)
                 self.report.orphans.append(f"{folder}/{attempt}")
                 self.report.left_alone += [item.key for item in items if item not in orphans]
         damaged = None if record is not None else self._storage.info(f"{folder}/{DAMAGED_ROOT_KEY}")
         if damaged is not None and _is_older(damaged, before_s):
             self._delete([damaged])
+
+    def _names_still(self, step: int, record: StepRecord | None) -> bool:
+        """Whether a step's root names the attempt that it named when it was read, or is as absent as it then was.
+
+        A step that was found damaged may have been saved anew, by an attempt that looks like an orphan.
+        """
+        is_gone = record is None or (step in self.report.deleted and not self.report.dry_run)
+        if self._storage.info(f"{step_folder(step)}/{ROOT_KEY}") is None:
+            return is_gone
+        return record is not None and not is_gone and read_root(self._storage, step).attempt == record.attempt
 
     def _delete(self, items: Sequence[ObjectInfo]) -> None:
         """Delete objects (unless it is a dry run) and count them."""

@@ -78,7 +78,8 @@ class Records:
             if committed:
                 self._known.pop(committed[-1][0], None)
             found = [record for record in pool.map(self._record, *zip(*committed, strict=True)) if record is not None]
-        self._known = {record.step: self._known[record.step] for record in found}
+        for step in self._known.keys() - dict(committed).keys():
+            del self._known[step]
         return found
 
     def _root_info(self, step: int) -> ObjectInfo | None:
@@ -90,11 +91,14 @@ class Records:
         if record is None or known != info:
             try:
                 record = self._read(step, info)
-            except (UserError, OSError):
+            except StorageError:
                 if self._root_info(step) is None:
                     return None
                 raise
-            self._known[step] = (info, record)
+            if record.problem and self._root_info(step) is None:
+                return None
+            if not record.problem:
+                self._known[step] = (info, record)
         return replace(record, pin=pin_note(self.storage, step))
 
     def _read(self, step: int, info: ObjectInfo) -> StepRecord:

@@ -88,7 +88,7 @@ def test_ls_tells_a_damaged_root_in_its_row(capsys: Capture, run: str) -> None:
     break_root(run, 3)
     code, out, _ = call(capsys, "ls", run)
     assert code == 1
-    assert "DAMAGED: " in out.splitlines()[3]
+    assert "UNREADABLE: " in out.splitlines()[3]
     assert "root.json is not a checkpoint's root" in out.splitlines()[3]
     found = rows(capsys, "ls", run, "--sort", "loss", code=1)
     assert [row["step"] for row in found] == [5, 4, 2, 1, 3]

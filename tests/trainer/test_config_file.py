@@ -75,6 +75,8 @@ def test_all_faults_are_reported_together() -> None:
         ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the 100 steps in all"),
         ({"checkpoint": {"save_interval": 5}}, "checkpoint.save_interval 5 needs checkpoint.save"),
         ({"train": {"eval_interval": 5}}, "train.eval_interval 5 needs data.valid.stores"),
+        ({"checkpoint": {"keep_best": 2}}, "checkpoint.keep_best 2 by val_loss needs train.eval_interval"),
+        ({"checkpoint": {"keep_last": -1}}, "checkpoint.keep_last: must be at least 0, got -1"),
         ({"data": {"stores": ["a"], "weights": [1, 2]}}, "data.weights has 2 entries for 1 data.stores"),
         ({"data": {"weights": [0.0], "stores": ["a"]}}, "data.weights: must be above 0, got [0.0]"),
         ({"train": {"gradient_accumulation_steps": 3}}, "train.gradient_accumulation_steps 3 contradicts"),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.format.root import Part, Root, parse_step_folder, part_keys, step_folder
+from ckptkit.format.root import Part, Root, attempt_of, parse_step_folder, part_keys, step_folder
+from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.placement import Placement
@@ -35,6 +36,17 @@ ROOT = Root(
     },
     parts=(Part(*[x for pair in zip(part_keys("a1", 3), (4096, 900), strict=True) for x in pair], 2**64 - 1),),
     metadata={"tokens": 5, "cursor": {"seed": 1}, "loss": 2.5},
+    saved=Saved.from_json(
+        {
+            "saved_at": "2026-09-21T16:13:20.250+02:00",
+            "host": "host",
+            "version": "threefold 0.1.0",
+            "code": "abc",
+            "stall_s": 0.5,
+            "write_s": 2.0,
+            "commit_s": 0.125,
+        }
+    ),
 )
 
 
@@ -56,6 +68,31 @@ def test_round_trip_and_readable_lines() -> None:
     lines = data.decode().splitlines()
     assert sum(line.startswith('{"name": ') for line in lines) == len(ROOT.tensors)
     assert json.loads(data)["layout"]["tp"] == 8
+
+
+def test_a_root_of_an_older_program_has_no_record_of_its_save() -> None:
+    found = document()
+    del found["saved"]
+    assert Root.from_bytes(sealed(found), "here") == replace(ROOT, saved=None)
+    assert "saved" not in json.loads(replace(ROOT, saved=None).to_bytes())
+
+
+def test_what_is_recorded_of_a_save_is_cut_to_its_cap() -> None:
+    saved = replace(ROOT.saved, host="ä" * 200, code="\ud800")
+    root = Root.from_bytes(replace(ROOT, saved=saved).to_bytes(), "here")
+    assert (root.saved.host, root.saved.code) == ("ä" * 127, "?")
+    assert json.loads(ROOT.to_bytes())["saved"]["saved_at"] == "2026-09-21T14:13:20.250Z"
+
+
+def test_files_of_an_attempt() -> None:
+    for name in ("part-00003.index", "part-123456.2.safetensors", "part-00003.failed"):
+        assert attempt_of(f"a1/{name}") == "a1"
+    for key in (
+        "root.json", "pin.json", "part-00003.index", "a1/part-3.index", "../part-00003.index",
+        "a1/part-00003.1.failed", "a1/part-00003.index.bak",
+        "a1/.part-00003.index", "a1/b/part-00003.index", "a1/part-00003.index\n",
+    ):  # fmt: skip
+        assert attempt_of(key) is None
 
 
 def test_a_diverged_loss_does_not_fail_a_save() -> None:
@@ -99,6 +136,9 @@ def spoil(path: str, value: object) -> bytes:
         ("step", -1), ("step", 1.5), ("step", True), ("step", 10**30),
         ("attempt", "../a1"), ("attempt", "a/b"), ("attempt", ""), ("attempt", "x" * 200), ("attempt", 3),
         ("layout", {"tp": 0}), ("layout", {"gp": 1}), ("layout", 3),
+        ("saved", None), ("saved", 3), ("saved", {}), ("saved.saved_at", 3), ("saved.saved_at", "yesterday"),
+        ("saved.saved_at", "2026-11-21T10:00:00"), ("saved.host", None), ("saved.code", "x" * 256),
+        ("saved.write_s", "1"), ("saved.write_s", -1), ("saved.commit_s", True), ("saved.commit_s", 10**400),
         ("num_layers", 10**9), ("metadata", 3), ("tensors", 3), ("tensors.0", "x"),
         ("tensors.0.name", ""), ("tensors.0.name", "x" * 300), ("tensors.0.name", "größe"),
         ("tensors.0.dtype", "F33"), ("tensors.0.shape", [2**40, 2**40]), ("tensors.0.shape", [-1]),

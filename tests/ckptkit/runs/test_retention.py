@@ -143,8 +143,3 @@ def test_what_cannot_be_asked() -> None:
         Retention(keep_best=-1)
     with pytest.raises(UserError, match="neither min nor max"):
         Retention(mode="least")  # type: ignore[arg-type]
-
-
-def test_metrics_are_the_finite_numbers_by_their_dotted_names() -> None:
-    metadata = {"loss": 2, "bad": float("nan"), "no": True, "none": None, "config": {"optim": {"lr": 0.5}, "name": "x"}}
-    assert StepRecord(1, metadata=metadata | {"huge": 10**400}).metrics() == {"loss": 2, "config.optim.lr": 0.5}
