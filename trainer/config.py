@@ -137,6 +137,17 @@ class CheckpointConfig:
     save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
     max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)
     deadline_s: float = option(600.0, "how long a save waits for the files of all ranks", above=0)
+    retry_s: float = option(60.0, "how long what the storage refuses for now is tried again", minimum=0)
+    overlap: Literal["auto", "on", "off"] = option(
+        "auto", "copy the state beside the next forward and backward; auto does so on CUDA"
+    )
+    window_mib: int = option(
+        0, "host memory a rank's save passes through; 0 means all of its state: the step waits for the copy alone",
+        minimum=0,
+    )  # fmt: skip
+    when_busy: Literal["wait", "skip", "abort"] = option(
+        "wait", "where the save before still runs: wait for it, skip the new one, or abort the older"
+    )
 
 
 @dataclass(frozen=True, slots=True)

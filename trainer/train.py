@@ -97,13 +97,17 @@ class Run:
             self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json()
         )
         self._loss = stats.loss
-        due = self._saver.due(self.progress.step)
-        stall_s = self._saver.save(self.progress, stats.loss) if due else 0.0
-        failed_saves = self._saver.poll()
+        if self._saver.due(self.progress.step):
+            self._saver.save(self.progress, stats.loss)
+        failed_saves, is_busy = self._saver.poll(), self._saver.is_busy
         memory_gib = peak_memory_gib(ranks.device)
-        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping = ranks.maximum(
-            [data_wait_s, stats.comm_s, stats.bubble_s, stall_s, memory_gib, failed_saves, float(self._stop.requested)]
-        )
+        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping, is_any_busy = ranks.maximum(
+            [
+                data_wait_s, stats.comm_s, stats.bubble_s, self._saver.take_stall(), memory_gib, failed_saves,
+                float(self._stop.requested), float(is_busy),
+            ]
+        )  # fmt: skip
+        self._saver.agree_busy(bool(is_any_busy))
         step_s = time.perf_counter() - started
         self._log.step(
             StepMetrics(
@@ -142,7 +146,7 @@ class Run:
 
     def _train_step(self, batch: Batch) -> StepStats:
         try:
-            return self.engine.train_step(self.progress.step, batch)
+            return self.engine.train_step(self.progress.step, batch, before_update=self._saver.join)
         except UserError as error:  # a loss that is not finite, which all ranks see
             self.ranks.agree(error)
             raise
