@@ -149,6 +149,17 @@ class CheckpointConfig:
         "node", "who reads a checkpoint together at the start, each byte once: the ranks of a node, all, or nobody"
     )
     code: str = option("", "code version that checkpoints record; empty: the commit of the git tree started in")
+    retry_s: float = option(60.0, "how long what the storage refuses for now is tried again", minimum=0)
+    overlap: Literal["auto", "on", "off"] = option(
+        "auto", "copy the state beside the next forward and backward; auto does so on CUDA"
+    )
+    window_mib: int = option(
+        0, "host memory a rank's save passes through; 0 means all of its state: the step waits for the copy alone",
+        minimum=0,
+    )  # fmt: skip
+    when_busy: Literal["wait", "skip", "abort"] = option(
+        "wait", "where the save before still runs: wait for it, skip the new one, or abort the older"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ tokens of the global batch, whose count is known before the first backward; the 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,8 +96,11 @@ class Engine:
 
     # --- steps
 
-    def train_step(self, step: int, batch: Batch) -> StepStats:
-        """Take the step that follows `step` steps; UserError where the loss or the gradient norm is not finite."""
+    def train_step(self, step: int, batch: Batch, *, before_update: Callable[[], object] = lambda: None) -> StepStats:
+        """Take the step that follows `step` steps; UserError where the loss or the gradient norm is not finite.
+
+        `before_update` is called once all gradients are there and before any of the state changes.
+        """
         mesh, config = self.mesh, self.config
         mesh.clock.read()
         num_tokens = mesh.dp.all_reduce(batch.loss_mask.sum(dtype=torch.float64))
@@ -115,6 +118,7 @@ class Engine:
         sums = torch.stack([loss if mesh.coords.tp == 0 else torch.zeros_like(loss), self._squared_norm()])
         total_loss, squares = mesh.world.all_reduce(sums).tolist()
         norm = math.sqrt(squares) if squares >= 0 else math.nan
+        before_update()
         if not (math.isfinite(total_loss) and math.isfinite(norm)):
             raise UserError(
                 f"step {step + 1}: the loss is {total_loss}, the gradient norm {norm}",

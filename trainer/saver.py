@@ -22,7 +22,8 @@ class Saver:
     """Saves an engine's state in the background; every rank makes the same calls at the same steps.
 
     A failed save is reported and training goes on: the next interval saves again. `max_failed_saves` in a row end the
-    run. Without a URL to save to it does nothing.
+    run. Without a URL to save to it does nothing. With `checkpoint.overlap` a save's copies run beside the next step's
+    forward and backward: `join` has to come before the state changes.
     """
 
     def __init__(
@@ -31,41 +32,83 @@ class Saver:
         """`attempt` is one name for all ranks of this start of the run; `saved_step` is the one resumed from."""
         self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
         self._saved_step, self._num_failed = saved_step, 0
+        self._counts = dict.fromkeys(("ok", "failed", "skipped"), 0)
+        self._stall_s = 0.0
+        self._is_any_busy = False
         self._checkpointer: Checkpointer | None = None
-        if config.checkpoint.save:
+        save = config.checkpoint
+        self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
+        # views of memory that the run keeps: made once, so that a save compares no structure anew
+        self._pieces, self._tensors = engine.pieces(), engine.tensors()
+        if save.save:
             self._checkpointer = Checkpointer(
-                config.checkpoint.save,
+                save.save,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
                 options=CheckpointerOptions(
-                    deadline_s=config.checkpoint.deadline_s,
+                    deadline_s=save.deadline_s,
+                    retry_s=save.retry_s,
                     max_failed_saves=NEVER,
-                    stripe_count=config.checkpoint.stripe_count,
-                    stripe_size_bytes=config.checkpoint.stripe_size_bytes,
+                    window_bytes=save.window_mib << 20,
+                    # all ranks skip together, or none does: `due` sees to it
+                    when_busy="abort" if save.when_busy == "abort" else "wait",
+                    stripe_count=save.stripe_count,
+                    stripe_size_bytes=save.stripe_size_bytes,
                     retention=retention_of(config),
-                    code=config.checkpoint.code,
+                    code=save.code,
                 ),
             )
-            self._checkpointer.prepare(engine.pieces(), engine.tensors())
+            self._checkpointer.prepare(self._pieces, self._tensors)
 
-    def due(self, step: int) -> bool:
-        """Whether the run saves after `step` steps, its end apart."""
+    def falls_due(self, step: int) -> bool:
+        """Whether the interval asks for a save after `step` steps."""
         interval = self._config.checkpoint.save_interval
         return self._checkpointer is not None and interval > 0 and step % interval == 0
 
-    def save(self, progress: Progress, loss: float) -> float:
-        """Stage the state and return; gives the seconds that took."""
+    def due(self, step: int) -> bool:
+        """Whether the run saves after `step` steps, its end apart; where it skips that save, that is reported."""
+        if not self.falls_due(step):
+            return False
+        if self._config.checkpoint.when_busy == "skip" and self._is_any_busy:
+            error = "skipped: a save before it still runs"
+            self._log_save(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True), "skipped")
+            self._ranks.say(f"the save of step {step} is {error}")
+            return False
+        return True
+
+    def save(self, progress: Progress, loss: float) -> None:
+        """Stage the state, or begin to."""
         assert self._checkpointer is not None, "asked only where due"
         self._saved_step = progress.step
-        return self._checkpointer.save(
+        self._stall_s += self._checkpointer.save(
             progress.step,
-            self._engine.pieces(),
-            tensors=self._engine.tensors(),
+            self._pieces,
+            tensors=self._tensors,
             layout=layout_of(self._config),
             num_layers=self._config.model.num_layers,
             metadata=progress.metadata(self._config, loss, self._ranks.device),
+            overlap=self._overlaps,
         )
+
+    def join(self) -> None:
+        """Wait until the state may change."""
+        if self._checkpointer is not None:
+            self._stall_s += self._checkpointer.join()
+
+    def take_stall(self) -> float:
+        """Seconds that saves held the run up since the last call."""
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return stall_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank's save still runs."""
+        return self._checkpointer is not None and self._checkpointer.is_busy
+
+    def agree_busy(self, is_any_busy: bool) -> None:
+        """Note whether any rank's save still ran at the end of this step; the same on all ranks."""
+        self._is_any_busy = is_any_busy
 
     def poll(self) -> int:
         """Report the saves that ended since the last call; gives how many in a row failed on this rank."""
@@ -103,18 +146,23 @@ class Saver:
         for report in reports:
             ok = report.ok or self._is_committed(report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
-            told = {} if report.ok else {"error": report.error}
             if report.warning:
-                told["warning"] = report.warning
                 self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
-            num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
-            self._log.event(
-                "save", report.step, ok=ok, stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes, **told
-            )
+            self._log_save(report, "ok" if ok else "failed")
             if not ok:
                 where = self._ranks.where([self._ranks.rank])
                 text = f"warning: {where}the save of step {report.step} failed: {report.error}"
                 print(text, file=sys.stderr, flush=True)
+
+    def _log_save(self, report: SaveReport, how: str) -> None:
+        """One event, with how many saves of this start ended how."""
+        self._counts[how] += 1
+        told = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
+        num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
+        self._log.event(
+            "save", report.step, ok=how == "ok", stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes,
+            num_attempts=report.num_attempts, counts=dict(self._counts), **told,
+        )  # fmt: skip
 
     def _is_committed(self, step: int) -> bool:
         """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""

@@ -94,19 +94,23 @@ class Run:
         data_wait_s = time.perf_counter() - started
         stats = self._train_step(batch)
         num_tokens = train.global_batch_size * train.seq_length
-        validation = None if self._saver.due(self.progress.step) else self.progress.validation
+        validation = None if self._saver.falls_due(self.progress.step) else self.progress.validation
         self.progress = Progress(
             self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json(), validation
         )
         self._loss = stats.loss
         eval_s = self._evaluate()  # before the save, which records it
-        due = self._saver.due(self.progress.step)
-        stall_s = self._saver.save(self.progress, stats.loss) if due else 0.0
-        failed_saves = self._saver.poll()
+        if self._saver.due(self.progress.step):
+            self._saver.save(self.progress, stats.loss)
+        failed_saves, is_busy = self._saver.poll(), self._saver.is_busy
         memory_gib = peak_memory_gib(ranks.device)
-        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping = ranks.maximum(
-            [data_wait_s, stats.comm_s, stats.bubble_s, stall_s, memory_gib, failed_saves, float(self._stop.requested)]
-        )
+        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping, is_any_busy = ranks.maximum(
+            [
+                data_wait_s, stats.comm_s, stats.bubble_s, self._saver.take_stall(), memory_gib, failed_saves,
+                float(self._stop.requested), float(is_busy),
+            ]
+        )  # fmt: skip
+        self._saver.agree_busy(bool(is_any_busy))
         step_s = time.perf_counter() - started - eval_s
         self._log.step(
             StepMetrics(
@@ -144,7 +148,7 @@ class Run:
 
     def _train_step(self, batch: Batch) -> StepStats:
         try:
-            return self.engine.train_step(self.progress.step, batch)
+            return self.engine.train_step(self.progress.step, batch, before_update=self._saver.join)
         except UserError as error:  # a loss that is not finite, which all ranks see
             self.ranks.agree(error)
             raise

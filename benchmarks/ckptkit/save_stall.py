@@ -1,66 +1,106 @@
 """How long a save stops training, as a multiple of the raw copy of the same bytes in the same run.
 
-    python benchmarks/ckptkit/save_stall.py [--gib 1] [--device cpu|cuda] [--saves 6] [--prepare] [--url DIR]
+    python benchmarks/ckptkit/save_stall.py [--gib 1] [--device cpu|cuda] [--repeats 5] [--step-ms 500]
+        [--window-mib 256] [--no-peers] [--url DIR]
 
-Raw is one thread's memcpy into touched memory (cpu) or the copy into page-locked memory (cuda). Prints one line a save
-and the medians; the first save stands apart, since without --prepare it grows and touches the arena.
+Raw is one thread's memcpy into touched memory (cpu) or the copy into page-locked memory (cuda). Each round runs every
+form once: our blocking save, the overlapped one (with the next step's work between its begin and its join), the one
+through a window, and `torch.distributed.checkpoint.async_save` with a thread, with a process, and with its stager that
+keeps its memory. A form's stall is what its calls took: what else the step lost beside it, against the same step alone,
+is printed too. The first save of a form stands apart: peers take their memory then, ours took it in `prepare`.
 """
 
 import argparse
+import itertools
+import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from ckptkit import Box, Checkpointer, ParallelLayout, Piece, Placement, TensorInfo
+from ckptkit import Box, Checkpointer, CheckpointerOptions, ParallelLayout, Piece, Placement, TensorInfo
 
 NUM_TENSORS = 256
+State = dict[str, torch.Tensor]
+Work = Callable[[], None]
+Form = Callable[[Work], tuple[float, Work]]  # a step with a save: its stall, and what waits until the save is durable
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--saves", type=int, default=6)
-    parser.add_argument("--prepare", action="store_true", help="touch the arena before the first save")
-    parser.add_argument("--url", help="run URL to save to; a temporary folder if left out")
+    parser.add_argument("--repeats", type=int, default=5, help="saves of each form after the first")
+    parser.add_argument("--step-ms", type=float, default=500.0, help="length of a step")
+    parser.add_argument("--window-mib", type=int, default=256, help="the window of the form that has one")
+    parser.add_argument("--no-peers", action="store_true", help="our forms only")
+    parser.add_argument("--url", help="folder to save to; a temporary one if left out")
     arguments = parser.parse_args()
-    folder = None if arguments.url else tempfile.mkdtemp(prefix="save-stall-")
-    numel = int(arguments.gib * 2**30) // 4 // NUM_TENSORS
-    state = [torch.rand(numel, device=arguments.device) for _ in range(NUM_TENSORS)]
-    tensors = [TensorInfo(f"layers.{n}.weight", "F32", (numel,), Placement(n)) for n in range(NUM_TENSORS)]
-    pieces = [Piece.whole(t.name, Box((0,), (numel,)), data) for t, data in zip(tensors, state, strict=True)]
-    copy = raw_copy(state)
-    stalls, ratios, rates = [], [], []
-    with Checkpointer(arguments.url or folder, attempt=f"bench-{time.time_ns()}") as checkpointer:
-        if arguments.prepare:
-            print(f"prepared in {timed(lambda: checkpointer.prepare(pieces, tensors)):.2f} s")
-        for number in range(arguments.saves):
-            raw_s = min(timed(copy) for _ in range(3))
-            stall_s = checkpointer.save(
-                number, pieces, tensors=tensors, layout=ParallelLayout(), num_layers=NUM_TENSORS, metadata={}
-            )
-            (report,) = checkpointer.wait()
-            assert report.ok, report.error
-            rate = report.data_bytes / report.write_s / 1e9
-            print(
-                f"save {number}: stall {stall_s * 1e3:.1f} ms, {stall_s / raw_s:.2f}x raw; written at {rate:.2f} GB/s"
-            )
-            stalls.append(stall_s)
-            ratios.append(stall_s / raw_s)
-            rates.append(rate)
-    print(f"first: {ratios[0]:.2f}x raw; later, median: {statistics.median(stalls[1:]) * 1e3:.1f} ms, "
-          f"{statistics.median(ratios[1:]):.2f}x raw; write, median: {statistics.median(rates):.2f} GB/s")  # fmt: skip
-    if folder:
-        shutil.rmtree(folder)
-
-
-def raw_copy(state: list[torch.Tensor]) -> Callable[[], None]:
-    """A function that copies the state once into memory that is touched (and, for a device, page-locked)."""
     torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="save-stall-", dir=arguments.url))
+    numel = int(arguments.gib * 2**30) // 4 // NUM_TENSORS
+    state = {f"layers.{n}.weight": torch.rand(numel, device=arguments.device) for n in range(NUM_TENSORS)}
+    copy, step = raw_copy(list(state.values())), step_of(arguments.device, arguments.step_ms / 1e3)
+    stalls: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
+    slower: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        forms = {
+            "blocking": stack.enter_context(ours(folder / "blocking", state)),
+            "overlapped": stack.enter_context(ours(folder / "overlapped", state, overlap=True)),
+            "window": stack.enter_context(ours(folder / "window", state, window_bytes=arguments.window_mib << 20)),
+        }
+        if not arguments.no_peers:
+            stack.enter_context(process_group())
+            kinds = AsyncCheckpointerType
+            forms["dcp thread"] = peer(folder / "thread", state, async_checkpointer_type=kinds.THREAD)
+            forms["dcp process"] = peer(folder / "process", state, async_checkpointer_type=kinds.PROCESS)
+            is_cuda = arguments.device == "cuda"
+            kept = StagingOptions(
+                use_pinned_memory=is_cuda, use_shared_memory=is_cuda, use_async_staging=is_cuda,
+                use_non_blocking_copy=is_cuda,
+            )  # fmt: skip
+            forms["dcp thread, kept memory"] = peer(folder / "kept", state, async_stager=DefaultStager(kept))
+        for number in range(arguments.repeats + 1):
+            for name, form in list(forms.items()):
+                raw_s, alone_s = min(timed(copy) for _ in range(3)), min(timed(step) for _ in range(3))
+                started = time.perf_counter()
+                try:
+                    stall_s, until_durable = form(step)
+                    step_s = time.perf_counter() - started
+                    until_durable()
+                except Exception as failure:  # a peer's pinned modes fail at their second save
+                    print(f"{name}: failed: {failure!r}")
+                    del forms[name]
+                    continue
+                ratio, step_ratio = stall_s / raw_s, step_s / alone_s
+                which = "later" if number else "first"
+                print(
+                    f"{which} {name}: stall {stall_s * 1e3:.1f} ms, {ratio:.2f}x raw, step {step_ratio:.3f}x",
+                    flush=True,
+                )
+                stalls.setdefault(name, []).append(stall_s)
+                ratios.setdefault(name, []).append(ratio)
+                slower.setdefault(name, []).append(step_ratio)
+    for name in forms:
+        stall_s, ratio, step_ratio = (statistics.median(of[name][1:]) for of in (stalls, ratios, slower))
+        print(f"{name}: first {ratios[name][0]:.2f}x raw; later, median: {stall_s * 1e3:.1f} ms, {ratio:.2f}x raw, "
+              f"step {step_ratio:.3f}x")  # fmt: skip
+    shutil.rmtree(folder)
+
+
+def raw_copy(state: list[torch.Tensor]) -> Work:
+    """A function that copies the state once into memory that is touched (and, for a device, page-locked)."""
     on_device = state[0].is_cuda
     target = torch.zeros(sum(t.numel() for t in state), pin_memory=on_device)
     views = list(target.split([t.numel() for t in state]))
@@ -75,7 +115,82 @@ def raw_copy(state: list[torch.Tensor]) -> Callable[[], None]:
     return copy
 
 
-def timed(work: Callable[[], None]) -> float:
+def step_of(device: str, seconds: float) -> Work:
+    """Matrix products for about so many seconds, done when it returns."""
+    size = 8192 if device == "cuda" else 512
+    a = torch.rand(size, size, device=device)
+    b = torch.empty_like(a)
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=b)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    products(3)
+    count = max(int(seconds / (timed(lambda: products(10)) / 10)), 1)
+    return lambda: products(count)
+
+
+@contextmanager
+def ours(folder: Path, state: State, *, overlap: bool = False, window_bytes: int = 0) -> Iterator[Form]:
+    """Saves of ours."""
+    tensors = [TensorInfo(name, "F32", tuple(data.shape), Placement(n)) for n, (name, data) in enumerate(state.items())]
+    pieces = [Piece.whole(t.name, Box((0,), t.shape), state[t.name]) for t in tensors]
+    options, layout, numbers = CheckpointerOptions(window_bytes=window_bytes), ParallelLayout(), itertools.count()
+    with Checkpointer(str(folder), attempt="bench", options=options) as checkpointer:
+        checkpointer.prepare(pieces, tensors)
+
+        def until_durable() -> None:
+            (report,) = checkpointer.wait()
+            assert report.ok, report.error
+            shutil.rmtree(folder)
+
+        def form(step: Work) -> tuple[float, Work]:
+            stall_s = checkpointer.save(
+                next(numbers), pieces, tensors=tensors, layout=layout, num_layers=NUM_TENSORS, metadata={},
+                overlap=overlap,
+            )  # fmt: skip
+            step()
+            return stall_s + checkpointer.join(), until_durable
+
+        yield form
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """A process group of this process alone, which the peer's process mode wants."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def peer(folder: Path, state: State, **options: Any) -> Form:
+    """Saves of the peer, staged when it returns."""
+    numbers = itertools.count()
+
+    def form(step: Work) -> tuple[float, Work]:
+        path = folder / str(next(numbers))
+        started = time.perf_counter()
+        answer: Any = dcp.async_save(dict(state), storage_writer=dcp.FileSystemWriter(path), **options)
+        stall_s = time.perf_counter() - started
+        step()
+        if isinstance(answer, AsyncSaveResponse):
+            stall_s += timed(answer.staging_completion.result)
+            answer = answer.upload_completion
+
+        def until_durable() -> None:
+            answer.result()
+            shutil.rmtree(path)
+
+        return stall_s, until_durable
+
+    return form
+
+
+def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

@@ -1,7 +1,7 @@
 """A trainer of one rank for the tests: saves steps of a table's values and does to itself what the test asks for.
 
     python -m tests.ckptkit.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2] [--then kill|fork-kill|hold|exit]
-        [--tier URL,every=2] [--nodes 2]
+        [--tier URL,every=2] [--nodes 2] [--window-blocks N]
 
 Prints `writer PID`, then a JSON report a save (unless it is killed first); with `--then hold` `told` once its writer
 knows of the save, and then nothing.
@@ -13,12 +13,22 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from ckptkit.layout import ParallelLayout
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.staging import Staging
+from ckptkit.saving.stream import BLOCK_BYTES
 from ckptkit.saving.tiers import destinations, filled, nodes_of, parse_tiers
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import save_one
+
+
+def die_within(_staging: Staging, room: Callable[[], int]) -> None:
+    """Instead of staging a save: hand two blocks over, and die when the writer has taken one of them."""
+    _staging._arena.handover.staged.add(2)
+    room()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -33,7 +43,8 @@ def main() -> None:
     parser.add_argument("--attempt", default="program")
     parser.add_argument("--tier", action="append", default=[], help="a slower tier")
     parser.add_argument("--nodes", type=int, default=0, help="how many nodes the ranks are on, n0, n1, ...")
-    parser.add_argument("--then", default="exit", choices=["exit", "kill", "fork-kill", "hold"])
+    parser.add_argument("--then", default="exit", choices=["exit", "kill", "fork-kill", "kill-within", "hold"])
+    parser.add_argument("--window-blocks", type=int, default=0)
     arguments = parser.parse_args()
     layout = ParallelLayout.parse(arguments.layout)
     tensors = gpt_tensors(dtype=arguments.dtype, hidden=arguments.hidden, kv=arguments.kv)
@@ -44,8 +55,13 @@ def main() -> None:
         node = nodes_of([f"n{start // on_node}" for start in starts], starts)[arguments.rank]
     checkpointer = Checkpointer(
         filled(tiers.first.url, node), rank=arguments.rank, world_size=layout.world_size, attempt=arguments.attempt,
-        options=CheckpointerOptions(deadline_s=20.0, tiers=destinations(tiers, node), node=node),
+        options=CheckpointerOptions(
+            deadline_s=20.0, window_bytes=arguments.window_blocks * BLOCK_BYTES, tiers=destinations(tiers, node),
+            node=node,
+        ),
     )  # fmt: skip
+    if arguments.then == "kill-within":
+        Staging.run = die_within  # type: ignore[method-assign]
     print("writer", checkpointer.writer_pid, flush=True)
     for step in map(int, arguments.steps.split(",")):
         save_one(checkpointer, step, tensors, layout, arguments.rank, scale=step)

@@ -13,8 +13,9 @@ from ckptkit.loading.node_exchange import NodeExchange
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore, restore_from
 from ckptkit.loading.targets import BOUNCE_BYTES
-from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.save import save
+from ckptkit.saving.stream import BLOCK_BYTES
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of, save_whole
 from threefold.storage import open_storage
@@ -55,6 +56,40 @@ def test_state_on_a_device_is_saved_and_restored(tmp_path: Path, dtype: str, tor
         restore(str(tmp_path), step, restored, tensors=tensors)
         for piece, want in zip(restored, expected, strict=True):  # as bytes: some patterns are NaN
             assert torch.equal(piece.data.view(torch.uint8).cpu(), want.view(torch.uint8).cpu()), piece.name
+
+
+@pytest.mark.parametrize("window_bytes", [0, 3 * BLOCK_BYTES])
+def test_overlapped_copies_hold_what_was_there_when_the_save_was_called(tmp_path: Path, window_bytes: int) -> None:
+    tensors = gpt_tensors(hidden=512, ffn=2048, vocab=30_000)
+    common = {"tensors": tensors, "layout": ONE, "num_layers": NUM_LAYERS, "metadata": {"scale": 1}, "overlap": True}
+    device = torch.device("cuda")
+    pieces = [
+        dataclasses.replace(piece, data=torch.from_numpy(piece.data).to(device))
+        for piece in pieces_of(tensors, ONE, 0, values(tensors))
+    ]
+    options = CheckpointerOptions(window_bytes=window_bytes)
+    busy = torch.rand(4096, 4096, device=device)
+    with Checkpointer(str(tmp_path), attempt="a", options=options) as checkpointer:
+        for step in (1, 2, 3):
+            for piece in pieces:  # the values come from work that is not done when the save is called
+                piece.data.mul_(0)
+            for _ in range(50):
+                busy = busy @ busy / 4096
+            for piece in pieces_of(tensors, ONE, 0, values(tensors)):
+                at = next(p for p in pieces if (p.name, p.start) == (piece.name, piece.start))
+                at.data.copy_(torch.from_numpy(piece.data).pin_memory(), non_blocking=True)
+            checkpointer.save(step, pieces, **common)
+            if step == 3:  # dropped, and their memory taken by others at once
+                shapes = [piece.data.shape for piece in pieces]
+                pieces.clear()
+                [torch.full(shape, 7.0, device=device) for shape in shapes]
+            else:
+                checkpointer.join()
+                for piece in pieces:
+                    piece.data.fill_(-1)
+        assert all(report.ok for report in checkpointer.wait())
+    for step in (1, 2, 3):
+        assert_holds(tmp_path, step, tensors)
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

@@ -1,0 +1,142 @@
+"""How fast a launch-bound loop runs beside a save, as a fraction of its rate alone in the same run.
+
+    python benchmarks/ckptkit/loop_rate.py [--mib 512] [--repeats 5] [--ops 2000] [--cores N] [--url DIR]
+
+The loop is many tiny torch operations on one thread. It runs alone, and beside a save of ours and of
+`torch.distributed.checkpoint.async_save` with a thread and with a process, in turns. What counts is the rate from the
+moment a save returned until it is durable: the copy before that is `save_stall.py`'s. --cores bounds the processors of
+all that runs.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from ckptkit import Box, Checkpointer, ParallelLayout, Piece, Placement, TensorInfo
+
+NUM_TENSORS = 64
+SLICE_OPS = 200
+
+IsDone = Callable[[], bool]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ops", type=int, default=20_000, help="operations of the loop alone")
+    parser.add_argument("--cores", type=int, help="processors to run on; all if left out")
+    parser.add_argument("--url", help="folder to save to; a temporary one if left out")
+    arguments = parser.parse_args()
+    if arguments.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="loop-rate-", dir=arguments.url))
+    numel = (arguments.mib << 20) // 4 // NUM_TENSORS
+    state = {f"layers.{n}.weight": torch.rand(numel) for n in range(NUM_TENSORS)}
+    rates: dict[str, list[float]] = {}
+    with ours(folder, state) as save, process_group():
+        savers = {"ckptkit": save} | {
+            f"dcp {kind.value}": dcp_saver(folder, state, kind) for kind in AsyncCheckpointerType
+        }
+        for number in range(arguments.repeats + 1):  # the first is for warming up
+            for name, start in savers.items():
+                alone = rate_for(arguments.ops)
+                beside, seconds = rate_until(start(number))
+                if number:
+                    rates.setdefault(name, []).append(beside / alone)
+                    print(f"{name}: {beside / alone:.3f} of {alone:,.0f} ops/s, for {seconds:.2f} s", flush=True)
+    for name, found in rates.items():
+        print(f"{name}: median {statistics.median(found):.3f} of its rate alone (lowest {min(found):.3f})")
+    shutil.rmtree(folder)
+
+
+def rate_for(num_ops: int) -> float:
+    """Operations a second of the loop."""
+    x = torch.zeros(16)
+    started = time.perf_counter()
+    for _ in range(num_ops):
+        x.add_(1.0)
+    return num_ops / (time.perf_counter() - started)
+
+
+def rate_until(is_done: IsDone) -> tuple[float, float]:
+    """Operations a second until something is done, and for how long that was."""
+    num_ops, started = 0, time.perf_counter()
+    x = torch.zeros(16)
+    while not is_done():
+        for _ in range(SLICE_OPS):
+            x.add_(1.0)
+        num_ops += SLICE_OPS
+    seconds = time.perf_counter() - started
+    return num_ops / seconds, seconds
+
+
+@contextmanager
+def ours(folder: Path, state: dict[str, torch.Tensor]) -> Iterator[Callable[[int], IsDone]]:
+    """Starts a save of ours; gives what tells whether it is durable."""
+    tensors = [TensorInfo(name, "F32", tuple(data.shape), Placement(n)) for n, (name, data) in enumerate(state.items())]
+    pieces = [Piece.whole(t.name, Box((0,), t.shape), state[t.name]) for t in tensors]
+    layout = ParallelLayout()
+    with Checkpointer(str(folder / "ours"), attempt="bench") as checkpointer:
+        checkpointer.prepare(pieces, tensors)
+
+        def start(number: int) -> IsDone:
+            checkpointer.wait()
+            checkpointer.save(number, pieces, tensors=tensors, layout=layout, num_layers=NUM_TENSORS, metadata={})
+
+            def is_done() -> bool:
+                reports = checkpointer.poll()
+                assert all(report.ok for report in reports), reports
+                return bool(reports)
+
+            return is_done
+
+        yield start
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """A process group of this process alone, which the peer's process mode wants."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    os.environ["MASTER_PORT"] = str(store.port)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def dcp_saver(folder: Path, state: dict[str, torch.Tensor], kind: AsyncCheckpointerType) -> Callable[[int], IsDone]:
+    """Starts `async_save`; gives what tells whether it is done."""
+
+    def start(number: int) -> IsDone:
+        path = folder / kind.value / str(number)
+        future: Any = dcp.async_save(
+            dict(state), storage_writer=dcp.FileSystemWriter(path), async_checkpointer_type=kind
+        )
+
+        def is_done() -> bool:
+            if future.done():
+                future.result()
+                shutil.rmtree(path, ignore_errors=True)
+            return bool(future.done())
+
+        return is_done
+
+    return start
+
+
+if __name__ == "__main__":
+    main()

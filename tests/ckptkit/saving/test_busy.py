@@ -1,0 +1,140 @@
+"""Saves that meet one before them still running, and saves that a storage refuses for a while."""
+
+import os
+import signal
+
+import pytest
+
+from ckptkit.layout import ParallelLayout
+from ckptkit.runs.catalogue import committed_steps
+from ckptkit.saving import checkpointer as checkpointer_module
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveCounts
+from tests.ckptkit.saves import SMALL, assert_holds, is_running, save_one, wait_until
+from threefold.storage import open_storage
+from tools.fault_proxy import Fault, FaultProxy
+
+
+def options(when_busy: str) -> CheckpointerOptions:
+    return CheckpointerOptions(when_busy=when_busy, retry_s=0.0, deadline_s=30.0)
+
+
+def test_a_save_that_meets_another_waits_for_it(s3_proxy: FaultProxy, s3_url: str) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.3)
+    with Checkpointer(s3_url, attempt="a", options=options("wait")) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.is_busy
+        save_one(checkpointer, 2, SMALL)
+        assert [report.step for report in checkpointer.poll()] == [1]
+        checkpointer.wait()
+        assert not checkpointer.is_busy
+        assert checkpointer.counts == SaveCounts(ok=2)
+    assert committed_steps(open_storage(s3_url)) == [1, 2]
+
+
+def test_a_save_that_meets_another_is_skipped(s3_proxy: FaultProxy, s3_url: str) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.3)
+    with Checkpointer(s3_url, attempt="a", options=options("skip")) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        stall_s = save_one(checkpointer, 2, SMALL)
+        reports = {report.step: report for report in checkpointer.wait()}
+        assert (reports[1].ok, reports[2].ok, reports[2].skipped) == (True, False, True)
+        assert reports[2].error == "rank 0: skipped: still saving step 1"
+        assert stall_s < reports[1].write_s
+        save_one(checkpointer, 3, SMALL, scale=3)
+        checkpointer.wait()
+        assert checkpointer.counts == SaveCounts(ok=2, skipped=1)
+    assert committed_steps(open_storage(s3_url)) == [1, 3]
+    assert_holds(s3_url, 3, SMALL, scale=3)
+
+
+def test_nobody_waits_for_a_rank_that_skips(s3_proxy: FaultProxy, s3_url: str) -> None:
+    layout = ParallelLayout(dp=2)
+    first = Checkpointer(s3_url, rank=0, world_size=2, attempt="a", options=options("skip"))
+    second = Checkpointer(s3_url, rank=1, world_size=2, attempt="a", options=options("skip"))
+    save_one(first, 1, SMALL, layout, 0)
+    save_one(second, 1, SMALL, layout, 1)
+    assert all(checkpointer.wait()[0].ok for checkpointer in (first, second))
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=60.0, times=1)
+    save_one(second, 2, SMALL, layout, 1)
+    wait_until(lambda: s3_proxy.num_faults == 1)
+    first._num_saves += 1  # this rank made no try of step 2
+    save_one(second, 3, SMALL, layout, 1)
+    save_one(first, 3, SMALL, layout, 0)
+    (report,) = first.wait()
+    assert report.error == "writer 1 failed: skipped: still saving step 2"
+    assert second.is_busy
+    os.kill(second.writer_pid, signal.SIGKILL)
+    second.close()
+    first.close()
+    assert committed_steps(open_storage(s3_url)) == [1]
+
+
+@pytest.mark.parametrize(("delay_s", "patience_s"), [(0.5, 30.0), (60.0, 0.2)])
+def test_an_older_save_is_given_up_for_a_newer(
+    s3_proxy: FaultProxy, s3_url: str, delay_s: float, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "GIVE_UP_WITHIN_S", patience_s)
+    with Checkpointer(s3_url, attempt="a", options=options("abort")) as checkpointer:
+        writer = checkpointer.writer_pid
+        s3_proxy.fault = Fault("delay", method="PUT", delay_s=delay_s, times=1)
+        save_one(checkpointer, 1, SMALL)
+        wait_until(lambda: s3_proxy.num_faults == 1)
+        save_one(checkpointer, 2, SMALL, scale=2)
+        first, second = checkpointer.wait()
+        assert (first.ok, first.error) == (False, "rank 0: step 1 was given up when step 2 was to be saved")
+        assert second.ok
+        assert is_running(writer) == (delay_s < patience_s)
+        assert checkpointer.counts == SaveCounts(ok=1, failed=1)
+    storage = open_storage(s3_url)
+    assert committed_steps(storage) == [2]
+    assert list(storage.list("step-000000001/")) == []
+    assert_holds(s3_url, 2, SMALL, scale=2)
+
+
+def test_what_another_rank_gave_up_is_not_waited_for(
+    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "GIVE_UP_WITHIN_S", 0.2)
+    layout = ParallelLayout(dp=2)
+    made = [Checkpointer(s3_url, rank=r, world_size=2, attempt="a", options=options("abort")) for r in (0, 1)]
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=60.0, times=1)
+    save_one(made[1], 1, SMALL, layout, 1)
+    wait_until(lambda: s3_proxy.num_faults == 1)
+    save_one(made[0], 1, SMALL, layout, 0)
+    save_one(made[1], 2, SMALL, layout, 1)  # its writer does not listen: it is killed, the next one tells
+    report = made[0].wait()[0]
+    assert report.error == "writer 1 failed: its writer was killed"
+    save_one(made[0], 2, SMALL, layout, 0)
+    assert made[0].wait()[0].ok
+    for checkpointer in made:
+        checkpointer.close()
+    assert committed_steps(open_storage(s3_url)) == [2]
+
+
+@pytest.mark.parametrize("skip", range(4))  # data file, index, root (if-absent: a look first), and one more
+def test_what_the_storage_refuses_for_a_while_is_tried_again(
+    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, skip: int
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with Checkpointer(s3_url, attempt="a", options=CheckpointerOptions(retry_s=20.0)) as checkpointer:
+        method = "PUT" if skip < 3 else None
+        s3_proxy.fault = Fault("503", method=method, skip=skip % 3, times=2)
+        save_one(checkpointer, 1, SMALL)
+        (report,) = checkpointer.wait()
+    assert report.ok, report.error
+    assert s3_proxy.num_faults == 2
+    assert report.num_attempts > 1
+    assert committed_steps(open_storage(s3_url)) == [1]
+    assert_holds(s3_url, 1, SMALL)
+
+
+def test_what_it_refuses_for_longer_fails(s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with Checkpointer(s3_url, attempt="a", options=CheckpointerOptions(retry_s=1.0)) as checkpointer:
+        s3_proxy.fault = Fault("503", method="PUT")
+        save_one(checkpointer, 1, SMALL)
+        (report,) = checkpointer.wait()
+        assert "503" in report.error
+        assert report.num_attempts > 1
+        s3_proxy.fault = Fault()
+    assert committed_steps(open_storage(s3_url)) == []

@@ -1,0 +1,60 @@
+"""Saves beside the next step, and saves that take longer than the interval between them."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.passes.hashing import hash_checkpoint
+from ckptkit.runs.catalogue import committed_steps
+from tests.trainer.training import Job, call, curve, lines
+from threefold.storage import open_storage
+from tools.fault_proxy import Fault, FaultProxy
+
+
+def hash_of(run: Path, step: int) -> object:
+    """The content of a step."""
+    with CheckpointReader(open_storage(run), step) as reader:
+        return hash_checkpoint(reader)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_overlapped_saves_hold_what_blocking_ones_hold(job_config: Path, tmp_path: Path, precision: str) -> None:
+    runs = {"auto": ["--checkpoint.window-mib", 16], "off": [], "on": []}
+    for overlap, more in runs.items():
+        flags = ["--train-steps", 3, "--save-interval", 1, "--train.precision", precision, "--metrics"]
+        flags += [tmp_path / f"{overlap}.jsonl", "--checkpoint.overlap", overlap, *more]
+        assert call("train", job_config, "--save", tmp_path / overlap, *flags) == 0
+        assert committed_steps(open_storage(tmp_path / overlap)) == [1, 2, 3]
+    for step in range(1, 4):
+        hashes = [hash_of(tmp_path / overlap, step) for overlap in runs]
+        assert hashes[0] == hashes[1] == hashes[2]
+    saves = lines(tmp_path / "on.jsonl", "save")
+    assert [save["counts"] for save in saves] == [{"ok": n, "failed": 0, "skipped": 0} for n in range(1, 4)]
+    stalls = curve(tmp_path / "on.jsonl", "checkpoint_stall_s")
+    assert all(stalls[step] > 0 for step in range(1, 4))
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when_busy", ["skip", "abort"])
+def test_a_slow_storage_costs_saves_and_no_steps(
+    job_config: Path, tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, when_busy: str, num_ranks: int
+) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=8.0, times=1)
+    arguments = [job_config, "--save", s3_url, "--train-steps", 4, "--save-interval", 1, "--checkpoint.when-busy"]
+    arguments += [when_busy, "--checkpoint.max-failed-saves", 100]
+    if num_ranks == 1:
+        assert call("train", *arguments, "--metrics", tmp_path / "m.jsonl") == 0
+    else:
+        Job(num_ranks, *arguments, metrics=tmp_path / "m.jsonl").run()
+    assert list(curve(tmp_path / "m.jsonl")) == [1, 2, 3, 4]
+    committed, saves = committed_steps(open_storage(s3_url)), lines(tmp_path / "m.jsonl", "save")
+    assert 4 in committed
+    assert [save["step"] for save in saves if save["ok"]] == committed
+    word = {"skip": "skipped: a save before it still runs", "abort": "was given up when step"}[when_busy]
+    left_out = [save["step"] for save in saves if word in save.get("error", "")]
+    assert set(left_out) | set(committed) == {1, 2, 3, 4}
+    how = {"skip": "skipped", "abort": "failed"}[when_busy]
+    expected = {"ok": len(committed), "failed": 0, "skipped": 0} | {how: len(left_out)}
+    assert len(left_out) > 0
+    assert saves[-1]["counts"] == expected
