@@ -19,17 +19,16 @@ import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
-from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import expired, prune
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome
 from ckptkit.saving.staging import StagedFile
 from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
+from ckptkit.saving.upkeep import Upkeep
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import UserError
 from threefold.storage import open_storage
-from threefold.storage.stale_uploads import abort_stale_uploads
 
 ORPHAN_CHECK_S = 1.0
 READ_BYTES = 1 << 16
@@ -43,20 +42,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
     arena = np.empty(0, np.uint8)
-    upkeep: _Upkeep | None = None
+    upkeep: Upkeep | None = None
     for line in _lines(arguments.trainer):
         order = SaveOrder.from_line(line)
         if order.arena_bytes != len(arena):
             memory = mmap.mmap(arguments.arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
             arena = np.frombuffer(memory, np.uint8)
-        upkeep = upkeep or _Upkeep(order)
+        upkeep = upkeep or Upkeep(order.url, order.writer, order.stripe_count, order.stripe_size_bytes)
         outcome = _attempt(order, arena, arguments.trainer, upkeep)
         with contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
             os.write(sys.stdout.fileno(), outcome.to_line())
     return 0
 
 
-def run_save(order: SaveOrder, arena: Bytes, trainer: int, upkeep: "_Upkeep") -> None:
+def run_save(order: SaveOrder, arena: Bytes, trainer: int, upkeep: Upkeep) -> None:
     """Write what an order says; writer 0 commits, and prunes once it read the new root back."""
     storage = open_storage(order.url)
     target = StepTarget(
@@ -96,7 +95,7 @@ def _lines(trainer: int) -> Iterator[bytes]:
             return
 
 
-def _attempt(order: SaveOrder, arena: Bytes, trainer: int, upkeep: "_Upkeep") -> SaveOutcome:
+def _attempt(order: SaveOrder, arena: Bytes, trainer: int, upkeep: Upkeep) -> SaveOutcome:
     started = time.monotonic()
     error = ""
     try:
@@ -108,25 +107,6 @@ def _attempt(order: SaveOrder, arena: Bytes, trainer: int, upkeep: "_Upkeep") ->
         error = f"{type(failure).__name__}: {failure}"
     data_bytes = sum(file.data.size for file in order.files)
     return SaveOutcome(order.step, error, data_bytes, time.monotonic() - started, upkeep.take_warning())
-
-
-class _Upkeep:
-    """What a writer does for the place it saves to besides saving; a failure is a warning, told once."""
-
-    def __init__(self, order: SaveOrder) -> None:
-        self._warnings: list[str] = []
-        self.striper = Striper(order.stripe_count, order.stripe_size_bytes, self._warnings.append)
-        if order.writer == 0:
-            try:
-                abort_stale_uploads(open_storage(order.url))
-            except UserError as error:
-                self._warnings.append(str(error))
-
-    def take_warning(self) -> str:
-        """What is to be told and was not yet."""
-        told = "; ".join(self._warnings)
-        self._warnings.clear()
-        return told
 
 
 class _Patience:
