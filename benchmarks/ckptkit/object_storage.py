@@ -11,7 +11,6 @@ process and its writers). Without --url a server is started in a temporary folde
 import argparse
 import contextlib
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import obstore
 from obstore.store import S3Store
 
-from ckptkit import Box, Checkpointer, CheckpointerOptions, ParallelLayout, Piece, Placement, TensorInfo, restore
+from ckptkit import Box, Checkpointer, ParallelLayout, Piece, Placement, TensorInfo, restore
 from threefold.storage import Storage, open_storage
 from tools.s3_server import start, stop
 
@@ -70,16 +69,16 @@ def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:
     cpus: dict[str, list[float]] = {name: [] for name in works}
     for number in range(repeats + 1):  # the first round warms up
         for name, work in works.items():
-            cpu, started = cpu_s(), time.perf_counter()
+            cpu, started = saved.cpu_s(), time.perf_counter()
             work(number)
             seconds = time.perf_counter() - started
-            saved.close_writers()  # their CPU counts once they are gone
             if number:
                 rates[name].append(num_bytes / seconds / 1e9)
-                cpus[name].append((cpu_s() - cpu) / (num_bytes / 2**30))
+                cpus[name].append((saved.cpu_s() - cpu) / (num_bytes / 2**30))
         assert np.array_equal(loaded, data), "not what was saved"
         loaded[:] = 0
         remove(storage)
+    saved.close()
     for plain, ours in (("plain PUT", "save"), ("plain GET", "load")):
         ratio = statistics.median(b / a for a, b in zip(rates[plain], rates[ours], strict=True))
         for name in (plain, ours):
@@ -96,9 +95,12 @@ class Saved:
         self._url, self._numel, self._num_ranks = url, numel, num_ranks
         self._tensors = [TensorInfo(f"layers.{n}.weight", "U8", (numel,), Placement(n)) for n in range(NUM_TENSORS)]
         self._data = data
-        # writers are started before the clock: a trainer has them for its whole life
-        self._savers: list[Checkpointer] = []
-        self._start_savers()
+        self._savers = [
+            Checkpointer(url, rank=rank, world_size=num_ranks, attempt=f"bench-{time.time_ns()}")
+            for rank in range(num_ranks)
+        ]
+        for rank, saver in enumerate(self._savers):
+            saver.prepare(self._pieces(data, range(rank, NUM_TENSORS, num_ranks)), self._tensors)
 
     def save(self, number: int) -> None:
         """Save as step `number`; returns when it is committed."""
@@ -116,20 +118,18 @@ class Saved:
         """Load step `number` into memory that is there."""
         restore(self._url, number, self._pieces(target, range(NUM_TENSORS)), tensors=self._tensors)
 
-    def close_writers(self) -> None:
-        """End the writers that have saved, and start others."""
+    def cpu_s(self) -> float:
+        """CPU seconds of this process and of its writers so far."""
+        ticks = 0
+        for saver in self._savers:
+            fields = Path(f"/proc/{saver.writer_pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End the writers."""
         for saver in self._savers:
             saver.close()
-        self._start_savers()
-
-    def _start_savers(self) -> None:
-        self._savers = [
-            Checkpointer(self._url, rank=rank, world_size=self._num_ranks, attempt=f"bench-{time.time_ns()}",
-                         options=CheckpointerOptions())
-            for rank in range(self._num_ranks)
-        ]  # fmt: skip
-        for rank, saver in enumerate(self._savers):
-            saver.prepare(self._pieces(self._data, range(rank, NUM_TENSORS, self._num_ranks)), self._tensors)
 
     def _pieces(self, data: np.ndarray, tensors: range) -> list[Piece]:
         return [
@@ -170,12 +170,6 @@ def client(url: str) -> tuple[S3Store, str]:
 
 def remove(storage: Storage) -> None:
     storage.delete(storage.list_keys())
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process and of its children that have ended, the server's not among them."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 if __name__ == "__main__":

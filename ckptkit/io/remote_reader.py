@@ -8,8 +8,8 @@ import numpy.typing as npt
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, checksums, copy_many
 from threefold.storage import Buffer, Storage
 
-REQUEST_BYTES = 8 << 20
-REQUESTS_A_THREAD = 4  # most of a request's time is waiting
+REQUEST_BYTES = 16 << 20
+REQUESTS_A_THREAD = 2  # most of a request's time is waiting
 Rows = npt.NDArray[np.int64]
 
 
@@ -43,7 +43,8 @@ class RemoteReader:
         with ThreadPoolExecutor(min(REQUESTS_A_THREAD * num_threads, len(spans))) as pool:
             reads = [pool.submit(self._read_span, first, stop, rows, reach) for first, stop in spans]
             try:
-                tails = [read.result() for read in reads]
+                for read in reads:
+                    last = read.result()
             finally:
                 pool.shutdown(cancel_futures=True)
         self.bytes_read += sum(
@@ -51,13 +52,13 @@ class RemoteReader:
             for first, stop in spans
             if first != self._kept_granule
         )
-        self._kept_granule, self._kept = spans[-1][1] - 1, tails[-1]
+        self._kept_granule, self._kept = spans[-1][1] - 1, last
 
     def close(self) -> None:
         """Nothing is held open."""
 
     def _read_span(self, first: int, stop: int, rows: Rows, reach: Rows) -> Buffer:
-        """Fetch granules, verify them and copy out what the ranges want of them; gives the last one."""
+        """Fetch granules, verify them and copy out what the ranges want; gives the last one where no range goes on."""
         start, end = first * GRANULE_BYTES, min(stop * GRANULE_BYTES, self.size_bytes)
         if first == self._kept_granule:
             data = self._kept
@@ -70,7 +71,7 @@ class RemoteReader:
         base = np.frombuffer(data, np.uint8).ctypes.data
         copies = np.stack([base + begin - start, target + begin - offset, until - begin], axis=1)
         copy_many(copies[until > begin].astype(np.uint64))
-        return bytes(memoryview(data)[(stop - 1) * GRANULE_BYTES - start :])
+        return bytes(memoryview(data)[(stop - 1) * GRANULE_BYTES - start :]) if end >= reach[-1] else b""
 
     def _verify(self, first: int, data: Buffer) -> None:
         if self._expected is None:

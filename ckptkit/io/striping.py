@@ -47,9 +47,9 @@ def check_striping(stripe_count: int, stripe_size_bytes: int) -> None:
 
 
 class Striper:
-    """Sets the striping of the folders that get data files where the program `lfs` is there, on `tell`ing of a failure.
+    """Sets the striping of the folders that get data files where the program `lfs` is there.
 
-    A failure stops nothing: it is told once, and no other folder is tried. Folders on no Lustre file system stay as
+    A failure stops nothing: `tell` is told once, and no other folder is tried. Folders on no Lustre file system stay as
     they are, and nothing is said.
     """
 

@@ -24,19 +24,17 @@ import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
-from ckptkit.io.striping import Striper
 from ckptkit.layout import ParallelLayout
-from ckptkit.runs.pruning import Pruner
 from ckptkit.saving.handover import Handover
 from ckptkit.saving.priority import step_back
 from ckptkit.saving.promotion import Promoter
 from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.saving.staged_blocks import StagedBlocks
 from ckptkit.saving.step_writer import PartSource, Retries, StepTarget, clear_abandoned, tell_failed, write_step
+from ckptkit.saving.upkeep import Upkeep
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
-from threefold.storage.stale_uploads import abort_stale_uploads
 
 ORPHAN_CHECK_S = 1.0
 READ_BYTES = 1 << 16
@@ -73,14 +71,13 @@ class _Server:
         self._arena_fd, self._handover, self._trainer = arena_fd, handover, trainer
         self._arena = np.empty(0, np.uint8)
         self._told = threading.Lock()
-        self._pruner, self.promoter = Pruner(), Promoter(self._tell)
-        self._striper: Striper | None = None
-        self._warnings: list[str] = []
+        self._upkeep: Upkeep | None = None
+        self.promoter = Promoter(self._tell)
 
     def save(self, order: SaveOrder) -> None:
         """Do what an order says, and answer it."""
         started = time.monotonic()
-        error = ""
+        error = warning = ""
         blocks: StagedBlocks | None = None
         retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None)
         try:
@@ -88,10 +85,10 @@ class _Server:
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
                 self._arena = np.frombuffer(memory, np.uint8)
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
-            striper = self._striper or self._begin(order)
-            if run_save(order, self._arena, blocks, retries, striper, self._trainer) is not None:
-                needed = self.promoter.steps
-                self._warn(self._pruner.after_save(open_storage(order.url), order.step, order.retention, needed=needed))
+            upkeep = self._upkeep or self._begin(order)
+            if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
+                upkeep.prune(order.step, order.retention, self.promoter.steps)
+            warning = upkeep.take_warning()
             self.promoter.offer(order.promotions)
         except (UserError, OSError) as failure:
             error = str(failure)
@@ -100,8 +97,6 @@ class _Server:
             error = f"{type(failure).__name__}: {failure}"
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
-        warning = "; ".join(self._warnings)
-        self._warnings.clear()
         self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
 
     def let_go(self) -> None:
@@ -109,20 +104,12 @@ class _Server:
         self._arena = np.empty(0, np.uint8)
         os.close(self._arena_fd)
 
-    def _begin(self, order: SaveOrder) -> Striper:
-        """What is done once for the place that saves go to: look for `lfs`, abort what killed writers left."""
-        self._striper = Striper(order.stripe_count, order.stripe_size_bytes, self._warn)
-        if order.writer == order.first_writer:
-            try:
-                abort_stale_uploads(open_storage(order.url))
-            except UserError as error:
-                self._warn(str(error))
-        return self._striper
-
-    def _warn(self, text: str) -> None:
-        """Have something told that did not stop a save."""
-        if text:
-            self._warnings.append(text)
+    def _begin(self, order: SaveOrder) -> Upkeep:
+        self._upkeep = Upkeep(
+            order.url, leads=order.writer == order.first_writer, stripe_count=order.stripe_count,
+            stripe_size_bytes=order.stripe_size_bytes,
+        )  # fmt: skip
+        return self._upkeep
 
     def _tell(self, outcome: SaveOutcome) -> None:
         with self._told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
@@ -130,13 +117,13 @@ class _Server:
 
 
 def run_save(
-    order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, striper: Striper, trainer: int
+    order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, upkeep: Upkeep, trainer: int
 ) -> Root | None:
     """Write what an order says; the first writer commits, and gives the root."""
     storage = open_storage(order.url)
     target = StepTarget(
         storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads, order.first_writer,
-        striper,
+        upkeep.striper,
     )  # fmt: skip
     abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
     if not target.leads:

@@ -1,12 +1,18 @@
 """Azure against Azurite, its maker's emulator: `npm install azurite`, found on PATH or through AZURITE_BLOB."""
 
+import base64
+import hashlib
+import hmac
 import os
 import shutil
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Iterator
+from email.utils import formatdate
 
 import pytest
 
@@ -45,13 +51,6 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def make_container(endpoint: str) -> None:
     """Create `box`, once the server answers; obstore has no call for that, so it is a signed request by hand."""
-    import base64
-    import hashlib
-    import hmac
-    import urllib.error
-    import urllib.request
-    from email.utils import formatdate
-
     deadline = time.monotonic() + 30
     while True:
         date = formatdate(usegmt=True)

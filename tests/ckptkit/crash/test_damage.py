@@ -64,9 +64,9 @@ def blocks(run: Path) -> dict[str, tuple[Path, int, int]]:
         "data: a middle granule": (data, 2 * GRANULE_BYTES, 3 * GRANULE_BYTES),
         "data: last granule": (data, (granules - 1) * GRANULE_BYTES, part.data_bytes),
     }
-    num_dims, num_tensors, num_chunks, num_bytes = struct.unpack_from("<4xIQQ16xQ", table.read_bytes(), 8)
+    num_dims, width, num_tensors, num_chunks, num_bytes = struct.unpack_from("<4xHHQQ16xQ", table.read_bytes(), 8)
     counts = [4 * num_tensors, num_tensors, num_tensors, num_bytes, 4 * num_chunks]
-    counts += [8 * num_chunks * num_dims] * 2 + [8 * num_chunks] * 2 + [8 * granules]
+    counts += [width * num_chunks * num_dims] * 2 + [width * num_chunks] * 2 + [8 * granules]
     found["index: header"], at = (table, 0, 64), 64
     for name, size in zip(INDEX_COLUMNS, counts, strict=True):
         found[f"index: {name}"] = (table, at, at + -(-size // 8) * 8)  # with the zeros that pad it

@@ -224,7 +224,7 @@ def test_a_rank_that_never_saves_is_named(tmp_path: Path) -> None:
     for checkpointer, rank in zip(checkpointers, (0, 2), strict=True):
         save_one(checkpointer, 1, SMALL, layout, rank)
     reports = [checkpointer.close()[0] for checkpointer in checkpointers]
-    assert f"from writers 1, 3 of 4; {tmp_path}/step-000000001/a-0001/part-00001.index is still" in reports[0].error
+    assert "writers 1, 3 of 4 were not done" in reports[0].error
     assert reports[1].ok  # its own files are written
     assert committed_steps(open_storage(tmp_path)) == []
 

@@ -14,6 +14,7 @@ from ckptkit.chunk import Piece
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.restore import restore
 from ckptkit.runs.catalogue import committed_steps
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.handover import Handover
 from ckptkit.saving.priority import NICE
@@ -130,7 +131,8 @@ def order(num_blocks: int, num_slots: int, size_bytes: int) -> SaveOrder:
     return SaveOrder(
         url="", step=4, attempt="a", writer=2, num_writers=3, files=(StagedFile(size_bytes, 0, Area(0, 0)),),
         ring=Ring(16, 10, num_slots, num_blocks), draft=Area(0, 0), layout={}, num_layers=1, metadata={},
-        arena_bytes=16 + 10 * num_slots, deadline_s=0.1, retry_s=0.0, keep_last=0, num_threads=1,
+        arena_bytes=16 + 10 * num_slots, deadline_s=0.1, retry_s=0.0, retention=Retention(), code="", stripe_count=0,
+        stripe_size_bytes=0, num_threads=1,
     )  # fmt: skip
 
 

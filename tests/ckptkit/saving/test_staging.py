@@ -123,7 +123,8 @@ def test_orders_and_outcomes_survive_their_line() -> None:
         url="s3://bucket/ü", step=3, attempt="a-0001", writer=1, num_writers=4, arena_bytes=1 << 40,
         files=(StagedFile(10, 0, Area(4096, 3)), StagedFile(1, 1, Area(12288, 9))), ring=Ring(1, 2, 3, 4),
         draft=Area(5, 6), layout={"tp": 2}, num_layers=3, metadata={"loss": 1.5}, deadline_s=1.5, retry_s=2.5,
-        retention=Retention(keep_last=2, metric="größe"), code="v1", num_threads=3, abandoned=((1, "b"), (2, "c")),
+        retention=Retention(keep_last=2, metric="größe"), code="v1", stripe_count=4, stripe_size_bytes=1 << 20,
+        num_threads=3, abandoned=((1, "b"), (2, "c")),
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
     assert order_of(order.to_line()) == order

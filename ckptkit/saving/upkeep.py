@@ -1,0 +1,40 @@
+"""Upkeep: what a writer does for the place it saves to besides saving: stripes, pruning, aborting stale uploads."""
+
+from collections.abc import Collection
+
+from ckptkit.io.striping import Striper
+from ckptkit.runs.pruning import Pruner
+from ckptkit.runs.retention import Retention
+from threefold.errors import UserError
+from threefold.storage import open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
+
+
+class Upkeep:
+    """Made once, before a writer's first save; nothing here fails a save, but what went wrong is a warning, told once.
+
+    The writer that leads aborts the unfinished uploads under the run's URL that are older than any save.
+    """
+
+    def __init__(self, url: str, *, leads: bool, stripe_count: int, stripe_size_bytes: int) -> None:
+        self._url = url
+        self._warnings: list[str] = []
+        self._pruner = Pruner()
+        self.striper = Striper(stripe_count, stripe_size_bytes, self._warnings.append)
+        if leads:
+            try:
+                abort_stale_uploads(open_storage(url))
+            except UserError as error:
+                self._warnings.append(str(error))
+
+    def prune(self, step: int, retention: Retention, needed: Collection[int]) -> None:
+        """Delete what is not to be kept once a step is committed, but no step that is still `needed`."""
+        warning = self._pruner.after_save(open_storage(self._url), step, retention, needed=needed)
+        if warning:
+            self._warnings.append(warning)
+
+    def take_warning(self) -> str:
+        """What is to be told and was not yet."""
+        told = "; ".join(self._warnings)
+        self._warnings.clear()
+        return told
