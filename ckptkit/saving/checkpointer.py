@@ -155,7 +155,7 @@ class Checkpointer:
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
         structure = self._structure_of(pieces, tensors)
-        check_memory(pieces, tensors)
+        check_memory(pieces, structure.sizes)
         self._running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)

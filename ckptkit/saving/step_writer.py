@@ -110,16 +110,19 @@ def write_step(
     except StorageError as error:
         tell_failed(target, error)  # there are no files yet
         raise
+    num_removable = len(parts)
     try:
         indexes = [_write_data(target, number, part, retries) for number, part in enumerate(parts)]
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             content = indexes[number].to_bytes()
+            if number == 0:  # from its try on, whatever its answer, writer 0 may have seen all files, and commit them
+                num_removable = 0
             retries.run(partial(target.storage.write, target.keys(number)[1], content))
         write_s = time.monotonic() - started
         root = draft and retries.run(partial(_complete, target, draft, lambda: patience_s(write_s)))
     except BaseException as error:
-        _clean_up(target, len(parts), error)
+        _clean_up(target, num_removable, error)
         raise
     if root is not None:
         try:

@@ -138,3 +138,17 @@ def test_what_it_refuses_for_longer_fails(s3_proxy: FaultProxy, s3_url: str, mon
         assert report.num_attempts > 1
         s3_proxy.fault = Fault()
     assert committed_steps(open_storage(s3_url)) == []
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_files_that_may_have_been_committed_are_not_removed(
+    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    made = Checkpointer(s3_url, rank=1, world_size=2, attempt="a", options=CheckpointerOptions(retry_s=0.0))
+    with made as second:
+        s3_proxy.fault = Fault("reset", method="PUT", skip=lost, times=1)  # the answer to the data file or to the index
+        save_one(second, 1, SMALL, ParallelLayout(dp=2), 1)
+        assert not second.wait()[0].ok
+    found = {item.key.rpartition("part-00001.")[2] for item in open_storage(s3_url).list()}
+    assert found == ({"failed", "index", "safetensors"} if lost else {"failed"})
