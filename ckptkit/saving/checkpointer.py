@@ -7,6 +7,7 @@ outlives a killed trainer for as long as it takes to finish the save it was hand
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -30,7 +31,7 @@ from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
-from threefold.errors import StorageError
+from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 
 CLOSE_WITHIN_S = 10.0
@@ -150,12 +151,14 @@ class Checkpointer:
         self._num_saves += 1
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
         attempt = f"{self._attempt}-{self._num_saves:04d}"
+        # What is wrong with this save is told before one that still runs is given up for it.
+        structure = self._structure_of(pieces, tensors)
+        check_memory(pieces, structure.sizes)
+        plain_metadata = _plain(metadata)
         if not self._make_way(step, attempt):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        structure = self._structure_of(pieces, tensors)
-        check_memory(pieces, structure.sizes)
         self._running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
@@ -166,7 +169,7 @@ class Checkpointer:
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
             files=tuple(files), ring=ring, draft=draft, layout=asdict(layout), num_layers=num_layers,
-            metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
+            metadata=plain_metadata, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
             retry_s=self._options.retry_s, keep_last=self._options.keep_last, num_threads=self._options.num_threads,
             abandoned=tuple(self._abandoned),
         )  # fmt: skip
@@ -358,6 +361,16 @@ class Checkpointer:
         kind = "ok" if report.ok else "skipped" if report.skipped else "failed"
         self.counts = replace(self.counts, **{kind: getattr(self.counts, kind) + 1})
         self._reports.append(report)
+
+
+def _plain(metadata: Mapping[str, Any]) -> Any:
+    """Metadata as it goes into the root; UserError where JSON has no words for it."""
+    plain = plain_json(metadata)
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the metadata of a save is not JSON: {error}") from None
+    return plain
 
 
 class _WriterProcess:

@@ -9,7 +9,8 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import checkpointer as checkpointer_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveCounts
-from tests.ckptkit.saves import SMALL, assert_holds, is_running, save_one, wait_until
+from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, is_running, pieces_of, save_one, wait_until
+from threefold.errors import UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
@@ -89,6 +90,21 @@ def test_an_older_save_is_given_up_for_a_newer(
     assert committed_steps(storage) == [2]
     assert list(storage.list("step-000000001/")) == []
     assert_holds(s3_url, 2, SMALL, scale=2)
+
+
+def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    with Checkpointer(s3_url, attempt="a", options=options("abort")) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        with pytest.raises(UserError, match="the metadata of a save is not JSON: Object of type set"):
+            save_one(checkpointer, 2, SMALL, seen={1, 2})
+        with pytest.raises(UserError, match="not in the table"):
+            checkpointer.save(
+                2, pieces_of(SMALL, ONE, 0), tensors=SMALL[1:], layout=ONE, num_layers=NUM_LAYERS, metadata={}
+            )  # fmt: skip
+        checkpointer.wait()
+        assert checkpointer.counts == SaveCounts(ok=1)
+    assert_holds(s3_url, 1, SMALL)
 
 
 def test_what_another_rank_gave_up_is_not_waited_for(
