@@ -154,7 +154,7 @@ class Checkpointer:
         # What is wrong with this save is told before one that still runs is given up for it.
         structure = self._structure_of(pieces, tensors)
         check_memory(pieces, structure.sizes)
-        plain_metadata = _plain(metadata)
+        _check_json(metadata)
         if not self._make_way(step, attempt):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
@@ -169,7 +169,7 @@ class Checkpointer:
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._world_size,
             files=tuple(files), ring=ring, draft=draft, layout=asdict(layout), num_layers=num_layers,
-            metadata=plain_metadata, arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
+            metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
             retry_s=self._options.retry_s, keep_last=self._options.keep_last, num_threads=self._options.num_threads,
             abandoned=tuple(self._abandoned),
         )  # fmt: skip
@@ -363,14 +363,12 @@ class Checkpointer:
         self._reports.append(report)
 
 
-def _plain(metadata: Mapping[str, Any]) -> Any:
-    """Metadata as it goes into the root; UserError where JSON has no words for it."""
-    plain = plain_json(metadata)
+def _check_json(metadata: Mapping[str, Any]) -> None:
+    """UserError where JSON has no words for a save's metadata."""
     try:
-        json.dumps(plain)
+        json.dumps(plain_json(metadata))
     except (TypeError, ValueError) as error:
         raise UserError(f"the metadata of a save is not JSON: {error}") from None
-    return plain
 
 
 class _WriterProcess:
