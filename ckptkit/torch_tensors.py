@@ -103,7 +103,8 @@ class Transfer:
         import torch
 
         cuda: Any = torch.cuda
-        host = self.lock(memory)
+        with cuda.device(copies[0][0].device):  # a thread begins on device 0, which may be another rank's
+            host = self.lock(memory)
         if not follows:
             self.follow([tensor for tensor, _, _ in copies])
         for device in {tensor.device for tensor, _, _ in copies}:
