@@ -47,9 +47,17 @@ def host_address(data: Any) -> int | None:
     return int(data.data_ptr()) if data.is_cpu else None
 
 
+def are_contiguous(sources: Sequence[Any]) -> bool:
+    """`is_contiguous` of all of many, in one go."""
+    return all(data.is_contiguous() if hasattr(data, "data_ptr") else data.flags.c_contiguous for data in sources)
+
+
 def host_addresses(sources: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """Where the elements of each source lie in host memory, 0 for a tensor on a device (and for one without any)."""
-    return np.fromiter((host_address(data) or 0 for data in sources), np.int64, len(sources))
+    """`host_address` of many in one go, 0 for a tensor on a device (and for one without any element)."""
+    addresses = [
+        (data.data_ptr() if data.is_cpu else 0) if hasattr(data, "data_ptr") else data.ctypes.data for data in sources
+    ]
+    return np.array(addresses, np.int64)
 
 
 def byte_range(tensor: Any, offset: int, size: int) -> Any:
@@ -95,7 +103,8 @@ class Transfer:
         import torch
 
         cuda: Any = torch.cuda
-        host = self.lock(memory)
+        with cuda.device(copies[0][0].device):  # a thread begins on device 0, which may be another rank's
+            host = self.lock(memory)
         if not follows:
             self.follow([tensor for tensor, _, _ in copies])
         for device in {tensor.device for tensor, _, _ in copies}:

@@ -187,7 +187,7 @@ def test_every_command_of_a_guide_runs(
         given = given.replace("--workers 16", "--workers 2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     (folder / "bin").mkdir()
-    for program in ("datakit", "ckptkit", "ray"):
+    for program in ("datakit", "ckptkit", "trainer", "ray"):
         module = {"ray": "ray.scripts.scripts"}.get(program, program)
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / program).chmod(0o755)

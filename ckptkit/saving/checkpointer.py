@@ -7,6 +7,7 @@ writer outlives a killed trainer for as long as it takes to finish the save it w
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -36,7 +37,7 @@ from ckptkit.saving.structure import Structure
 from ckptkit.saving.tiers import Node, Tier, due
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
-from threefold.errors import StorageError
+from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 
 CLOSE_WITHIN_S = 10.0
@@ -154,12 +155,14 @@ class Checkpointer:
         self._num_saves += 1
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
         attempt = f"{self._attempt}-{self._num_saves:04d}"
+        # What is wrong with this save is told before one that still runs is given up for it.
+        structure = self._structure_of(pieces, tensors)
+        check_memory(pieces, structure.sizes)
+        _check_json(metadata)
         if not self._make_way(step, attempt):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        structure = self._structure_of(pieces, tensors)
-        check_memory(pieces, tensors)
         self._running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
@@ -399,6 +402,14 @@ class Checkpointer:
         self._reports += self._copies.ended(self._writer.take_copied())
         if death:
             self._reports += self._copies.lost(death)
+
+
+def _check_json(metadata: Mapping[str, Any]) -> None:
+    """UserError where JSON has no words for a save's metadata."""
+    try:
+        json.dumps(plain_json(metadata))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the metadata of a save is not JSON: {error}") from None
 
 
 class _WriterProcess:

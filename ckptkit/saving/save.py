@@ -18,6 +18,7 @@ from ckptkit.plan import plan_save
 from ckptkit.saving.staging import check_memory
 from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
 from ckptkit.saving.stream import Stream
+from ckptkit.saving.structure import piece_sizes
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import Bytes, Transfer, byte_range, host_addresses
 from threefold.errors import UserError
@@ -44,7 +45,7 @@ def save(
         )
     target = StepTarget(open_storage(url), step, attempt or secrets.token_hex(8), rank, world_size)
     plan = plan_save(pieces, tensors)
-    check_memory(pieces, tensors)
+    check_memory(pieces, piece_sizes(pieces, tensors))
     stream = Stream.of(plan, len(pieces), BOUNCE_BYTES)
     source = _Source(stream, [piece.data for piece in pieces] + [np.frombuffer(f.header, np.uint8) for f in plan.files])
     parts = [

@@ -58,12 +58,13 @@ class StagedBlocks:
         while self._num_staged <= block:
             select.select([staged, self._handover.stop], [], [], LOOK_S)
             self.check()
+            is_orphan = os.getppid() != self._trainer  # asked first: what the trainer staged before it died counts
             found = staged.take()
             self._num_staged += found
             if found:
                 continue
             done = f"after {self._num_staged} of {order.ring.num_blocks} blocks of step {order.step}"
-            if os.getppid() != self._trainer:
+            if is_orphan:
                 raise StorageError(f"writer {order.writer}: the trainer died {done}")
             if time.monotonic() > waits_until:
                 raise StorageError(

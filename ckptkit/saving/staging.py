@@ -20,8 +20,7 @@ from ckptkit.saving.handover import Handover
 from ckptkit.saving.save_order import Area, Ring, StagedFile
 from ckptkit.saving.stream import Stream
 from ckptkit.saving.structure import Structure
-from ckptkit.tensor import ITEMSIZE, TensorInfo
-from ckptkit.torch_tensors import Transfer, byte_range, host_addresses, is_contiguous, num_bytes
+from ckptkit.torch_tensors import Transfer, are_contiguous, byte_range, host_addresses, is_contiguous, num_bytes
 from threefold.errors import UserError
 
 ALIGNMENT = 4096
@@ -168,13 +167,14 @@ class Staging:
         arena.transfer.wait()
 
 
-def check_memory(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
-    """UserError where a piece's memory is not its elements one after the other."""
-    itemsize = {info.name: ITEMSIZE[info.dtype] for info in tensors}
-    for piece in pieces:
-        data = piece.data
-        if num_bytes(data) != (piece.stop - piece.start) * itemsize[piece.name] or not is_contiguous(data):
-            raise UserError(f"{piece.name}: {memory_misfit(piece, itemsize[piece.name])}")
+def check_memory(pieces: Sequence[Piece], sizes: Sequence[int]) -> None:
+    """UserError where a piece's memory is not its elements, of so many bytes, one after the other."""
+    data = [piece.data for piece in pieces]
+    if [each.nbytes for each in data] == sizes and are_contiguous(data):
+        return
+    for piece, size in zip(pieces, sizes, strict=True):
+        if fault := memory_misfit(piece, size // max(piece.stop - piece.start, 1)):
+            raise UserError(f"{piece.name}: {fault}")
 
 
 def memory_misfit(piece: Piece, itemsize: int) -> str | None:

@@ -123,6 +123,7 @@ def write_step(
     except StorageError as error:
         tell_failed(target, error)  # there are no files yet
         raise
+    num_removable = len(parts)
     try:
         largest = max((part.draft.size_bytes for part in parts), default=0)
         target.striper.prepare(target.storage, target.keys(0)[0], largest, target.num_writers)
@@ -130,6 +131,8 @@ def write_step(
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             content = indexes[number].to_bytes()
+            if number == 0:  # from its try on, whatever its answer, writer 0 may have seen all files, and commit them
+                num_removable = 0
             retries.run(partial(target.storage.write, target.keys(number)[1], content))
         write_s = time.monotonic() - started
         root = draft and retries.run(partial(_complete, target, draft, lambda: patience_s(write_s)))
@@ -137,7 +140,7 @@ def write_step(
             commit_s = time.monotonic() - started - write_s
             root = replace(root, saved=Saved.now(code=code, write_s=write_s, commit_s=commit_s))
     except BaseException as error:
-        _clean_up(target, len(parts), error)
+        _clean_up(target, num_removable, error)
         raise
     if root is not None:
         try:

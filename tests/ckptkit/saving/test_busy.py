@@ -9,7 +9,8 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import checkpointer as checkpointer_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveCounts
-from tests.ckptkit.saves import SMALL, assert_holds, is_running, save_one, wait_until
+from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, is_running, pieces_of, save_one, wait_until
+from threefold.errors import UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
@@ -91,6 +92,21 @@ def test_an_older_save_is_given_up_for_a_newer(
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 
+def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    with Checkpointer(s3_url, attempt="a", options=options("abort")) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        with pytest.raises(UserError, match="the metadata of a save is not JSON: Object of type set"):
+            save_one(checkpointer, 2, SMALL, seen={1, 2})
+        with pytest.raises(UserError, match="not in the table"):
+            checkpointer.save(
+                2, pieces_of(SMALL, ONE, 0), tensors=SMALL[1:], layout=ONE, num_layers=NUM_LAYERS, metadata={}
+            )  # fmt: skip
+        checkpointer.wait()
+        assert checkpointer.counts == SaveCounts(ok=1)
+    assert_holds(s3_url, 1, SMALL)
+
+
 def test_what_another_rank_gave_up_is_not_waited_for(
     s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,3 +154,17 @@ def test_what_it_refuses_for_longer_fails(s3_proxy: FaultProxy, s3_url: str, mon
         assert report.num_attempts > 1
         s3_proxy.fault = Fault()
     assert committed_steps(open_storage(s3_url)) == []
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_files_that_may_have_been_committed_are_not_removed(
+    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    made = Checkpointer(s3_url, rank=1, world_size=2, attempt="a", options=CheckpointerOptions(retry_s=0.0))
+    with made as second:
+        s3_proxy.fault = Fault("reset", method="PUT", skip=lost, times=1)  # the answer to the data file or to the index
+        save_one(second, 1, SMALL, ParallelLayout(dp=2), 1)
+        assert not second.wait()[0].ok
+    found = {item.key.rpartition("part-00001.")[2] for item in open_storage(s3_url).list()}
+    assert found == ({"failed", "index", "safetensors"} if lost else {"failed"})

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -96,8 +97,10 @@ def test_a_writer_that_dies_or_fails_frees_a_trainer_that_waits_for_room(tmp_pat
         assert "cannot write" in checkpointer.wait()[0].error
         writer = checkpointer.writer_pid
         os.kill(writer, signal.SIGSTOP)
-        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {writer}"])
+        killing = threading.Timer(0.5, os.kill, (writer, signal.SIGKILL))
+        killing.start()
         checkpointer.save(2, pieces, **common)
+        killing.join()
         assert "was killed by SIGKILL while it saved step 2" in checkpointer.wait()[0].error
         checkpointer.save(3, pieces, **common)
         assert checkpointer.wait()[0].ok
