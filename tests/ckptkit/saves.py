@@ -134,6 +134,8 @@ def is_running(pid: int) -> bool:
 
 def strace(*inject: str) -> list[str]:
     """The command that runs another under strace with faults injected into its system calls."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
     return ["strace", "-f", "-qq", "-o", os.devnull, *(word for each in inject for word in ("-e", f"inject={each}"))]
 
 
