@@ -105,7 +105,10 @@ class LocalStorage:
             except OSError as error:
                 raise local_failure(error, "delete", path) from error
         for folder in folders:
-            self._remove_empty(folder)
+            try:
+                self._remove_empty(folder)
+            except OSError as error:
+                raise local_failure(error, "delete files in", folder) from error
 
     def copy(self, source: str, target: str) -> None:
         path = self._path(source)

@@ -164,10 +164,13 @@ def test_a_restore_from_a_server_that_fails_is_an_error_and_no_damage(
     assert newest_good(s3_url, SMALL) == 2
 
 
-@pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("then", ["killed", pytest.param("fails", marks=pytest.mark.slow)])
-def test_a_stuck_upload_of_parts_costs_one_save(s3_proxy: FaultProxy, s3_url: str, then: str) -> None:
+def test_a_stuck_upload_of_parts_costs_one_save(
+    s3_proxy: FaultProxy, s3_url: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a killed writer leaves of an upload is no object, and in nobody's way."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "6")  # time enough for a part
     assert sum(info.size_bytes for info in LARGE) > PART_BYTES
     with Checkpointer(s3_url, attempt="a") as checkpointer:
         save_one(checkpointer, 1, SMALL)

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 import signal
 from pathlib import Path
 
@@ -34,8 +33,6 @@ from tests.ckptkit.saves import (
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
-
-needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -163,7 +160,6 @@ def test_a_writer_finishes_its_save_after_its_trainer_was_killed(s3_proxy: Fault
     wait_until(lambda: not is_running(writer))  # also while another process holds its pipe open
 
 
-@needs_strace
 def test_a_writer_finishes_local_files_after_its_trainer_was_killed(tmp_path: Path) -> None:
     trainer = start_rank(
         str(tmp_path / "run"), "--steps", 7, "--then", "kill", under=strace("fsync:delay_enter=200000")
