@@ -4,8 +4,9 @@
 
 Writes the part indexes of a save in which every rank holds a piece of every tensor, once cut by ZeRO over most ranks
 and once by tensor parallelism over most; then, in fresh processes on one core, plans one rank's load in the same layout
-and in another one, plans its save, and does what the commit does with the indexes (memory is what that adds). The peer is the same table as JSON,
-of `--sample` ranks, parsed with json and orjson and scaled to all ranks. Prints seconds, bytes an entry and peak RSS.
+and in another one, plans its save, and does what the commit does with the indexes. The peer is the same table as JSON,
+of `--sample` ranks, parsed with json and orjson and scaled to all ranks. Prints seconds, bytes an entry and how much
+the peak RSS grew.
 """
 
 import argparse
