@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.chunk import Piece
@@ -43,7 +43,7 @@ PARTS = tuple(Part(part_keys("a1", n)[0], 4096, part_keys("a1", n)[1], 900, n) f
 ROOT = Root(100, "a1", LAYOUT, 3, {t.name: t for t in TENSORS}, PARTS, {"tokens": 5}).to_bytes()
 MAX_MEMORY_BYTES = 4 << 20  # both files are below 20 KB
 PARSERS = [(INDEX, PartIndex.from_bytes), (ROOT, Root.from_bytes)]
-SETTINGS = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=80)
 EDGES = [
     0,
     1,
