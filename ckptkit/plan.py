@@ -92,10 +92,7 @@ class StoredChunks:
 
 
 class PartJoin:
-    """Joins part indexes one by one over a checkpoint's tensor table, without ever holding what lies out of bounds.
-
-    `of` may be called from several threads.
-    """
+    """Joins part indexes one by one over a checkpoint's tensor table; what lies out of bounds is never held."""
 
     def __init__(self, tensors: Sequence[TensorInfo], bounds: Bounds | None = None) -> None:
         self.tensors = TensorColumns.of(tensors)

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tools.fault_proxy import FaultProxy
 from tools.s3_server import Server, find_weed, start, stop
 
 pytest.register_assert_rewrite("threefold.storage.conformance")
+# A busy machine is no fault of what is tested.
+settings.register_profile("threefold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("threefold")
 
 
 @pytest.fixture(scope="session")

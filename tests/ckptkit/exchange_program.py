@@ -19,7 +19,7 @@ from tests.ckptkit.saves import pieces_of
 from threefold.errors import UserError
 from threefold.storage import Buffer, open_storage
 
-BIG = gpt_tensors(hidden=256, ffn=1024, vocab=4001)
+BIG = gpt_tensors(hidden=256, ffn=512, vocab=2001)
 
 
 class Spoiled(NodeExchange):

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.chunk import Box, Piece
-from ckptkit.chunk_table import ChunkTable
+from ckptkit.chunk_table import ChunkTable, TensorColumns
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import RankChunk, rank_chunks
 from ckptkit.placement import Placement
-from ckptkit.plan import StoredChunks, plan_load, plan_save
+from ckptkit.plan import Bounds, LoadPlan, StoredChunks, plan_load, plan_save
 from ckptkit.tensor import TensorInfo, storage_order
 from tests.ckptkit.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, UserError
@@ -48,7 +48,11 @@ def save(ranks: list[list[RankChunk]], tensors: list[TensorInfo], arrays: dict[s
 
 def load(wanted: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndarray], indexes: list[PartIndex]):  # type: ignore[no-untyped-def]
     table = ChunkTable.of(wanted)
-    plan = plan_load(table, StoredChunks.of(indexes, tensors))
+    everything = StoredChunks.of(indexes, tensors)
+    near = StoredChunks.of(indexes, tensors, Bounds.of(table, everything.chunks.tensors))
+    assert len(near.chunks) <= len(everything.chunks)
+    plan = plan_load(table, near)
+    assert_equal(plan, plan_load(table, everything))
     targets = [np.zeros(size, np.uint8) for size in table.size_bytes]
     writes = [np.zeros(size, np.int64) for size in table.size_bytes]
     keys = list(zip(plan.part.tolist(), plan.source.tolist(), strict=True))
@@ -61,6 +65,11 @@ def load(wanted: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndar
         writes[row][target : target + size] += 1
     assert all((count == 1).all() for count in writes), "each byte is copied exactly once"
     return targets, plan
+
+
+def assert_equal(plan: LoadPlan, other: LoadPlan) -> None:
+    for name in ("part", "source", "wanted", "target", "size"):
+        assert np.array_equal(getattr(plan, name), getattr(other, name)), name
 
 
 @st.composite
@@ -186,6 +195,32 @@ def test_ranges_of_one_box_in_one_file_join_again() -> None:
     files, indexes = save([[(info, box, 50, 100), (info, box, 0, 50)]], [info], values([info]))
     _, plan = load([(info, box, 0, 100)], [info], files, indexes)
     assert len(plan) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_bounds_hold_every_position_and_no_line_more(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+    info, numel = TensorInfo("t", "F32", (9, 9, 9)[: len(shape)], Placement(0)), math.prod(shape)
+    offset = data.draw(st.tuples(*(st.integers(0, 9 - size) for size in shape)))
+    start = data.draw(st.integers(0, numel - 1))
+    stop = data.draw(st.integers(start + 1, numel))
+    low, high = ChunkTable.of([(info, Box(offset, shape), start, stop)]).bounds()
+    held = np.stack(np.unravel_index(np.arange(start, stop), shape), axis=1) + offset
+    for dim in range(len(shape)):
+        assert low[dim] <= held[:, dim].min()
+        assert high[dim] > held[:, dim].max()
+    assert (low[0], high[0]) == (held[:, 0].min(), held[:, 0].max() + 1)
+
+
+def test_bounds_leave_out_what_is_elsewhere() -> None:
+    tensors = gpt_tensors(num_layers=4, hidden=64, vocab=640)
+    ranks = all_ranks(tensors, 4, ParallelLayout(tp=2, dp=4))
+    _, indexes = save(ranks, tensors, values(tensors), max_chunks=1000)
+    wanted = ChunkTable.of(ranks[5])
+    near = StoredChunks.of(indexes, tensors, Bounds.of(wanted, TensorColumns.of(tensors)))
+    assert len(wanted) <= len(near.chunks) <= 2 * len(wanted)
+    assert len(StoredChunks.of(indexes, tensors).chunks) >= 4 * len(wanted)
 
 
 def test_missing_and_doubled_elements_are_reported() -> None:
