@@ -65,12 +65,24 @@ def write_lightning(folder: Path) -> None:
     write_litdata(folder / "table", DOCUMENTS, ["no_header_numpy:2", "no_header_numpy:2"], config=names)
 
 
+def write_run(folder: Path) -> None:
+    """The configuration of a small run on the store."""
+    (folder / "run.toml").write_text(
+        "[model]\nnum_layers = 2\nhidden_size = 32\n[data]\nstores = ['store']\n"
+        "[train]\ntrain_steps = 6\nseq_length = 32\ndevice = 'cpu'\n"
+    )
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
     "From datatrove": write_datatrove,
     "From MosaicML streaming (MDS)": write_mosaic,
     "From litdata": write_lightning,
+    "Save to two places": write_run,
+    "Memory as the first tier": write_run,
+    "Each node's own disk": write_run,
+    "A replica on the next node": write_run,
 }
 
 
@@ -137,7 +149,7 @@ def test_every_command_of_a_guide_runs(
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
     given = SET_UP_ELSEWHERE.sub("", commands)
-    given = given.replace("s3://bucket", url).replace(" /data/", f" {tmp_path}/")
+    given = re.sub(r"([ =])/(data|dev/shm)/", rf"\1{tmp_path}/\2/", given.replace("s3://bucket", url))
     given = (
         given.replace("HOST:6379", f"127.0.0.1:{port}")
         .replace("ray start --head --port 6379", head)
@@ -149,8 +161,9 @@ def test_every_command_of_a_guide_runs(
         given = given.replace("--workers 16", "--workers 2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     (folder / "bin").mkdir()
-    for program in ("datakit", "ray"):
-        module = {"datakit": "datakit", "ray": "ray.scripts.scripts"}[program]
+    modules = {"ray": "ray.scripts.scripts", "torchrun": "torch.distributed.run"}
+    for program in ("datakit", "ckptkit", "trainer", "ray", "torchrun"):
+        module = modules.get(program, program)
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / program).chmod(0o755)
     try:

@@ -3,6 +3,8 @@
 import dataclasses
 
 from ckptkit.layout import ParallelLayout
+from ckptkit.saving.tiers import Tiers, check_intervals, parse_tiers
+from threefold.errors import UserError
 from trainer.config import Config, DataConfig, ValidConfig
 
 Fault = tuple[set[str], str]  # the fields that take part, and the sentence
@@ -15,6 +17,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *layout_faults(config, world_size),
         *data_faults(config),
         *schedule_faults(config),
+        *tier_faults(config),
     ]
 
 
@@ -105,6 +108,20 @@ def schedule_faults(config: Config) -> list[Fault]:
     return faults
 
 
+def tier_faults(config: Config) -> list[Fault]:
+    """Faults in what is written of the tiers, and between their intervals and the run's."""
+    try:
+        tiers = tiers_of(config)
+        if tiers is not None:
+            check_intervals(tiers, config.checkpoint.save_interval)
+    except UserError as error:
+        return [({"checkpoint.save", "checkpoint.save_interval"}, f"checkpoint.save: {error.message}: {error.hint}")]
+    if tiers is not None and tiers.first.of_node and config.parallel.zero_stage == 0:
+        text = f"checkpoint.save {tiers.first.url} is each node's own, for which parallel.zero_stage must be 1, got 0"
+        return [({"checkpoint.save", "parallel.zero_stage"}, text)]
+    return []
+
+
 def resolve(config: Config, world_size: int) -> Config:
     """A fault-free configuration with the sizes that were left at 0 filled in (vocab_size apart)."""
     model, parallel, train = config.model, config.parallel, config.train
@@ -122,6 +139,11 @@ def resolve(config: Config, world_size: int) -> Config:
             train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)
         ),
     )
+
+
+def tiers_of(config: Config) -> Tiers | None:
+    """Where a run saves to, None where nowhere; UserError where it is not well written."""
+    return parse_tiers(config.checkpoint.save) if config.checkpoint.save else None
 
 
 def layout_of(config: Config) -> ParallelLayout:

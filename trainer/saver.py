@@ -2,14 +2,16 @@
 
 import sys
 
-from ckptkit.address import open_address
 from ckptkit.format.root import ROOT_KEY, step_folder
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
+from ckptkit.saving.tiers import destinations, filled
 from threefold.errors import StorageError
+from threefold.storage import open_storage
 from trainer.config import Config
-from trainer.config_check import layout_of
+from trainer.config_check import layout_of, tiers_of
 from trainer.engine import Engine
 from trainer.metrics import Log
+from trainer.node import find_node
 from trainer.ranks import Ranks
 from trainer.state import Progress
 
@@ -30,13 +32,20 @@ class Saver:
         self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
         self._saved_step, self._num_failed = saved_step, 0
         self._checkpointer: Checkpointer | None = None
-        if config.checkpoint.save:
+        tiers, node = tiers_of(config), find_node(ranks, config)
+        if tiers is not None:
             self._checkpointer = Checkpointer(
-                config.checkpoint.save,
+                filled(tiers.first.url, node),
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
-                options=CheckpointerOptions(deadline_s=config.checkpoint.deadline_s, max_failed_saves=NEVER),
+                options=CheckpointerOptions(
+                    deadline_s=config.checkpoint.deadline_s,
+                    max_failed_saves=NEVER,
+                    keep_last=tiers.first.keep_last,
+                    tiers=destinations(tiers, node),
+                    node=node,
+                ),
             )
             self._checkpointer.prepare(engine.pieces(), engine.tensors())
 
@@ -67,7 +76,8 @@ class Saver:
     def check(self, num_failed: int) -> None:
         """End the run, on all ranks together, where so many saves in a row failed on any rank."""
         if num_failed >= self._config.checkpoint.max_failed_saves:
-            url = self._config.checkpoint.save
+            assert self._checkpointer is not None, "a save failed"
+            url = self._checkpointer.url
             error = StorageError(
                 f"{num_failed} saves in a row to {url} failed",
                 hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {url}",
@@ -88,11 +98,15 @@ class Saver:
             self.check(num_failed)
             self._ranks.say(f"saving step {progress.step} again")
             self.save(progress, loss)
-        self._checkpointer.close()
+        self._checkpointer.copy_last()
+        self._report(self._checkpointer.close())
 
     def _report(self, reports: list[SaveReport]) -> None:
         for report in reports:
-            ok = report.ok or self._is_committed(report.step)
+            ok = report.ok or self._is_committed(report.url, report.step)
+            if self._checkpointer is not None and report.url != self._checkpointer.url:
+                self._report_copy(report, ok)
+                continue
             self._num_failed = 0 if ok else self._num_failed + 1
             error = {} if report.ok else {"error": report.error}
             num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
@@ -104,10 +118,19 @@ class Saver:
                 text = f"warning: {where}the save of step {report.step} failed: {report.error}"
                 print(text, file=sys.stderr, flush=True)
 
-    def _is_committed(self, step: int) -> bool:
+    def _report_copy(self, report: SaveReport, ok: bool) -> None:
+        """Tell how a step was copied to a slower tier; training goes on whatever came of it."""
+        error = {} if report.ok else {"error": report.error}
+        self._log.event("copy", report.step, ok=ok, url=report.url, write_s=report.write_s, **error)
+        if not ok:
+            where = self._ranks.where([self._ranks.rank])
+            text = f"warning: {where}step {report.step} was not copied to {report.url}: {report.error}"
+            print(text, file=sys.stderr, flush=True)
+
+    def _is_committed(self, url: str, step: int) -> bool:
         """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
-        storage, _ = open_address(self._config.checkpoint.save)
         try:
+            storage = open_storage(url)
             return storage.info(f"{step_folder(step)}/{ROOT_KEY}") is not None
         except StorageError:
             return False
