@@ -103,10 +103,10 @@ class Saver:
 
     def _report(self, reports: list[SaveReport]) -> None:
         for report in reports:
-            ok = report.ok or self._is_committed(report.url, report.step)
             if self._checkpointer is not None and report.url != self._checkpointer.url:
-                self._report_copy(report, ok)
+                self._report_copy(report)
                 continue
+            ok = report.ok or self._is_committed(report.url, report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
             error = {} if report.ok else {"error": report.error}
             num_bytes = sum(info.size_bytes for info in self._engine.tensors() if info.placement.tied_to is None)
@@ -118,11 +118,11 @@ class Saver:
                 text = f"warning: {where}the save of step {report.step} failed: {report.error}"
                 print(text, file=sys.stderr, flush=True)
 
-    def _report_copy(self, report: SaveReport, ok: bool) -> None:
-        """Tell how a step was copied to a slower tier; training goes on whatever came of it."""
+    def _report_copy(self, report: SaveReport) -> None:
+        """Tell how a step was copied to a slower tier, of which nothing is asked: a dead one must not hold up steps."""
         error = {} if report.ok else {"error": report.error}
-        self._log.event("copy", report.step, ok=ok, url=report.url, write_s=report.write_s, **error)
-        if not ok:
+        self._log.event("copy", report.step, ok=report.ok, url=report.url, write_s=report.write_s, **error)
+        if not report.ok:
             where = self._ranks.where([self._ranks.rank])
             text = f"warning: {where}step {report.step} was not copied to {report.url}: {report.error}"
             print(text, file=sys.stderr, flush=True)
