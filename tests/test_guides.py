@@ -93,6 +93,14 @@ def write_long_run(folder: Path) -> None:
         write_checkpoint(storage, step, ParallelLayout(), 1, tensors, values(tensors), metadata=losses)
 
 
+def write_config(folder: Path) -> None:
+    """The configuration of a small run on the store."""
+    (folder / "run.toml").write_text(
+        "[model]\nnum_layers = 2\nhidden_size = 32\n[data]\nstores = ['store']\n"
+        "[train]\ntrain_steps = 6\nseq_length = 32\ndevice = 'cpu'\n"
+    )
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
@@ -108,6 +116,10 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Find the best step": write_long_run,
     "Pin a step": write_long_run,
     "Prune by hand": write_long_run,
+    "Save to two places": write_config,
+    "Memory as the first tier": write_config,
+    "Each node's own disk": write_config,
+    "A replica on the next node": write_config,
 }
 
 
@@ -175,7 +187,7 @@ def test_every_command_of_a_guide_runs(
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
     given = SET_UP_ELSEWHERE.sub("", commands)
-    given = given.replace("s3://bucket", url).replace(" /data/", f" {tmp_path}/")
+    given = re.sub(r"([ =])/(data|dev/shm)/", rf"\1{tmp_path}/\2/", given.replace("s3://bucket", url))
     given = (
         given.replace("HOST:6379", f"127.0.0.1:{port}")
         .replace("ray start --head --port 6379", head)
@@ -187,8 +199,9 @@ def test_every_command_of_a_guide_runs(
         given = given.replace("--workers 16", "--workers 2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     (folder / "bin").mkdir()
-    for program in ("datakit", "ckptkit", "trainer", "ray"):
-        module = {"ray": "ray.scripts.scripts"}.get(program, program)
+    modules = {"ray": "ray.scripts.scripts", "torchrun": "torch.distributed.run"}
+    for program in ("datakit", "ckptkit", "trainer", "ray", "torchrun"):
+        module = modules.get(program, program)
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / program).chmod(0o755)
     try:

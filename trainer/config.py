@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What one field says of itself: help, allowed range (`above` and `below` exclude their bound), short flags."""
+    """What one field says of itself: help, allowed range (`above` and `below` exclude their bound), short flags.
+
+    A list that `repeats` is given by repeating its flag, not by commas, and may be one text in TOML.
+    """
 
     help: str
     minimum: float | None = None
@@ -19,6 +22,7 @@ class Option:
     maximum: float | None = None
     below: float | None = None
     flags: tuple[str, ...] = ()
+    repeats: bool = False
 
 
 def option(
@@ -30,9 +34,10 @@ def option(
     maximum: float | None = None,
     below: float | None = None,
     flags: Sequence[str] = (),
+    repeats: bool = False,
 ) -> Any:
     """A dataclass field with its default and its Option."""
-    described = Option(help, minimum, above, maximum, below, tuple(flags))
+    described = Option(help, minimum, above, maximum, below, tuple(flags), repeats)
     return field(default=default, metadata={"option": described})
 
 
@@ -132,7 +137,13 @@ class TrainConfig:
 class CheckpointConfig:
     """`[checkpoint]`: where state is saved to and resumed from."""
 
-    save: str = option("", "run URL to save to; a committed step in it is resumed", flags=["--save"])
+    save: tuple[str, ...] = option(
+        (),
+        "run URL to save to; a committed step in it is resumed. Repeated, fastest first, it names tiers: "
+        "URL,every=N,keep_last=N (docs/guides/tiers.md)",
+        flags=["--save"],
+        repeats=True,
+    )
     load: str = option("", "run or step URL that seeds the run while `save` holds no step", flags=["--load"])
     save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
     max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)

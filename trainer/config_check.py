@@ -1,8 +1,11 @@
 """What holds between the fields of a configuration, and the sizes that follow from others."""
 
-import dataclasses
+from dataclasses import replace
 
 from ckptkit.layout import ParallelLayout
+from ckptkit.runs.retention import Retention
+from ckptkit.saving.tiers import Tiers, check_intervals, parse_tiers
+from threefold.errors import UserError
 from trainer.config import Config, DataConfig, ValidConfig
 
 Fault = tuple[set[str], str]  # the fields that take part, and the sentence
@@ -15,6 +18,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *layout_faults(config, world_size),
         *data_faults(config),
         *schedule_faults(config),
+        *tier_faults(config),
     ]
 
 
@@ -108,23 +112,48 @@ def schedule_faults(config: Config) -> list[Fault]:
     return faults
 
 
+def tier_faults(config: Config) -> list[Fault]:
+    """Faults in what is written of the tiers, and between their intervals and the run's."""
+    try:
+        tiers = tiers_of(config)
+        if tiers is not None:
+            check_intervals(tiers, config.checkpoint.save_interval)
+    except UserError as error:
+        return [({"checkpoint.save", "checkpoint.save_interval"}, f"checkpoint.save: {error.message}: {error.hint}")]
+    if tiers is not None and tiers.first.of_node and config.parallel.zero_stage == 0:
+        text = f"checkpoint.save {tiers.first.url} is each node's own, for which parallel.zero_stage must be 1, got 0"
+        return [({"checkpoint.save", "parallel.zero_stage"}, text)]
+    return []
+
+
 def resolve(config: Config, world_size: int) -> Config:
     """A fault-free configuration with the sizes that were left at 0 filled in (vocab_size apart)."""
     model, parallel, train = config.model, config.parallel, config.train
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
-    return dataclasses.replace(
+    return replace(
         config,
-        model=dataclasses.replace(
+        model=replace(
             model,
             num_kv_heads=model.num_kv_heads or model.num_heads,
             ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         ),
-        parallel=dataclasses.replace(parallel, dp=dp),
-        optim=dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or train.train_steps),
-        train=dataclasses.replace(
-            train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)
-        ),
+        parallel=replace(parallel, dp=dp),
+        optim=replace(config.optim, decay_steps=config.optim.decay_steps or train.train_steps),
+        train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
     )
+
+
+def tiers_of(config: Config) -> Tiers | None:
+    """Where a run saves to, None where nowhere; UserError where it is not well written.
+
+    The first tier keeps what checkpoint.keep_* say unless its own text says something else.
+    """
+    keep = config.checkpoint
+    if not keep.save:
+        return None
+    tiers = parse_tiers(keep.save)
+    rules = Retention(keep.keep_last, keep.keep_every, keep.keep_best, keep.keep_hourly, keep.keep_best_metric)
+    return tiers if tiers.first.retention.has_rules else replace(tiers, first=replace(tiers.first, retention=rules))
 
 
 def layout_of(config: Config) -> ParallelLayout:

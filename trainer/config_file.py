@@ -41,10 +41,11 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlagText:
-    """A value that came as text from the command line."""
+    """A value that came as text from the command line; several of a flag that may be repeated."""
 
     text: str
     flag: str
+    more: tuple[str, ...] = ()
 
 
 class Mismatch(ValueError):
@@ -152,7 +153,10 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
     """A TOML value or a flag's text as the type of its field, within its range; Mismatch says what would fit."""
     if typing.get_origin(annotation) is tuple:
         item = typing.get_args(annotation)[0]
-        if isinstance(value, FlagText):
+        if described.repeats and isinstance(value, FlagText | str):
+            texts = [value.text, *value.more] if isinstance(value, FlagText) else [value]
+            value = [text for text in texts if text]
+        elif isinstance(value, FlagText):
             value = [FlagText(text.strip(), value.flag) for text in value.text.split(",") if text.strip()]
         if not isinstance(value, list | tuple):
             raise Mismatch(f"a list of {KINDS[item]}")
@@ -226,7 +230,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             leaf.flag,
             dest=PREFIX + leaf.name,
             default=argparse.SUPPRESS,
-            metavar=metavar(leaf.annotation),
+            metavar="S" if leaf.option.repeats else metavar(leaf.annotation),
+            action="append" if leaf.option.repeats else "store",
             help=text.replace("%", "%%"),
         )
     for flag, name, value in (("--bf16", "train.precision", "bf16"), ("--strict", "checkpoint.strict", "true")):
@@ -251,7 +256,10 @@ def metavar(annotation: Any) -> str:
 
 def flag_overrides(arguments: argparse.Namespace) -> dict[str, FlagText]:
     """The overrides that were given on a command line parsed with add_flags."""
-    return {
-        name: FlagText(str(text), "--" + name.replace("_", "-"))
-        for name, text in ((key.removeprefix(PREFIX), text) for key, text in vars(arguments).items() if PREFIX in key)
-    }
+    found = {}
+    for key, value in vars(arguments).items():
+        if PREFIX in key:
+            name = key.removeprefix(PREFIX)
+            text, *more = value if isinstance(value, list) else [str(value)]
+            found[name] = FlagText(text, "--" + name.replace("_", "-"), tuple(more))
+    return found

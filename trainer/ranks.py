@@ -102,11 +102,7 @@ class Ranks:
             mine = StorageError(str(error))
         elif error is not None and not isinstance(error, UserError):
             mine = UserError(f"{type(error).__name__}: {error}")
-        found: list[UserError | None] = [mine]
-        if self.world_size > 1:
-            found = [None] * self.world_size
-            dist.all_gather_object(found, mine)
-        return {rank: fault for rank, fault in enumerate(found) if fault is not None}
+        return {rank: fault for rank, fault in enumerate(self.gather(mine)) if fault is not None}
 
     def told(self, faults: Mapping[int, UserError]) -> str:
         """The first rank's fault, and the ranks that have one unless all have the same."""
@@ -120,6 +116,13 @@ class Ranks:
         numbers = sorted(ranks)
         shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
         return f"on rank{'s' if len(numbers) > 1 else ''} {shown} of {self.world_size}: "
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on all ranks."""
+        found = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, value)
+        return found
 
     def broadcast(self, value: T) -> T:
         """The first rank's value, on all ranks."""

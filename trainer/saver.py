@@ -2,16 +2,17 @@
 
 import sys
 
-from ckptkit.address import open_address
 from ckptkit.format.root import ROOT_KEY, step_folder
-from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.save_report import SaveReport
+from ckptkit.saving.tiers import destinations, filled
 from threefold.errors import StorageError
+from threefold.storage import open_storage
 from trainer.config import Config
-from trainer.config_check import layout_of
+from trainer.config_check import layout_of, tiers_of
 from trainer.engine import Engine
 from trainer.metrics import Log
+from trainer.node import find_node
 from trainer.ranks import Ranks
 from trainer.state import Progress
 
@@ -40,9 +41,10 @@ class Saver:
         self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         # views of memory that the run keeps: made once, so that a save compares no structure anew
         self._pieces, self._tensors = engine.pieces(), engine.tensors()
-        if save.save:
+        tiers, node = tiers_of(config), find_node(ranks, config)
+        if tiers is not None:
             self._checkpointer = Checkpointer(
-                save.save,
+                filled(tiers.first.url, node),
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
@@ -55,7 +57,9 @@ class Saver:
                     when_busy="abort" if save.when_busy == "abort" else "wait",
                     stripe_count=save.stripe_count,
                     stripe_size_bytes=save.stripe_size_bytes,
-                    retention=retention_of(config),
+                    retention=tiers.first.retention,
+                    tiers=destinations(tiers, node),
+                    node=node,
                     code=save.code,
                 ),
             )
@@ -119,7 +123,8 @@ class Saver:
     def check(self, num_failed: int) -> None:
         """End the run, on all ranks together, where so many saves in a row failed on any rank."""
         if num_failed >= self._config.checkpoint.max_failed_saves:
-            url = self._config.checkpoint.save
+            assert self._checkpointer is not None, "a save failed"
+            url = self._checkpointer.url
             error = StorageError(
                 f"{num_failed} saves in a row to {url} failed",
                 hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {url}",
@@ -140,11 +145,15 @@ class Saver:
             self.check(num_failed)
             self._ranks.say(f"saving step {progress.step} again")
             self.save(progress, loss)
-        self._checkpointer.close()
+        self._checkpointer.copy_last()
+        self._report(self._checkpointer.close())
 
     def _report(self, reports: list[SaveReport]) -> None:
         for report in reports:
-            ok = report.ok or self._is_committed(report.step)
+            if self._checkpointer is not None and report.url != self._checkpointer.url:
+                self._report_copy(report)
+                continue
+            ok = report.ok or self._is_committed(report.url, report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
             if report.warning:
                 self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
@@ -164,16 +173,19 @@ class Saver:
             num_attempts=report.num_attempts, counts=dict(self._counts), **told,
         )  # fmt: skip
 
-    def _is_committed(self, step: int) -> bool:
+    def _report_copy(self, report: SaveReport) -> None:
+        """Tell how a step was copied to a slower tier, of which nothing is asked: a dead one must not hold up steps."""
+        told = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
+        self._log.event("copy", report.step, ok=report.ok, url=report.url, write_s=report.write_s, **told)
+        if not report.ok:
+            where = self._ranks.where([self._ranks.rank])
+            text = f"warning: {where}step {report.step} was not copied to {report.url}: {report.error}"
+            print(text, file=sys.stderr, flush=True)
+
+    def _is_committed(self, url: str, step: int) -> bool:
         """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
-        storage, _ = open_address(self._config.checkpoint.save)
         try:
+            storage = open_storage(url)
             return storage.info(f"{step_folder(step)}/{ROOT_KEY}") is not None
         except StorageError:
             return False
-
-
-def retention_of(config: Config) -> Retention:
-    """Which steps a run keeps."""
-    keep = config.checkpoint
-    return Retention(keep.keep_last, keep.keep_every, keep.keep_best, keep.keep_hourly, keep.keep_best_metric)

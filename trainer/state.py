@@ -1,29 +1,32 @@
 """Where a run stands, and how it comes back: the newest committed step that every rank can restore.
 
-`--save` that holds a committed step wins; `--load` seeds an empty run only. Damage that one rank finds makes all ranks
-fall back to the same older step; a checkpoint of another model is refused, never skipped.
+`--save` that holds a committed step wins, of several tiers the one with the newest, of equal ones the fastest; `--load`
+seeds an empty run only. Damage that one rank finds makes all ranks fall back to the same step of a slower tier, or to
+the same older one; a checkpoint of another model is refused, never skipped.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ckptkit.address import split_address
-from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, step_folder
+from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange
 from ckptkit.loading.fallback import Candidate, first_sound
 from ckptkit.runs.catalogue import committed_steps
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
-from trainer.config import CheckpointConfig, Config
+from trainer.config import Config
+from trainer.config_check import tiers_of
 from trainer.engine import Engine
 from trainer.exchange import open_exchange
 from trainer.optim import learning_rate
+from trainer.own_steps import OwnSteps, set_aside
 from trainer.ranks import Ranks
 from trainer.restoring import restore_step
 
@@ -65,11 +68,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a start of a run begins with: where it stands, the loss of the last step, the URL it came from (if any)."""
+    """What a start of a run begins with: where it stands, the loss of the last step, the URL it came from (if any), and
+    whether that is where the run saves to first."""
 
     progress: Progress
     loss: float = float("nan")
     url: str = ""
+    is_own: bool = False
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -81,12 +86,16 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
     """Restore the newest step that all ranks can read; the start of a run where nothing was saved."""
-    found = ranks.broadcast(ranks.together(lambda: candidates(config) if ranks.rank == 0 else []))
+    tiers = ranks.together(lambda: tiers_of(config))
+    own = OwnSteps(ranks, config, tiers)
+    found = ranks.broadcast(ranks.together(lambda: candidates(config, own.steps) if ranks.rank == 0 else []))
     if not found:
+        own.set_aside_after(-1)
         return Resumed(Progress())
     with open_exchange(ranks, config) as exchange:
-        url, root = restore_any(ranks, engine, found, config.checkpoint, exchange)
-    resumed = ranks.together(lambda: read_metadata(root, url))
+        url, root = restore_any(ranks, engine, found, config, exchange, own)
+    own.set_aside_after(root.step if url == own.url else root.step - 1)
+    resumed = ranks.together(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
     changes = differences(root, config, ranks.device)
     ranks.say(f"resumed from step {root.step} of {url}")
     if changes:
@@ -94,13 +103,20 @@ def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
     return resumed
 
 
-def candidates(config: Config) -> list[tuple[str, int]]:
-    """(run URL, step) of what may be resumed, newest first; empty for a run that starts from nothing."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    run, step = split_address(save)
-    if step is not None:
-        raise UserError(f"--save {save} names one step, a run is saved to a folder of steps", hint=f"--save {run}")
-    found = steps_of(save) if save else []
+def candidates(config: Config, of_nodes: Iterable[int] = ()) -> list[tuple[str, int]]:
+    """(run URL, step) of what may be resumed, newest first; empty for a run that starts from nothing.
+
+    `of_nodes` are the steps of a first tier that is each node's own.
+    """
+    load, tiers = config.checkpoint.load, tiers_of(config)
+    found: list[tuple[str, int]] = []
+    for tier in (tiers.first, *tiers.slower) if tiers else ():
+        run, step = split_address(tier.url)
+        if step is not None:
+            text = f"--save {tier.url} names one step, a run is saved to a folder of steps"
+            raise UserError(text, hint=f"--save {run}")
+        found += [(tier.url, step) for step in of_nodes] if tier.of_node else steps_of(tier.url)
+    found.sort(key=lambda each: -each[1])  # of one step the faster tier stays before the slower
     if not found and load:
         found = steps_of(load)
         if not found:
@@ -116,12 +132,12 @@ def steps_of(url: str) -> list[tuple[str, int]]:
 
 
 def restore_any(
-    ranks: Ranks, engine: Engine, found: list[Candidate], config: CheckpointConfig, exchange: Exchange | None
+    ranks: Ranks, engine: Engine, found: list[Candidate], config: Config, exchange: Exchange | None, own: OwnSteps
 ) -> tuple[str, Root]:
     """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
 
-    A damaged step of the run's own URL stops counting as committed once an older one is restored: its root is kept
-    under another name, so that the run can save that step anew.
+    A damaged step of the run's tiers stops counting as committed once another is restored: its root is kept under
+    another name, so that the run can save that step anew.
     """
 
     def attempt(candidate: Candidate) -> Root | None:
@@ -129,7 +145,10 @@ def restore_any(
         root: Root | None = None
         error: Exception | None = None
         try:
-            root = restore_step(engine, open_storage(url), step, exchange)
+            if url == own.url:  # each node from where it finds the step
+                root = own.restore(engine, step)
+            else:
+                root = restore_step(engine, open_storage(url), step, exchange)
         except (UserError, OSError) as caught:
             error = caught
         faults = ranks.faults(error)
@@ -139,27 +158,20 @@ def restore_any(
         return root
 
     try:
-        taken, root = first_sound(found, attempt, strict=config.strict, report=ranks.say)
+        taken, root = first_sound(found, attempt, strict=config.checkpoint.strict, report=ranks.say)
     except CheckFailed as damage:
         ranks.agree(damage)
         raise
     assert root is not None, "restored on every rank"
     engine.after_restore()
-    damaged = found[: found.index(taken)]
-    ranks.together(lambda: set_aside(damaged, config.save) if ranks.rank == 0 else None)
+    tiers = tiers_of(config)
+    shared = set(tiers.urls if tiers else ()) - {own.url}
+    damaged = [each for each in found[: found.index(taken)] if each[0] in shared]
+    ranks.together(lambda: set_aside(damaged if ranks.rank == 0 else []))
     return taken[0], root
 
 
-def set_aside(damaged: list[tuple[str, int]], own: str) -> None:
-    """Keep the roots of damaged steps of a run under another name."""
-    for url, step in damaged:
-        if url == own:
-            storage, folder = open_storage(url), step_folder(step)
-            storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
-            storage.delete([f"{folder}/{ROOT_KEY}"])
-
-
-def read_metadata(root: Root, url: str) -> Resumed:
+def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
     """What a root records of the run; UserError where it was not saved by this trainer."""
     try:
         metadata = root.metadata
@@ -167,7 +179,7 @@ def read_metadata(root: Root, url: str) -> Resumed:
         if metadata.get("val_loss") is not None:
             validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
         progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]), validation)
-        return Resumed(progress, float(metadata["loss"]), url)
+        return Resumed(progress, float(metadata["loss"]), url, is_own)
     except (KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
 

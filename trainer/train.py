@@ -66,7 +66,7 @@ class Run:
         self._log = ranks.together(self._open_log)
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
-        saved_step = self.progress.step if resumed.url and resumed.url == config.checkpoint.save else None
+        saved_step = self.progress.step if resumed.is_own else None
         attempt = ranks.broadcast(secrets.token_hex(8))
         self._saver = ranks.together(
             lambda: Saver(config, ranks, self.engine, self._log, attempt=attempt, saved_step=saved_step)

@@ -59,11 +59,12 @@ def first_sound(
             hint = f"ckptkit verify {url}/{step_folder(step)}"
             if number + 1 == len(candidates):
                 raise CheckFailed(damage.message, hint=hint) from damage
-            older = candidates[number + 1][1]
+            next_url, next_step = candidates[number + 1]
+            other = f"step {next_step}" + (f" of {next_url}" if next_url != url else "")
             if strict:
-                raise CheckFailed(f"{damage.message}; step {older} is not tried: strict", hint=hint) from damage
+                raise CheckFailed(f"{damage.message}; {other} is not tried: strict", hint=hint) from damage
             line = " ".join(damage.message.split())
-            report(f"{line}; falling back from step {step} to step {older}")
+            report(f"{line}; falling back from step {step} to {other}")
     raise AssertionError("the last candidate is taken or refused")
 
 

@@ -30,7 +30,7 @@ from threefold.storage import AlreadyExists, Storage, open_storage
 from threefold.storage.local import local_failure
 
 BLOCK_BYTES = 16 << 20
-MAX_TRIES, FIRST_PAUSE_S = 5, 1.0
+MAX_TRIES, FIRST_PAUSE_S = 4, 1.0
 LOOK_FOR_MARK_S = 1.0
 MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which of them the leader chose
 

@@ -74,6 +74,16 @@ def test_all_faults_are_reported_together() -> None:
         ({"optim": {"lr": 1e-6}}, "optim.min_lr 3e-05 is above optim.lr 1e-06"),
         ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the 100 steps in all"),
         ({"checkpoint": {"save_interval": 5}}, "checkpoint.save_interval 5 needs checkpoint.save"),
+        ({"checkpoint": {"save": 5}}, "checkpoint.save: must be a list of text, got 5"),
+        ({"checkpoint": {"save": ["a,keep=2"]}}, "checkpoint.save: a,keep=2: unknown option keep, known are every"),
+        (
+            {"checkpoint": {"save": ["a", "b,every=9"], "save_interval": 6}},
+            "checkpoint.save: every=9 of b is not a multiple of checkpoint.save_interval 6: every=12",
+        ),
+        (
+            {"checkpoint": {"save": "/nvme/{node}"}, "parallel": {"zero_stage": 0}},
+            "checkpoint.save /nvme/{node} is each node's own, for which parallel.zero_stage must be 1, got 0",
+        ),
         ({"train": {"eval_interval": 5}}, "train.eval_interval 5 needs data.valid.stores"),
         ({"checkpoint": {"keep_best": 2}}, "checkpoint.keep_best 2 by val_loss needs train.eval_interval"),
         ({"checkpoint": {"keep_last": -1}}, "checkpoint.keep_last: must be at least 0, got -1"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.format.root import Part, Root, attempt_of, parse_step_folder, part_keys, step_folder
+from ckptkit.format.root import Part, Root, Share, attempt_of, parse_step_folder, part_keys, step_folder
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.layout import ParallelLayout
@@ -95,6 +95,13 @@ def test_files_of_an_attempt() -> None:
         assert attempt_of(key) is None
 
 
+def test_the_root_of_one_node_says_whose_files_it_names() -> None:
+    root = replace(ROOT, share=Share(first=2, count=2, of=8))
+    assert Root.from_bytes(root.to_bytes(), "here") == root
+    assert (str(root.share), str(Share(0, 1, 2))) == ("writers 2-3", "writer 0")
+    assert b'"share"' not in ROOT.to_bytes()
+
+
 def test_a_diverged_loss_does_not_fail_a_save() -> None:
     root = replace(ROOT, metadata={"loss": math.nan, "history": [math.inf, 1.0], "ok": True})
     assert Root.from_bytes(root.to_bytes(), "here").metadata == {"loss": None, "history": [None, 1.0], "ok": True}
@@ -152,6 +159,9 @@ def spoil(path: str, value: object) -> bytes:
         ("parts.0.index", "a1/part-00004.safetensors"),
         ("parts.0.data_bytes", 2**60), ("parts.0.index_bytes", 2**40), ("parts.0.index_bytes", -1),
         ("parts.0.index_xxh3", "zz"), ("parts.0.index_xxh3", 5),
+        ("share", 3), ("share", {}), ("share", {"first": 0, "count": 0, "of": 2}),
+        ("share", {"first": 1, "count": 2, "of": 2}), ("share", {"first": -1, "count": 2, "of": 2}),
+        ("share", {"first": 0, "count": 1, "of": 10**12}),
     ],
 )  # fmt: skip
 def test_impossible_values_are_refused_though_the_checksum_holds(path: str, value: object) -> None:

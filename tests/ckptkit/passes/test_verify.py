@@ -1,12 +1,13 @@
 """Verify finds every kind of damage, all of it, and names file, offset and tensor."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.format.root import ROOT_KEY, Part, Root
+from ckptkit.format.root import ROOT_KEY, Part, Root, Share
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
@@ -161,6 +162,21 @@ def test_files_of_another_rank_under_right_checksums_are_found(tmp_path: Path) -
     faults = verify(tmp_path).faults
     assert faults
     assert all("exactly once" in fault.what for fault in faults)
+
+
+def test_the_share_of_one_node_is_sound_though_not_whole_unless_something_is_in_it_twice(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    path = tmp_path / "step-000000009" / ROOT_KEY
+    path.write_bytes(replace(root, parts=root.parts[2:], share=Share(first=2, count=2, of=4)).to_bytes())
+    assert verify(tmp_path).ok
+    folder = path.parent
+    for kind in ("data", "index"):
+        copy = folder / getattr(root.parts[0], kind)
+        copy.write_bytes((folder / getattr(root.parts[2], kind)).read_bytes())
+    twice = replace(root.parts[2], data=root.parts[0].data, index=root.parts[0].index)
+    path.write_bytes(replace(root, parts=(twice, root.parts[2]), share=Share(first=0, count=3, of=4)).to_bytes())
+    [fault] = verify(tmp_path).faults
+    assert "exactly once" in fault.what
 
 
 def test_a_header_that_its_index_does_not_describe_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Which node of the run this rank is on, for a first tier that is each node's own.
+
+A node is what torchrun starts ranks on: those from RANK - LOCAL_RANK on, LOCAL_WORLD_SIZE of them. Its name is
+$THREEFOLD_NODE, else the host's; a node that replaces another takes over its name. The peer of a node is the next one
+in the order of ranks, of the last one the first.
+"""
+
+import os
+import socket
+
+from ckptkit.saving.tiers import Node, node_name, nodes_of
+from threefold.errors import UserError
+from trainer.config import Config
+from trainer.config_check import tiers_of
+from trainer.ranks import Ranks
+
+
+def find_node(ranks: Ranks, config: Config) -> Node | None:
+    """The node of this rank where the first tier is each node's own, else None; all ranks ask together."""
+    tiers = ranks.together(lambda: tiers_of(config))
+    if tiers is None or not tiers.first.of_node:
+        return None
+    here = ranks.together(lambda: (node_name(os.environ, socket.gethostname()), _first_rank(ranks, config)))
+    found = ranks.gather(here)
+    return ranks.together(lambda: nodes_of([name for name, _ in found], [first for _, first in found]))[ranks.rank]
+
+
+def _first_rank(ranks: Ranks, config: Config) -> int:
+    """The first rank of this node; UserError where ranks of other nodes hold what its ranks share."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_local % config.parallel.tp:
+        raise UserError(
+            f"a first tier of each node's own needs tensor-parallel groups within a node: {num_local} ranks are on "
+            f"this one, tp is {config.parallel.tp}",
+            hint="choose --tp so that it divides the ranks of a node",
+        )
+    return ranks.rank - int(os.environ.get("LOCAL_RANK", "0"))
