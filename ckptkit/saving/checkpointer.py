@@ -9,7 +9,6 @@ outlives a killed trainer for as long as it takes to finish the save it was hand
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import ckptkit
 from ckptkit.chunk import Piece
 from ckptkit.format.root import check_attempt, plain_json
 from ckptkit.layout import ParallelLayout
-from ckptkit.saving.handover import Signal
+from ckptkit.saving.handover import Signal, readable
 from ckptkit.saving.save_order import SaveOrder, SaveOutcome, SkipOrder
 from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
@@ -420,7 +419,7 @@ class _WriterProcess:
         deadline = time.monotonic() + timeout_s
         awaited: list[IO[bytes] | Signal] = [self._output, *filter(None, [unless])]
         while b"\n" not in self._pending:
-            ready, _, _ = select.select(awaited, [], [], max(deadline - time.monotonic(), 0.0))
+            ready = readable(awaited, max(deadline - time.monotonic(), 0.0))
             if self._output not in ready:
                 return None
             data = os.read(self._output.fileno(), READ_BYTES)
