@@ -8,7 +8,7 @@ import contextlib
 import os
 import select
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 FLAGS = os.EFD_CLOEXEC | os.EFD_NONBLOCK
 
@@ -74,11 +74,10 @@ class Handover:
     def fds(self) -> list[int]:
         return [signal.fd for signal in self._signals]
 
-    def reset(self) -> Self:
+    def reset(self) -> None:
         """All counts at 0; while no save runs."""
         for signal in self._signals:
             signal.take()
-        return self
 
     def close(self) -> None:
         """Close this process' descriptors."""
