@@ -9,7 +9,6 @@ writer outlives a killed trainer for as long as it takes to finish the save it w
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.copies import Copies
-from ckptkit.saving.handover import Signal
+from ckptkit.saving.handover import Signal, readable
 from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder
 from ckptkit.saving.save_report import SaveCounts, SaveReport
 from ckptkit.saving.staging import Arena, Staging, check_memory
@@ -473,7 +472,7 @@ class _WriterProcess:
                 self._copied.append(outcome)
             if until_copied and self._copied:
                 return None
-            ready, _, _ = select.select(awaited, [], [], max(deadline - time.monotonic(), 0.0))
+            ready = readable(awaited, max(deadline - time.monotonic(), 0.0))
             if self._output not in ready:
                 return None
             data = os.read(self._output.fileno(), READ_BYTES)

@@ -8,9 +8,27 @@ import contextlib
 import os
 import select
 from collections.abc import Sequence
-from typing import Self
+from typing import Protocol
 
 FLAGS = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+
+
+class HasFile(Protocol):
+    """A file, a pipe or a Signal."""
+
+    def fileno(self) -> int: ...
+
+
+def readable(files: Sequence[HasFile], timeout_s: float) -> list[HasFile]:
+    """Those of some files that have something to read, or are closed at the other end; waits for the first one.
+
+    Like `select`, and also where a process has more than 1,024 files open.
+    """
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(timeout_s * 1000)}
+    return [file for file in files if file.fileno() in ready]
 
 
 class Signal:
@@ -21,7 +39,7 @@ class Signal:
         self.fd = os.eventfd(0, FLAGS) if fd is None else fd
 
     def fileno(self) -> int:
-        """So that `select` takes a Signal."""
+        """So that `readable` takes a Signal."""
         return self.fd
 
     def add(self, count: int = 1) -> None:
@@ -37,7 +55,7 @@ class Signal:
     @property
     def is_set(self) -> bool:
         """Whether the count is above 0."""
-        return bool(select.select([self.fd], [], [], 0)[0])
+        return bool(readable([self], 0.0))
 
     def close(self) -> None:
         """Close this process' descriptor."""
@@ -56,11 +74,10 @@ class Handover:
     def fds(self) -> list[int]:
         return [signal.fd for signal in self._signals]
 
-    def reset(self) -> Self:
+    def reset(self) -> None:
         """All counts at 0; while no save runs."""
         for signal in self._signals:
             signal.take()
-        return self
 
     def close(self) -> None:
         """Close this process' descriptors."""

@@ -1,7 +1,6 @@
 """StagedBlocks: the writer's side of the ring: blocks as the trainer stages them, each released once written."""
 
 import os
-import select
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.io.blocks import Columns
-from ckptkit.saving.handover import Handover
+from ckptkit.saving.handover import Handover, readable
 from ckptkit.saving.save_order import SaveOrder
 from ckptkit.saving.step_writer import GivenUp
 from ckptkit.torch_tensors import Bytes
@@ -56,7 +55,7 @@ class StagedBlocks:
         order, staged = self._order, self._handover.staged
         waits_until = time.monotonic() + order.deadline_s
         while self._num_staged <= block:
-            select.select([staged, self._handover.stop], [], [], LOOK_S)
+            readable([staged, self._handover.stop], LOOK_S)
             self.check()
             is_orphan = os.getppid() != self._trainer  # asked first: what the trainer staged before it died counts
             found = staged.take()

@@ -1,6 +1,7 @@
 """Copies beside the caller's work, and saves through a window smaller than the state."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -213,4 +214,21 @@ def test_ranks_of_different_windows_make_one_step(tmp_path: Path) -> None:
     for rank, checkpointer in enumerate(checkpointers):
         save_one(checkpointer, 1, LARGE, layout, rank)
     assert all(checkpointer.close()[0].ok for checkpointer in checkpointers)
+    assert_holds(tmp_path, 1, LARGE)
+
+
+def test_a_trainer_may_have_many_files_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("so many open files are not permitted here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Checkpointer(str(tmp_path), attempt="a", options=WINDOW) as checkpointer:
+            save_one(checkpointer, 1, LARGE)
+            assert checkpointer.wait()[0].ok
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_holds(tmp_path, 1, LARGE)
