@@ -135,16 +135,17 @@ def json_rows(chunks: ChunkTable, file: str) -> list[dict[str, Any]]:
 
 
 def alone(work: Callable[..., str], *given: Any) -> tuple[float, int, str]:
-    """Seconds, growth of peak RSS in bytes and result of some work in a process of its own, on one core."""
+    """Seconds, growth of peak RSS in bytes, and CPU seconds and result of work in a process of its own, on one core."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measured, (work, given))
 
 
 def measured(work: Callable[..., str], given: Any) -> tuple[float, int, str]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    before, started = peak_rss(), time.perf_counter()
+    before, started, cpu_started = peak_rss(), time.perf_counter(), time.process_time()
     said = work(*given)
-    return time.perf_counter() - started, peak_rss() - before, said
+    cpu_s = time.process_time() - cpu_started
+    return time.perf_counter() - started, peak_rss() - before, f"{cpu_s:.2f} CPU s  {said}"
 
 
 def peak_rss() -> int:
