@@ -7,10 +7,12 @@ steps only, so that a damaged one takes nobody's place. Where no step is good no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ckptkit.runs.record import StepRecord
 from threefold.errors import UserError
+
+if TYPE_CHECKING:  # a configuration names a Retention before numpy is imported
+    from ckptkit.runs.record import StepRecord
 
 HOUR_S = 3600
 
@@ -41,13 +43,13 @@ class Retention:
         return any((self.keep_last, self.keep_every, self.keep_best, self.keep_hourly))
 
 
-def expired(records: Sequence[StepRecord], policy: Retention) -> list[int]:
+def expired(records: "Sequence[StepRecord]", policy: Retention) -> list[int]:
     """The steps to delete, ascending; none where the policy has no rules."""
     reasons = reasons_to_keep(records, policy)
     return sorted(record.step for record in records if not reasons[record.step])
 
 
-def reasons_to_keep(records: Sequence[StepRecord], policy: Retention) -> dict[int, list[str]]:
+def reasons_to_keep(records: "Sequence[StepRecord]", policy: Retention) -> dict[int, list[str]]:
     """Why each step stays, in words; no words for a step that goes."""
     reasons: dict[int, list[str]] = {record.step: [] for record in sorted(records, key=lambda record: record.step)}
     good = sorted((record for record in records if record.is_good), key=lambda record: -record.step)
@@ -73,7 +75,7 @@ def reasons_to_keep(records: Sequence[StepRecord], policy: Retention) -> dict[in
     return reasons
 
 
-def ranked(records: Sequence[StepRecord], metric: str, mode: Literal["min", "max"]) -> list[StepRecord]:
+def ranked(records: "Sequence[StepRecord]", metric: str, mode: Literal["min", "max"]) -> "list[StepRecord]":
     """The records that have a metric, best first; of equal ones the newest first."""
     sign = 1 if mode == "min" else -1
     values = [(record, record.metrics().get(metric)) for record in records]
@@ -81,7 +83,7 @@ def ranked(records: Sequence[StepRecord], metric: str, mode: Literal["min", "max
     return [record for _, _, record in sorted(found, key=lambda each: each[:2])]
 
 
-def newest_of_hours(records: Sequence[StepRecord]) -> list[StepRecord]:
+def newest_of_hours(records: "Sequence[StepRecord]") -> "list[StepRecord]":
     """The newest record of each hour (of UTC) that has one, newest hour first; a record without a time is in none."""
     hours: dict[int, StepRecord] = {}
     for record in sorted(records, key=lambda record: record.step):

@@ -117,6 +117,8 @@ class Checkpointer:
         self._code = options.code or git_commit()
         self._closed = False
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
+        # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
+        self._tiers = [replace(tier, url=open_storage(tier.url).url) for tier in options.tiers]
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -180,7 +182,7 @@ class Checkpointer:
         )  # fmt: skip
         writer = self._running_writer()
         self._last_saved = order
-        order = replace(order, promotions=self._copies.to(due(self._options.tiers, step), order))
+        order = replace(order, promotions=self._copies.to(due(self._tiers, step), order))
         self._abandoned.clear()
         self._arena.handover.reset()
         self._told = None
@@ -223,8 +225,9 @@ class Checkpointer:
     def copy_last(self) -> None:
         """Have the step that was saved last copied to all tiers, also to those that were not due; does not block."""
         self._await_running()
-        if self._last_saved is not None and self._writer.is_alive:
-            self._writer.send(PromoteOrder(self._copies.to(self._options.tiers, self._last_saved)).to_line())
+        if self._last_saved is not None:
+            writer = self._running_writer()
+            writer.send(PromoteOrder(self._copies.to(self._tiers, self._last_saved)).to_line())
 
     @property
     def is_busy(self) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from ckptkit.saving.save_order import Promotion, SaveOrder, SaveOutcome
 from ckptkit.saving.save_report import SaveReport
 from ckptkit.saving.tiers import Tier
-from threefold.storage import open_storage
 
 
 class Copies:
@@ -23,7 +22,7 @@ class Copies:
         """This writer's part in copying a step to some tiers, those left out that were told it already."""
         found = []
         for tier in tiers:
-            url = open_storage(tier.url).url
+            url = tier.url
             first, count = (order.first_writer, order.num_writers) if tier.of_node else (0, self._world_size)
             promotion = Promotion(
                 source=order.url, target=url, step=order.step, attempt=order.attempt, writer=order.writer,

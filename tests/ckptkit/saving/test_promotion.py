@@ -33,7 +33,7 @@ from tests.ckptkit.saves import (
     start_rank,
     wait_until,
 )  # fmt: skip
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, UserError
 from threefold.storage import AlreadyExists, open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
@@ -187,6 +187,24 @@ def test_the_last_step_is_copied_although_it_is_not_due(tmp_path: Path) -> None:
     assert [(report.step, report.error) for report in reports if report.url == slow] == [(3, "")]
     assert sorted(report.url for report in reports) == [str(tmp_path / name) for name in ("fast", "other", "slow")]
     assert_holds(slow, 3, SMALL)
+
+
+def test_a_writer_that_died_after_its_save_does_not_keep_the_last_step_from_its_tiers(tmp_path: Path) -> None:
+    slow = str(tmp_path / "slow")
+    with saver(tmp_path / "fast", Tier(slow, every=10)) as checkpointer:
+        save_one(checkpointer, 3, SMALL)
+        checkpointer.wait()
+        writer = checkpointer.writer_pid
+        os.kill(writer, signal.SIGKILL)
+        wait_until(lambda: os.waitid(os.P_PID, writer, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+        checkpointer.copy_last()
+        assert copies(checkpointer.close(), slow) == {3: ""}
+    assert_holds(slow, 3, SMALL)
+
+
+def test_a_tier_whose_url_is_none_is_refused_before_the_first_save(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no URL"):
+        saver(tmp_path / "fast", Tier("s3:/bucket/run"))
 
 
 def test_a_save_that_failed_is_not_copied(tmp_path: Path) -> None:
