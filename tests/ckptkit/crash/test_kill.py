@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.runs.catalogue import committed_steps
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.saves import SMALL, Injection, assert_holds, newest_good, remove_remains, save_one
 from threefold.storage import open_storage
@@ -18,7 +19,9 @@ SLOW = ["mkdir", "openat", "fallocate", "ftruncate", "write", "fsync", "unlink",
 @pytest.mark.parametrize("call", [*FAST, *(pytest.param(call, marks=pytest.mark.slow) for call in SLOW)])
 def test_a_writer_killed_at_any_call_leaves_each_step_whole_or_unlisted(tmp_path: Path, call: str) -> None:
     storage, was_committed = open_storage(tmp_path), []
-    options = CheckpointerOptions(keep_last=2)  # each save deletes an older step once it is committed
+    options = CheckpointerOptions(
+        retention=Retention(keep_last=2)
+    )  # each save deletes an older step once it is committed
     with Checkpointer(str(tmp_path), attempt="a", options=options) as checkpointer:
         for step in (1, 2, 3):
             save_one(checkpointer, step, SMALL, scale=step)

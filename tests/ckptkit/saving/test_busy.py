@@ -134,14 +134,16 @@ def test_what_the_storage_refuses_for_a_while_is_tried_again(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with Checkpointer(s3_url, attempt="a", options=CheckpointerOptions(retry_s=20.0)) as checkpointer:
         method = "PUT" if skip < 3 else None
+        save_one(checkpointer, 1, SMALL)  # before the first save unfinished uploads are looked for
+        assert checkpointer.wait()[0].ok
         s3_proxy.fault = Fault("503", method=method, skip=skip % 3, times=2)
-        save_one(checkpointer, 1, SMALL)
+        save_one(checkpointer, 2, SMALL)
         (report,) = checkpointer.wait()
     assert report.ok, report.error
     assert s3_proxy.num_faults == 2
     assert report.num_attempts > 1
-    assert committed_steps(open_storage(s3_url)) == [1]
-    assert_holds(s3_url, 1, SMALL)
+    assert committed_steps(open_storage(s3_url)) == [1, 2]
+    assert_holds(s3_url, 2, SMALL)
 
 
 def test_what_it_refuses_for_longer_fails(s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
