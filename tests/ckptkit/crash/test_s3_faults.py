@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from threefold.storage.s3 import PART_BYTES
 
 from ckptkit.format.root import ROOT_KEY
 from ckptkit.saving.checkpointer import Checkpointer
@@ -15,6 +14,7 @@ from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import SMALL, newest_good, save_one, save_whole, wait_until
 from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, open_storage
+from threefold.storage.object_store import PART_BYTES
 from tools.fault_proxy import Fault, FaultProxy
 
 pytestmark = pytest.mark.timeout(120)  # where a deadline is missing
