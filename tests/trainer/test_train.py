@@ -37,6 +37,7 @@ def test_a_run_logs_and_saves(whole: Path) -> None:
     assert "step 12/12  loss" in (whole / "log").read_text()
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_repeats_the_whole_run_bit_for_bit(whole: Path, job_config: Path, tmp_path: Path) -> None:
     job = Job(
         4, job_config, "--tp", 2, "--pp", 2, "--save", tmp_path / "run", "--save-interval", 4,
@@ -50,6 +51,7 @@ def test_killed_and_resumed_it_repeats_the_whole_run_bit_for_bit(whole: Path, jo
     assert resume["step"] in (4, 8)
 
 
+@pytest.mark.slow
 def test_another_layout_continues_from_the_same_state(whole: Path, job_config: Path, tmp_path: Path) -> None:
     output = Job(
         4, job_config, "--pp", 2, "--save", tmp_path / "run", "--load", whole / "run" / "step-000000004",
@@ -75,6 +77,7 @@ def test_a_sigterm_saves_and_ends_well(job_config: Path, tmp_path: Path) -> None
     assert committed_steps(open_storage(tmp_path / "run")) == [last]
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_finds_takes_all_ranks_back(whole: Path, job_config: Path, tmp_path: Path) -> None:
     arguments = (job_config, "--pp", 2, "--save", tmp_path / "run", "--save-interval", 4)
     Job(2, *arguments, metrics=tmp_path / "m.jsonl").run()
