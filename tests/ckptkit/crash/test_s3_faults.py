@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptkit.format.root import ROOT_KEY
-from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import SMALL, newest_good, save_one, save_whole, wait_until
 from threefold.errors import StorageError
@@ -31,7 +31,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def checkpointer(s3_proxy: FaultProxy, s3_url: str) -> Iterator[Checkpointer]:
     """Of a run on S3 that holds step 1."""
-    with Checkpointer(s3_url, attempt="a") as checkpointer:
+    with Checkpointer(s3_url, attempt="a", options=CheckpointerOptions(retry_s=3.0)) as checkpointer:
         save_one(checkpointer, 1, SMALL)
         assert checkpointer.wait()[0].ok
         yield checkpointer
@@ -172,7 +172,7 @@ def test_a_stuck_upload_of_parts_costs_one_save(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "6")  # time enough for a part
     assert sum(info.size_bytes for info in LARGE) > PART_BYTES
-    with Checkpointer(s3_url, attempt="a") as checkpointer:
+    with Checkpointer(s3_url, attempt="a", options=CheckpointerOptions(retry_s=3.0)) as checkpointer:
         save_one(checkpointer, 1, SMALL)
         assert checkpointer.wait()[0].ok
         s3_proxy.fault = Fault("stall", method="PUT", target="partNumber=2")

@@ -103,6 +103,7 @@ def test_ranks_in_processes_copy_the_same_step(tmp_path: Path, slow: str) -> Non
         assert contents(slow, step) == contents(tmp_path / "fast", step)
 
 
+@pytest.mark.slow
 def test_a_slow_tier_delays_no_save_and_the_newest_step_wins(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     fast = tmp_path / "fast"
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=1.5)  # each of data, index and root
