@@ -138,9 +138,11 @@ class Checkpointer:
         Call it once before training, or leave it out.
         """
         self._await_running()
-        self._arena.hold(self._structure_of(pieces, tensors), self._options.window_bytes)
+        structure = self._structure_of(pieces, tensors)
+        _, _, ring = self._arena.hold(structure, self._options.window_bytes)
         if any(host_address(piece.data) is None for piece in pieces):
-            self._arena.transfer.lock(self._arena.memory)
+            sources = [*(piece.data for piece in pieces), *structure.headers]
+            Staging(self._arena, structure.stream, ring, sources).warm_up()
 
     def save(
         self, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,

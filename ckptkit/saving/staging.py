@@ -106,6 +106,10 @@ class Staging:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
+    def warm_up(self) -> None:
+        """Fill the ring once, which the writer never hears of: the first copies from a device are slower."""
+        self._copy(self._stream.between(0, self._ring.num_slots))
+
     def run(self, room: Callable[[], int]) -> None:
         """Copy all; `room` waits until the writer released blocks and gives their number, 0 where it never will."""
         ring, num_staged, num_slots = self._ring, 0, self._ring.num_slots
