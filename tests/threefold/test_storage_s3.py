@@ -65,6 +65,7 @@ def test_a_body_that_breaks_off_is_read_to_its_end(s3_proxy: FaultProxy, s3_url:
     assert s3_proxy.num_faults == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["503", "reset", "stall"])
 def test_lasting_faults_are_errors_and_no_hangs(
     s3_proxy: FaultProxy, s3_url: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.trainer.training import ROOT, Job, last_step
 
@@ -49,6 +50,7 @@ def launch(tmp_path: Path, num_ranks: int, bad: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
     done = launch(tmp_path, 3, "1,2")
     assert done.returncode == 1  # torchrun's own
@@ -58,6 +60,7 @@ def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
     assert "done" not in done.stdout
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_names_none(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "0,1")
     assert done.stderr.count("error: no space left on /data") == 1

@@ -35,6 +35,7 @@ def test_overlapped_saves_hold_what_blocking_ones_hold(job_config: Path, tmp_pat
     assert all(stalls[step] > 0 for step in range(1, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when_busy", ["skip", "abort"])
 def test_a_slow_storage_costs_saves_and_no_steps(

@@ -72,6 +72,7 @@ def test_a_run_comes_back_from_the_newest_sound_step_of_any_tier(
     assert hash_of(fast, 10) == hash_of(slow, 10)
 
 
+@pytest.mark.slow
 def test_a_tier_that_is_gone_is_told_and_ends_nothing(job_config: Path, tmp_path: Path, capsys: Console) -> None:
     (tmp_path / "file").touch()
     slow = tmp_path / "file" / "slow"

@@ -86,6 +86,7 @@ def test_due_steps_are_copied_byte_for_byte(tmp_path: Path, slow: str) -> None:
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.slow
 def test_ranks_in_processes_copy_the_same_step(tmp_path: Path, slow: str) -> None:
     layout = ParallelLayout.parse("tp2-dp2")
     options = ["--layout", "tp2-dp2", "--tier", slow, "--steps", "1,2,3"]
