@@ -261,6 +261,7 @@ def prune_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.runs.pruning import prune
     from ckptkit.runs.record import Records
     from ckptkit.runs.retention import Retention
+    from threefold.storage.stale_uploads import abort_stale_uploads
 
     storage, step = open_address(arguments.run)
     if step is not None:
@@ -277,6 +278,8 @@ def prune_verb(arguments: argparse.Namespace) -> int:
         check_metric(good, policy.metric, storage)
     age_s = arguments.orphans_older_than
     report = prune(storage, policy, found=found, orphans_older_than_s=age_s, dry_run=arguments.dry_run)
+    if not arguments.dry_run:
+        abort_stale_uploads(storage)
     if arguments.json:
         print_json(asdict(report))
         return EXIT_OK

@@ -32,7 +32,7 @@ from ckptkit.layout import Coords, ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.placement import Placement
 from ckptkit.plan import plan_save, storage_rows
-from ckptkit.saving.commit import check_complete
+from ckptkit.saving.commit import Holding, check_complete
 from ckptkit.tensor import TensorInfo
 from threefold.storage import open_storage
 
@@ -173,7 +173,7 @@ def plan_own_save(tensors: list[TensorInfo], layout: ParallelLayout) -> str:
 
 def check_all(folder: Path, tensors: list[TensorInfo]) -> str:
     with CheckpointReader(open_storage(folder), STEP) as reader:
-        check_complete(STEP, tensors, [reader.read_index(part) for part in reader.root.parts])
+        check_complete(STEP, tensors, (Holding.of(reader.read_index(part)) for part in reader.root.parts))
     return ""
 
 

@@ -28,7 +28,7 @@ MAX_ROOT_BYTES = 256 << 20
 MAX_WRITERS = 10**9
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
-_PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed")
+_PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
 _STEP = re.compile(r"step-([0-9]{9,15})")
 _CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 

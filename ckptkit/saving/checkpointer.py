@@ -8,19 +8,13 @@ writer outlives a killed trainer for as long as it takes to finish the save it w
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
-import ckptkit
 from ckptkit.chunk import Piece
 from ckptkit.format.root import Share, check_attempt, plain_json
 from ckptkit.io.striping import check_striping
@@ -28,21 +22,18 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.copies import Copies
-from ckptkit.saving.handover import Signal, readable
 from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder
 from ckptkit.saving.save_report import SaveCounts, SaveReport
 from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
 from ckptkit.saving.tiers import Node, Tier, due
+from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 
-CLOSE_WITHIN_S = 10.0
 GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
-READ_BYTES = 1 << 16
-MAX_TOLD_BYTES = 2000  # of what a dead writer said
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +113,7 @@ class Checkpointer:
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
-        self._writer = _WriterProcess(self._arena)
+        self._writer = WriterProcess(self._arena)
         self._running: _Running | None = None
         self._staging: Staging | None = None
         self._told: SaveOutcome | EOFError | None = None  # of the running save, heard while it was staged
@@ -282,12 +273,12 @@ class Checkpointer:
             self._structure = Structure(pieces, tensors, commits=self._rank == self._first_writer)
         return self._structure
 
-    def _running_writer(self) -> "_WriterProcess":
+    def _running_writer(self) -> WriterProcess:
         """The writer; a new one where the last one died."""
         if not self._writer.is_alive:
             self._collect_copies(0.0)  # what it told, and what it left undone
             self._writer.close()
-            self._writer = _WriterProcess(self._arena)
+            self._writer = WriterProcess(self._arena)
         return self._writer
 
     def _make_way(self, step: int, attempt: str) -> bool:
@@ -414,105 +405,3 @@ def _check_json(metadata: Mapping[str, Any]) -> None:
         json.dumps(plain_json(metadata))
     except (TypeError, ValueError) as error:
         raise UserError(f"the metadata of a save is not JSON: {error}") from None
-
-
-class _WriterProcess:
-    """A running `python -m ckptkit.saving.writer` and the two pipes to it."""
-
-    def __init__(self, arena: Arena) -> None:
-        # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        package = str(Path(ckptkit.__file__).parent.parent)
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [
-                sys.executable, "-m", "ckptkit.saving.writer", f"--arena-fd={arena.fd}", f"--trainer={os.getpid()}",
-                "--handover-fds", *map(str, arena.handover.fds),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            pass_fds=[arena.fd, *arena.handover.fds],
-            start_new_session=True,  # torchrun and terminals kill the trainer's process group
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )  # fmt: skip
-        assert self._process.stdin is not None, "a pipe"
-        assert self._process.stdout is not None, "a pipe"
-        self._input, self._output = self._process.stdin, self._process.stdout
-        self._pending = b""
-        self._copied: list[SaveOutcome] = []
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, line: bytes) -> None:
-        """Tell the writer what to do; where it just died, `receive` tells that."""
-        try:
-            self._input.write(line)
-            self._input.flush()
-        except BrokenPipeError:
-            self._process.wait()
-
-    def receive(
-        self, timeout_s: float, *, unless: Signal | None = None, until_copied: bool = False
-    ) -> SaveOutcome | None:
-        """The next outcome of a save, None if there is none within the time; EOFError says how the writer died.
-
-        A signal that is given ends the wait too. Outcomes of copies to other tiers that come meanwhile are kept for
-        `take_copied`; with `until_copied` the first of them ends the wait.
-        """
-        deadline = time.monotonic() + timeout_s
-        awaited: list[IO[bytes] | Signal] = [self._output, *filter(None, [unless])]
-        while True:
-            while b"\n" in self._pending:
-                line, self._pending = self._pending.split(b"\n", 1)
-                outcome = SaveOutcome.from_line(line)
-                if not outcome.url:
-                    return outcome
-                self._copied.append(outcome)
-            if until_copied and self._copied:
-                return None
-            ready = readable(awaited, max(deadline - time.monotonic(), 0.0))
-            if self._output not in ready:
-                return None
-            data = os.read(self._output.fileno(), READ_BYTES)
-            if not data:
-                raise EOFError(self._obituary())
-            self._pending += data
-
-    def take_copied(self) -> list[SaveOutcome]:
-        """The outcomes of copies that were received since the last call."""
-        copied, self._copied = self._copied, []
-        return copied
-
-    def end_orders(self) -> None:
-        """Tell the writer that no order follows; it copies what it has to, and ends."""
-        with contextlib.suppress(BrokenPipeError):
-            self._input.close()
-
-    def kill(self) -> None:
-        """End it at once; a save it was told remains uncommitted."""
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        """Let it end by itself, and wait for that."""
-        self.end_orders()
-        try:
-            self._process.wait(CLOSE_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._output.close()
-        self._said.close()
-
-    def _obituary(self) -> str:
-        code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").strip()[-MAX_TOLD_BYTES:]
-        return f"the writer process {how}" + (f" ({said})" if said else "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.chunk_table import Ints
+from ckptkit.chunk_table import Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import xxh3_64
@@ -146,7 +146,7 @@ def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
 def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Holding]]:
     """Every index that is listed, with the data file beside it, whose size the listing confirms."""
     listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
-    shared: dict[tuple[str, ...], tuple[str, ...]] = {}
+    known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many
     indexes: dict[int, list[str]] = defaultdict(list)
     for key in listed:
         if match := _INDEX.fullmatch(key.rpartition("/")[2]):
@@ -155,16 +155,14 @@ def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Hold
 
     def part(key: str) -> tuple[Part, Holding]:
         data = storage.read(f"{folder}/{key}")
-        index = PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}")
+        index = PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}", known)
         data_key = key.removesuffix(".index") + ".safetensors"
         found = listed[data_key].size_bytes if data_key in listed else 0
         if found != index.size_bytes:
             raise StorageError(
                 f"{storage.url}/{folder}/{data_key} has {found} bytes, its index says {index.size_bytes}"
             )
-        holding = Holding.of(index)
-        names = shared.setdefault(holding.names, holding.names)
-        return Part(data_key, index.size_bytes, key, len(data), xxh3_64(data)), Holding(names, holding.size_bytes)
+        return Part(data_key, index.size_bytes, key, len(data), xxh3_64(data)), Holding.of(index)
 
     with ThreadPoolExecutor(NUM_READS_AT_ONCE) as pool:
         return list(pool.map(part, keys))

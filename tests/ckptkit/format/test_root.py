@@ -85,7 +85,7 @@ def test_what_is_recorded_of_a_save_is_cut_to_its_cap() -> None:
 
 
 def test_files_of_an_attempt() -> None:
-    for name in ("part-00003.index", "part-123456.2.safetensors", "part-00003.failed"):
+    for name in ("part-00003.index", "part-123456.2.safetensors", "part-00003.failed", "copying"):
         assert attempt_of(f"a1/{name}") == "a1"
     for key in (
         "root.json", "pin.json", "part-00003.index", "a1/part-3.index", "../part-00003.index",
