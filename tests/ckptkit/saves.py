@@ -165,7 +165,11 @@ class Injection:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.communicate(timeout=30)
+        try:
+            self._process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:  # strace may wait for ever for what was killed under it
+            self._process.kill()
+            self._process.communicate()
         log = self._log.read()
         self.is_met = b"(INJECTED)" in log or b"+++ killed by SIGKILL +++" in log
         self._log.close()
