@@ -16,6 +16,9 @@ CALLS = "openat,creat,mkdir,stat,newfstatat,statx,link,rename,unlink,unlinkat,fs
 A_SAVE = 24  # of one writer, whatever the number of writers; docs/guides/lustre.md says so
 A_PART = 3  # of writer 0 for each part: two looks at its files and the opening of its index
 
+A_LISTING = 5  # of writer 0 for each further look for the others' files, while it waits
+MAX_LISTINGS = 3
+
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
@@ -38,7 +41,9 @@ def operations(run: Path, num_ranks: int, rank: int) -> Counter[str]:
     lines = [
         line
         for line in log.read_text().splitlines()
-        if re.search(rf"{run}[/\">]", line) and "AT_EMPTY_PATH" not in line  # fstat asks an open file, not a name
+        if re.search(rf"{run}[/\">]", line)
+        and "AT_EMPTY_PATH" not in line  # fstat asks an open file, not a name
+        and " resumed>" not in line  # the second half of a call that another thread's interrupted
     ]
     second = next(number for number, line in enumerate(lines) if "step-000000002" in line)
     return Counter(line.split(maxsplit=1)[1].partition("(")[0] for line in lines[second:])
@@ -50,4 +55,4 @@ def test_a_save_costs_few_metadata_operations(tmp_path: Path) -> None:
     assert 5 < other.total() <= A_SAVE, other
     assert other["getdents64"] == 0, "only writer 0 lists"
     first = operations(tmp_path / "b", 6, 0)
-    assert first.total() <= A_SAVE + 6 * A_PART, first
+    assert first.total() <= A_SAVE + 6 * A_PART + MAX_LISTINGS * A_LISTING, first
