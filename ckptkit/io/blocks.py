@@ -109,11 +109,6 @@ class BlockWriter:
         _check(code, self.path)
         return found
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether writes bypass the page cache."""
-        return bool(_library().ck_writer_is_direct(self._handle))
-
     def close(self, *, durable: bool = True) -> None:
         """Close the file, by default after its content and its folder entry reached the disk."""
         handle, self._handle = self._handle, ctypes.c_void_p()
@@ -220,7 +215,6 @@ def _library() -> ctypes.CDLL:
         "ck_copy_many": (None, [pointer, number]),
         "ck_writer_open": (integer, [ctypes.c_char_p, number, integer, pointer]),
         "ck_writer_write": (integer, [pointer, number, pointer, number, pointer, integer]),
-        "ck_writer_is_direct": (integer, [pointer]),
         "ck_writer_close": (integer, [pointer, integer]),
         "ck_reader_open": (integer, [ctypes.c_char_p, integer, pointer, pointer]),
         "ck_reader_read": (integer, [pointer, number, pointer, number, pointer, integer, pointer, pointer]),

@@ -103,7 +103,7 @@ class Checkpointer:
         self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
         if rank == self._first_writer and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
-        self._rank, self._world_size, self._attempt, self._options = rank, world_size, check_attempt(attempt), options
+        self._rank, self._attempt, self._options = rank, check_attempt(attempt), options
         self.counts = SaveCounts()
         self._code = options.code or git_commit()
         self._closed = False

@@ -148,8 +148,6 @@ int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segme
   });
 }
 
-int ck_writer_is_direct(const void* writer) { return static_cast<const Writer*>(writer)->direct; }
-
 int ck_writer_close(void* handle, int durable) {
   auto* const writer = static_cast<Writer*>(handle);
   int failure = 0;

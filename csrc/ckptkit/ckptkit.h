@@ -39,8 +39,6 @@ CK_API int ck_writer_open(const char* path, uint64_t size_bytes, int direct, voi
 // `checksums` gets one value for each granule written.
 CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
                            uint64_t* checksums, int num_threads);
-// Whether the file is still written with O_DIRECT.
-CK_API int ck_writer_is_direct(const void* writer);
 // Close; with `durable`, first make the content reach the disk. The handle is gone whatever the result.
 CK_API int ck_writer_close(void* writer, int durable);
 
