@@ -8,13 +8,12 @@ existing tensors, safetensors and torch.load(mmap=True) with a copy into existin
 reads.
 """
 
-import argparse
 import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from measuring import dd, drop_caches, files_below, gpt_state, interleaved, show
+from measuring import dd, drop_caches, files_below, gpt_state, interleaved, parse_arguments, show
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -24,12 +23,7 @@ STREAMS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder of the disk to measure; what is made there is removed")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(__doc__)
     work = arguments.folder / "load.bench"
     state = gpt_state(hidden=arguments.hidden, num_layers=arguments.layers)
     print(f"{len(state.tensors)} tensors, {state.num_bytes / 1e9:.3f} GB")

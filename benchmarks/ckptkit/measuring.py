@@ -1,5 +1,6 @@
 """Shared by these benchmarks: a GPT's training state, interleaved timing with CPU seconds, and cold page caches."""
 
+import argparse
 import os
 import resource
 import statistics
@@ -44,6 +45,16 @@ class State:
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
         return {piece.name: piece.data for piece in self.pieces}
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """The arguments of a benchmark of a state on a local disk."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder of the disk to measure; what is made there is removed")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    return parser.parse_args()
 
 
 def gpt_state(*, hidden: int, num_layers: int, vocab: int = 32768, device: str = "cpu", fill: bool = True) -> State:

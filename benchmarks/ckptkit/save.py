@@ -7,14 +7,12 @@ Peers: torch DCP with two threads and fsync of its files, safetensors and torch.
 file and its fsync. The state is fp32 master weights and Adam moments on the CPU.
 """
 
-import argparse
 import shutil
 import subprocess
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from measuring import dd, drop_caches, gpt_state, interleaved, show, sync
+from measuring import dd, drop_caches, gpt_state, interleaved, parse_arguments, show, sync
 from safetensors.torch import save_file
 
 import ckptkit
@@ -23,12 +21,7 @@ STREAMS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder of the disk to measure; what is made there is removed")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(__doc__)
     work = arguments.folder / "save.bench"
     source, target = work / "source", work / "target"
     work.mkdir()
