@@ -1,11 +1,13 @@
 """Save and load of a checkpoint on an S3 server on this machine, beside a plain parallel PUT / GET loop.
 
-    PYTHONPATH=. python benchmarks/ckptkit/object_storage.py [--mib 1024] [--repeats 5] [--files 1] [--url s3://BUCKET/PREFIX]
+    PYTHONPATH=. python benchmarks/ckptkit/object_storage.py [--mib 1024] [--repeats 5] [--files 1] [--shared]
+        [--url s3://BUCKET/PREFIX]
 
 Loop and checkpoint use the same client, obstore: the loop with no checksums, a plan or files, over as many objects of
 16 MiB, 8 at once. The checkpoint is `--files` data files, saved and loaded through the public API and verified. They
 alternate; printed are medians of GB/s, the ratios of neighbours, and CPU seconds per GiB of the client alone (this
-process and its writers). Without --url a server is started in a temporary folder; what is written is removed.
+process and its writers). Without --url a server is started in a temporary folder, on two thirds of the cores, of which
+the clients then use none, as if it were another machine; with --shared both use all. What is written is removed.
 """
 
 import argparse
@@ -35,23 +37,31 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--files", type=int, default=1, help="data files of the checkpoint: ranks that save in turn")
+    parser.add_argument("--shared", action="store_true", help="let the server and its clients use the same cores")
     parser.add_argument("--url", help="where to write; a server of its own if left out")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        url = arguments.url or stack.enter_context(own_server())
+        url = arguments.url or stack.enter_context(own_server(arguments.shared))
         measure(url, arguments.mib << 20, arguments.repeats, arguments.files)
 
 
 @contextlib.contextmanager
-def own_server() -> Iterator[str]:
-    """The URL of a prefix on a fresh server, which the environment then names."""
+def own_server(is_shared: bool) -> Iterator[str]:
+    """The URL of a prefix on a fresh server, which the environment then names; unless shared, on cores of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    num_clients = max(len(cores) // 3, 1)
     with tempfile.TemporaryDirectory(prefix="object-storage-") as name:
+        if not is_shared and len(cores) > 1:
+            os.sched_setaffinity(0, cores[num_clients:])
         server = start(Path(name))
+        if not is_shared:
+            os.sched_setaffinity(0, cores[:num_clients])
         os.environ.update(server.environment)
         try:
             yield f"s3://{server.bucket}/bench"
         finally:
             stop(Path(name))
+            os.sched_setaffinity(0, cores)
 
 
 def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:

@@ -23,6 +23,7 @@ from threefold.native import load_library
 from threefold.storage.local import sync_folder
 
 GRANULE_BYTES = 1 << 20
+NO_GRANULE = 2**64 - 1
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
 Columns = npt.NDArray[np.uint64]
 
@@ -71,6 +72,22 @@ def copy_many(copies: npt.ArrayLike) -> None:
     """Copy memory: each row is source address, target address, number of bytes."""
     rows = _rows(copies, 3)
     _library().ck_copy_many(rows.ctypes.data, len(rows))
+
+
+def place(data: Buffer, offset_bytes: int, ranges: npt.ArrayLike, expected: Columns | None) -> int | None:
+    """Verify the bytes of a file from a granule's begin, and copy out what ranges want of them.
+
+    `ranges` are rows of file offset, bytes, target address, sorted by offset; `expected` are the checksums of these
+    granules, None copies unverified. Gives the first damaged granule of the file, of which nothing was copied.
+    """
+    address, size = _span(data)
+    rows = _rows(ranges, 3)
+    assert expected is None or len(expected) == num_granules(size), "one checksum a granule"
+    sums = None if expected is None else np.ascontiguousarray(expected, np.uint64)
+    damaged = _library().ck_place(
+        address, offset_bytes, size, rows.ctypes.data, len(rows), None if sums is None else sums.ctypes.data
+    )
+    return None if damaged == NO_GRANULE else int(damaged)
 
 
 def return_large_frees() -> None:
@@ -213,6 +230,7 @@ def _library() -> ctypes.CDLL:
         "ck_xxh3_64": (number, [pointer, number, integer, pointer]),
         "ck_checksums": (None, [pointer, number, pointer]),
         "ck_copy_many": (None, [pointer, number]),
+        "ck_place": (number, [pointer, number, number, pointer, number, pointer]),
         "ck_writer_open": (integer, [ctypes.c_char_p, number, integer, pointer]),
         "ck_writer_write": (integer, [pointer, number, pointer, number, pointer, integer]),
         "ck_writer_close": (integer, [pointer, integer]),

@@ -1,15 +1,17 @@
 """RemoteReader: verified reads of a data file that no local path leads to; the counterpart of blocks.BlockReader."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, checksums, copy_many
+from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, place
 from threefold.storage import Buffer, Storage
 
 REQUEST_BYTES = 16 << 20
 REQUESTS_A_THREAD = 2  # most of a request's time is waiting
+BUFFERS_A_THREAD = 3  # one is verified and handed out while the requests go on
 Rows = npt.NDArray[np.int64]
 
 
@@ -17,8 +19,8 @@ class RemoteReader:
     """Reads whole granules of one object and verifies them; the last granule stays for the next, ascending read.
 
     `expected` are the recorded checksums (None reads unverified). Each of several requests at once is verified and
-    handed out as it comes, while the others are under way. Memory: REQUESTS_A_THREAD requests of REQUEST_BYTES a
-    thread, and one granule.
+    handed out as it comes, while the others are under way. Memory: BUFFERS_A_THREAD times REQUEST_BYTES a thread, and
+    one granule.
     """
 
     def __init__(self, storage: Storage, key: str, size_bytes: int, expected: Columns | None) -> None:
@@ -40,8 +42,9 @@ class RemoteReader:
         reach = np.maximum.accumulate(rows[:, 0] + rows[:, 1])
         assert reach[-1] <= self.size_bytes, f"a range leaves {self.key}"
         spans = spans_of(rows, self._kept_granule)
-        with ThreadPoolExecutor(min(REQUESTS_A_THREAD * num_threads, len(spans))) as pool:
-            reads = [pool.submit(self._read_span, first, stop, rows, reach) for first, stop in spans]
+        requests = threading.Semaphore(REQUESTS_A_THREAD * num_threads)
+        with ThreadPoolExecutor(min(BUFFERS_A_THREAD * num_threads, len(spans))) as pool:
+            reads = [pool.submit(self._read_span, first, stop, rows, reach, requests) for first, stop in spans]
             try:
                 for read in reads:
                     last = read.result()
@@ -57,29 +60,20 @@ class RemoteReader:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _read_span(self, first: int, stop: int, rows: Rows, reach: Rows) -> Buffer:
+    def _read_span(self, first: int, stop: int, rows: Rows, reach: Rows, requests: threading.Semaphore) -> Buffer:
         """Fetch granules, verify them and copy out what the ranges want; gives the last one where no range goes on."""
         start, end = first * GRANULE_BYTES, min(stop * GRANULE_BYTES, self.size_bytes)
+        expected = None if self._expected is None else self._expected[first:stop]
         if first == self._kept_granule:
-            data = self._kept
+            data, expected = self._kept, None
         else:
-            [data] = self.storage.read_ranges(self.key, [(start, end)])
-            self._verify(first, data)
+            with requests:
+                [data] = self.storage.read_ranges(self.key, [(start, end)])
         low, high = np.searchsorted(reach, start, "right"), np.searchsorted(rows[:, 0], end, "left")
-        offset, size, target = rows[low:high].T
-        begin, until = np.maximum(offset, start), np.minimum(offset + size, end)
-        base = np.frombuffer(data, np.uint8).ctypes.data
-        copies = np.stack([base + begin - start, target + begin - offset, until - begin], axis=1)
-        copy_many(copies[until > begin].astype(np.uint64))
+        damaged = place(data, start, rows[low:high], expected)
+        if damaged is not None:
+            raise DamagedGranule(f"{self.storage.url}/{self.key}", damaged)
         return bytes(memoryview(data)[(stop - 1) * GRANULE_BYTES - start :]) if end >= reach[-1] else b""
-
-    def _verify(self, first: int, data: Buffer) -> None:
-        if self._expected is None:
-            return
-        found = checksums(data)
-        wrong = np.flatnonzero(found != self._expected[first : first + len(found)])
-        if len(wrong):
-            raise DamagedGranule(f"{self.storage.url}/{self.key}", first + int(wrong[0]))
 
 
 def spans_of(rows: Rows, kept_granule: int = -1) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Buffer, Storage, TemporaryFailure
 from threefold.storage.local import local_failure, make_folders
 
-UPLOAD_BYTES = 16 << 20
+UPLOAD_BYTES = 8 << 20
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 15.0
 T = TypeVar("T")
 

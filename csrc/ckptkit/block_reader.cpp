@@ -16,17 +16,15 @@
 
 #include "block_io.h"
 #include "ckptkit.h"
-#include "xxh3.h"
+#include "granules.h"
 
 namespace ckptkit {
 namespace {
 
-constexpr uint64_t kNone = ~uint64_t{0};
-
 struct Reader {
   int file;
   std::atomic<bool> direct;
-  uint64_t kept_granule = kNone;
+  uint64_t kept_granule = kNoGranule;
   std::unique_ptr<uint8_t[]> kept;
 };
 
@@ -89,7 +87,7 @@ int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** re
   if (file < 0 && (!direct || errno == EINVAL)) file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0) return -errno;
   struct stat status;
-  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, kNone, nullptr} : nullptr;
+  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, kNoGranule, nullptr} : nullptr;
   if (made == nullptr) {
     const int failure = errno ? -errno : -ENOMEM;
     close(file);
@@ -103,46 +101,31 @@ int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** re
 int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
                    const uint64_t* checksums, int num_threads, uint64_t* bad_granule, uint64_t* read_bytes) {
   auto& reader = *static_cast<Reader*>(handle);
-  std::vector<uint64_t> reach(num_ranges);  // how far the ranges up to and including this one go
-  for (uint64_t i = 0; i < num_ranges; ++i) {
-    const uint64_t end = ranges[i].offset_bytes + ranges[i].size_bytes;
-    if (end < ranges[i].offset_bytes || end > size_bytes) return -EINVAL;
-    if (i && ranges[i].offset_bytes < ranges[i - 1].offset_bytes) return -EINVAL;
-    reach[i] = i ? std::max(reach[i - 1], end) : end;
-  }
+  const Wanted wanted(ranges, num_ranges);
+  if (!wanted.fits(size_bytes)) return -EINVAL;
   const std::vector<Block> blocks = blocks_of(ranges, num_ranges, reader.kept_granule);
   if (blocks.empty()) return 0;
   const uint64_t last_granule = blocks.back().first_granule + blocks.back().num_granules - 1;
   std::unique_ptr<uint8_t[]> kept(new (std::nothrow) uint8_t[kGranule]);
   if (kept == nullptr) return -ENOMEM;
-  std::atomic<uint64_t> total{0}, bad{kNone};
+  std::atomic<uint64_t> total{0}, bad{kNoGranule};
 
   const int result = run_jobs(blocks.size(), num_threads, [&](uint64_t index, uint8_t* buffer) {
     const Block block = blocks[index];
     const uint64_t start = block.first_granule * kGranule;
     const uint64_t stop = std::min(size_bytes, start + block.num_granules * kGranule);
-    const uint8_t* data = buffer;
-    if (block.first_granule == reader.kept_granule) {
-      data = reader.kept.get();
-    } else {
+    const bool is_kept = block.first_granule == reader.kept_granule;
+    const uint8_t* const data = is_kept ? reader.kept.get() : buffer;
+    if (!is_kept) {
       if (const int failure = read_fully(reader, buffer, stop - start, start)) return failure;
       total += stop - start;
-      for (uint64_t g = 0; checksums != nullptr && g < block.num_granules; ++g) {
-        const uint64_t size = std::min(kGranule, stop - start - g * kGranule);
-        if (xxh3_64(buffer + g * kGranule, size) == checksums[block.first_granule + g]) continue;
-        uint64_t seen = bad;
-        while (block.first_granule + g < seen && !bad.compare_exchange_weak(seen, block.first_granule + g)) {
-        }
-        return -EBADMSG;
-      }
     }
-    for (uint64_t i = std::upper_bound(reach.begin(), reach.end(), start) - reach.begin();
-         i < num_ranges && ranges[i].offset_bytes < stop; ++i) {
-      const uint64_t from = std::max(start, ranges[i].offset_bytes);
-      const uint64_t until = std::min(stop, ranges[i].offset_bytes + ranges[i].size_bytes);
-      if (from >= until) continue;
-      std::memcpy(static_cast<uint8_t*>(ranges[i].target) + (from - ranges[i].offset_bytes), data + (from - start),
-                  until - from);
+    const bool is_verified = is_kept || checksums == nullptr;
+    const uint64_t damaged = wanted.place(data, start, stop, is_verified ? nullptr : checksums + block.first_granule);
+    if (damaged != kNoGranule) {
+      for (uint64_t seen = bad; damaged < seen && !bad.compare_exchange_weak(seen, damaged);) {
+      }
+      return -EBADMSG;
     }
     if (index + 1 == blocks.size()) {
       const uint64_t tail = last_granule * kGranule;

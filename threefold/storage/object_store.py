@@ -2,7 +2,7 @@
 
 Large objects go up in parts, several at once, each repeated on its own where its request fails; an upload that fails is
 taken back, and what a killed process left behind `abort_stale_uploads` finds. Memory of a write is at most
-MAX_PARTS_IN_FLIGHT + 2 parts; a part has PART_BYTES, or, told the size of an object of more than 140 GiB, a
+MAX_PARTS_IN_FLIGHT + 2 parts; a part has PART_BYTES, or, told the size of an object of more than 70 GiB, a
 MAX_PARTS-th of that. obstore does not check what it receives: who reads must.
 """
 
@@ -18,7 +18,7 @@ from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
 from threefold.storage.service import open_service, request_timeout_s
 
-PART_BYTES = 16 << 20
+PART_BYTES = 8 << 20
 MIN_PART_BYTES = 5 << 20  # S3 takes no smaller part but the last
 MAX_PARTS = 9_000  # of the 10,000 that S3 and GCS take, in case the object is a little larger than was said
 MAX_PARTS_IN_FLIGHT = 8

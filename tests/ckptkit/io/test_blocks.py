@@ -22,6 +22,7 @@ from ckptkit.io.blocks import (
     checksums,
     copy_many,
     num_granules,
+    place,
     write_file,
     xxh3_64,
 )
@@ -40,7 +41,7 @@ def segments_of(*arrays: np.ndarray) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(params=["direct", "buffered", "tmpfs"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, bool]]:
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, bool]]:
     """A folder, and whether to ask for O_DIRECT; tmpfs refuses it on older kernels, so both ways are exercised."""
     if request.param != "tmpfs":
         yield tmp_path, request.param == "direct"
@@ -86,8 +87,8 @@ def test_checksums_of_a_buffer() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, GRANULE_BYTES, GRANULE_BYTES + 1, (8 << 20) + 4096, (17 << 20) + 5])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_file_is_its_segments(place: tuple[Path, bool], size: int, num_threads: int) -> None:
-    folder, direct = place
+def test_a_file_is_its_segments(where: tuple[Path, bool], size: int, num_threads: int) -> None:
+    folder, direct = where
     whole = RANDOM[1 : 1 + size]
     cuts = sorted({0, size // 7, size // 2, size})
     arrays = [whole[a:b] for a, b in pairwise(cuts)]
@@ -96,8 +97,8 @@ def test_a_file_is_its_segments(place: tuple[Path, bool], size: int, num_threads
     assert found.tolist() == expected_checksums(whole.tobytes())
 
 
-def test_page_aligned_memory_is_written_whole(place: tuple[Path, bool]) -> None:
-    folder, direct = place
+def test_page_aligned_memory_is_written_whole(where: tuple[Path, bool]) -> None:
+    folder, direct = where
     memory = np.frombuffer(ctypes.create_string_buffer((9 << 20) + 8192), np.uint8)
     skip = -memory.ctypes.data % 4096
     for size in (9 << 20, (9 << 20) + 100):
@@ -108,8 +109,8 @@ def test_page_aligned_memory_is_written_whole(place: tuple[Path, bool]) -> None:
         assert found.tolist() == expected_checksums(aligned.tobytes())
 
 
-def test_a_file_written_in_windows_in_any_order(place: tuple[Path, bool]) -> None:
-    folder, direct = place
+def test_a_file_written_in_windows_in_any_order(where: tuple[Path, bool]) -> None:
+    folder, direct = where
     size = 5 * GRANULE_BYTES + 123
     data = RANDOM[:size]
     windows = [(3 * GRANULE_BYTES, size), (0, GRANULE_BYTES), (GRANULE_BYTES, 3 * GRANULE_BYTES)]
@@ -162,8 +163,8 @@ def test_ascending_reads_read_each_granule_once(tmp_path: Path) -> None:
     assert np.array_equal(target, RANDOM[:size])
 
 
-def test_one_flipped_bit_is_found_and_its_granule_named(place: tuple[Path, bool]) -> None:
-    folder, direct = place
+def test_one_flipped_bit_is_found_and_its_granule_named(where: tuple[Path, bool]) -> None:
+    folder, direct = where
     size = 3 * GRANULE_BYTES + 10
     path = folder / "f"
     found = write_file(path, segments_of(RANDOM[:size]))
@@ -231,3 +232,37 @@ def test_copies() -> None:
     base = RANDOM.ctypes.data
     copy_many([(base + 5, target.ctypes.data, 3), (base, target.ctypes.data + 7, 3)])
     assert target.tolist() == [*RANDOM[5:8].tolist(), 0, 0, 0, 0, *RANDOM[:3].tolist()]
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(0, 3 * GRANULE_BYTES), st.integers(0, 2 * GRANULE_BYTES)), max_size=6),
+    st.integers(0, 200),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_ranges_want_of_a_buffer_goes_there(first: int, wanted: list[tuple[int, int]], shift: int) -> None:
+    """Ranges of any place and size, into memory of any alignment; those outside the buffer get nothing."""
+    content = np.resize(RANDOM, 3 * GRANULE_BYTES + 77)
+    start = first * GRANULE_BYTES
+    data = content[start:]
+    ranges = sorted((offset, min(size, len(content) - offset)) for offset, size in wanted)
+    targets = [np.zeros(size + shift, np.uint8)[shift:] for _, size in ranges]
+    rows = [(offset, size, target.ctypes.data) for (offset, size), target in zip(ranges, targets, strict=True)]
+    assert place(data, start, np.array(rows, np.uint64).reshape(-1, 3), checksums(data)) is None
+    for (offset, size), target in zip(ranges, targets, strict=True):
+        expected = content[offset : offset + size].copy()
+        expected[: max(min(start - offset, size), 0)] = 0
+        assert np.array_equal(target, expected)
+
+
+def test_nothing_of_a_damaged_granule_is_copied() -> None:
+    content = np.resize(RANDOM, 3 * GRANULE_BYTES).copy()
+    expected = checksums(content)
+    content[GRANULE_BYTES + 5] ^= 16
+    target = np.zeros_like(content)
+    rows = [(0, len(content), target.ctypes.data)]
+    assert place(content, 4 * GRANULE_BYTES, [(4 * GRANULE_BYTES, *rows[0][1:])], expected) == 5
+    assert np.array_equal(target[:GRANULE_BYTES], content[:GRANULE_BYTES])
+    assert not target[GRANULE_BYTES:].any()
+    assert place(content, 0, rows, None) is None
+    assert np.array_equal(target, content)

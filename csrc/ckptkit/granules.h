@@ -1,0 +1,34 @@
+// Granules of a file in memory: verified, then handed out to the ranges that want them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ckptkit.h"
+
+namespace ckptkit {
+
+inline constexpr uint64_t kNoGranule = ~uint64_t{0};
+
+// Ranges of a file, sorted by offset, and where their bytes go.
+class Wanted {
+ public:
+  Wanted(const ck_range* ranges, uint64_t num_ranges);
+
+  // Whether the ranges are sorted and end within a file of this size.
+  bool fits(uint64_t size_bytes) const;
+
+  // Copies out what the ranges want of `data`, the file's bytes [start, stop) from a granule's begin. Each granule is
+  // first compared with its checksum, where `checksums` (of these granules) is not null: gives the first that differs, of
+  // which and after which nothing was copied, or kNoGranule.
+  uint64_t place(const uint8_t* data, uint64_t start, uint64_t stop, const uint64_t* checksums) const;
+
+ private:
+  void copy(const uint8_t* data, uint64_t start, uint64_t stop) const;
+
+  const ck_range* ranges_;
+  uint64_t num_ranges_;
+  std::vector<uint64_t> reach_;  // how far the ranges up to and including this one go
+};
+
+}  // namespace ckptkit
