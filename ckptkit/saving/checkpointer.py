@@ -31,7 +31,7 @@ from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError, UserError
-from threefold.storage import open_storage
+from threefold.storage import Storage, is_same_place, open_storage
 
 GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 
@@ -109,7 +109,9 @@ class Checkpointer:
         self._closed = False
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
         # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
-        self._tiers = [replace(tier, url=open_storage(tier.url).url) for tier in options.tiers]
+        places = [open_storage(tier.url) for tier in options.tiers]
+        _check_places([storage, *places])
+        self._tiers = [replace(tier, url=place.url) for tier, place in zip(options.tiers, places, strict=True)]
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -397,6 +399,13 @@ class Checkpointer:
         self._reports += self._copies.ended(self._writer.take_copied())
         if death:
             self._reports += self._copies.lost(death)
+
+
+def _check_places(places: Sequence[Storage]) -> None:
+    """UserError where two tiers are one place: a file would be copied onto itself, and lost."""
+    for number, place in enumerate(places):
+        if any(is_same_place(place, other) for other in places[:number]):
+            raise UserError(f"{place.url} is named twice as a tier", hint="name each tier once, the fastest first")
 
 
 def _check_json(metadata: Mapping[str, Any]) -> None:
