@@ -1,7 +1,6 @@
 """Verify: reads a checkpoint, all of it, a sample or its manifest alone, and names all damage, not only the first."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.data_file import DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.plan import StoredChunks, plan_load
 from threefold.errors import CheckFailed, StorageError, UserError
 
@@ -56,7 +55,7 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     each file and others at random, the same for the same seed.
     """
     assert 0 <= share <= 1, f"a share of {share}"
-    with ThreadPoolExecutor(reader.num_threads) as pool:
+    with reading_threads(reader.num_threads, reader) as pool:
         checked = list(pool.map(lambda number: _check_part(reader, number, share, seed), range(len(reader.root.parts))))
     indexes = [index for index, _, _ in checked if index is not None]
     faults = [fault for _, _, found in checked for fault in found]
