@@ -95,6 +95,8 @@ def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> S
     Nothing is contacted yet. The client libraries are imported only for a URL that needs them. `write_memory_bytes`
     bounds what one write of several parts to an object store holds in memory, for a program that writes many at once.
     """
+    if not isinstance(url, str | Path):
+        raise UserError(f"a storage URL is a text or a Path, not {url!r}")
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not text:
