@@ -107,6 +107,9 @@ def _call(parser: Parser, argv: Sequence[str] | None) -> int:
     except OSError as error:
         report(error)
         return EXIT_IO
+    except MemoryError as error:
+        report(StorageError(f"not enough memory: {error}"))
+        return EXIT_IO
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

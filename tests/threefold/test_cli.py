@@ -33,6 +33,7 @@ def parser_for(handler: Callable[[argparse.Namespace], int | None]) -> Parser:
         (CheckFailed("part-00003.index is damaged"), 1),
         (StorageError("cannot write x: disk full"), 3),
         (PermissionError(13, "Permission denied", "x"), 3),
+        (MemoryError("unable to allocate 8 GiB"), 3),
     ],
 )
 def test_an_error_becomes_one_line_and_its_exit_code(
