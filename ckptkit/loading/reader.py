@@ -127,12 +127,12 @@ class CheckpointReader:
             raise DamagedGranule(name, damage.granule, tensors) from None
 
     def check_size(self, part: Part) -> None:
-        """StorageError where a data file is not there, or not of the recorded size; reads nothing of it."""
+        """CheckFailed where a data file is not there, or not of the recorded size; reads nothing of it."""
         info = self.storage.info(f"{self.folder}/{part.data}")
         if info is None:
-            raise StorageError(f"{self.url}/{part.data} does not exist")
+            raise CheckFailed(f"{self.url}/{part.data} is missing")
         if info.size_bytes != part.data_bytes:
-            raise StorageError(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
+            raise CheckFailed(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
 
     def close(self) -> None:
         """Close all files."""

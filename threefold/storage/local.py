@@ -198,13 +198,14 @@ def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
     if isinstance(error, FileNotFoundError) and doing == "read":
         return StorageError(f"{path} does not exist")
     # a failed save removes the folders that it made: a hint names what stays
-    above = next((each for each in Path(path).absolute().parents if os.path.exists(each)), Path("/"))
-    disk = next(each for each in (above, *above.parents) if os.path.ismount(each))
+    places = [Path(path).absolute(), *Path(path).absolute().parents][doing in ("write", "delete") :]
+    there = next((each for each in places if os.path.exists(each)), Path("/"))
+    disk = next(each for each in (there, *there.parents) if os.path.ismount(each))
     hint = {
         errno.ENOSPC: f"free some space or choose another place; df -h {disk}",
         errno.EDQUOT: "the quota is used up; free some space or choose another place",
-        errno.EACCES: f"check the permissions: ls -ld {above}",
-        errno.EPERM: f"check the permissions: ls -ld {above}",
+        errno.EACCES: f"check the permissions: ls -ld {there}",
+        errno.EPERM: f"check the permissions: ls -ld {there}",
         errno.EROFS: "the file system is mounted read-only; choose another place",
         errno.EMFILE: "raise the number of files that may be open: ulimit -n 65536",
     }.get(error.errno or 0)
