@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ckptkit.run_verbs import add_run_verbs
+from ckptkit.run_verbs import add_run_verbs, count
 from threefold.cli import Parser, print_json, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
@@ -47,7 +47,7 @@ def build_parser() -> Parser:
     extent.add_argument(
         "--manifest", action="store_true", help="read root and indexes only, and look at the sizes of the data files"
     )
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="which sample")
+    verify.add_argument("--seed", type=count, default=0, metavar="N", help="which sample")
     verify.set_defaults(handler=verify_verb)
 
     hash_ = verbs.add_parser(

@@ -71,6 +71,12 @@ class ParallelLayout:
         return cls(**sizes)
 
 
+def check_rank(rank: int, world_size: int) -> None:
+    """UserError where there is no such rank."""
+    if not 0 <= rank < world_size:
+        raise UserError(f"there is no rank {rank} of {world_size}", hint="ranks count from 0")
+
+
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
     """The contiguous layers of one pipeline stage; where they do not divide, earlier stages hold one more."""
     base, extra = divmod(num_layers, num_stages)

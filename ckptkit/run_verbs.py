@@ -220,7 +220,11 @@ def pin_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.runs.catalogue import resolve
     from ckptkit.runs.pins import pin
 
-    return each_step(arguments, "pinned", resolve, lambda storage, step: pin(storage, step, arguments.note))
+    def act(storage: "Storage", step: int) -> bool:
+        pin(storage, step, arguments.note)
+        return True
+
+    return each_step(arguments, "pinned", resolve, act)
 
 
 def unpin_verb(arguments: argparse.Namespace) -> int:
@@ -234,9 +238,9 @@ def each_step(
     arguments: argparse.Namespace,
     done: str,
     find: "Callable[[str], tuple[Storage, int | None]]",
-    act: "Callable[[Storage, int], object]",
+    act: "Callable[[Storage, int], bool]",
 ) -> int:
-    """Find the steps that URLs name, all before the first is changed, act on each, and report."""
+    """Find the steps that URLs name, all before the first is changed, act on each, and report to which it was done."""
     from ckptkit.address import split_address
     from ckptkit.format.root import step_folder
 
@@ -244,13 +248,18 @@ def each_step(
         if split_address(url)[1] is None:
             raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {url}")
     addresses = [(storage, step) for storage, step in map(find, arguments.steps) if step is not None]
+    urls = []
     for storage, step in addresses:
-        act(storage, step)
-    urls = [f"{storage.url}/{step_folder(step)}" for storage, step in addresses]
+        url = f"{storage.url}/{step_folder(step)}"
+        if act(storage, step):
+            urls.append(url)
+        else:
+            log(f"{url} was not {done.removeprefix('un')}")
     if arguments.json:
         print_json({done: urls})
     else:
-        print("\n".join(f"{done} {url}" for url in urls))
+        for url in urls:
+            print(f"{done} {url}")
     return EXIT_OK
 
 

@@ -1,9 +1,12 @@
 """TensorInfo: one row of a checkpoint's tensor table, in global terms."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptkit.placement import Placement
+from threefold.errors import UserError, listed
 
 # safetensors' dtype names -> bytes an element
 ITEMSIZE = {
@@ -31,6 +34,15 @@ class TensorInfo:
     @property
     def size_bytes(self) -> int:
         return self.numel * ITEMSIZE[self.dtype]
+
+
+def tensor_table(tensors: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
+    """A checkpoint's tensors by name; UserError where one is listed twice."""
+    table = {info.name: info for info in tensors}
+    if len(table) < len(tensors):
+        counts = Counter(info.name for info in tensors)
+        raise UserError(f"listed twice in a tensor table:{listed([n for n, count in counts.items() if count > 1])}")
+    return table
 
 
 def storage_order(tensor: TensorInfo) -> tuple[object, ...]:

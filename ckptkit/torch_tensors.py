@@ -25,9 +25,14 @@ def is_tensor(data: Any) -> bool:
     return hasattr(data, "data_ptr")
 
 
-def dtypes(data: Any) -> tuple[str, ...]:
-    """The safetensors dtypes whose elements an array or a tensor can hold."""
-    return DTYPES.get(str(data.dtype).removeprefix("torch."), ())
+def held_by(dtype: Any) -> tuple[str, ...]:
+    """The safetensors dtypes whose elements memory of a numpy or torch dtype can hold."""
+    return DTYPES.get(str(dtype).removeprefix("torch."), ())
+
+
+def is_writable(data: Any) -> bool:
+    """Whether an array's elements may be changed; those of a tensor always may."""
+    return bool(is_tensor(data) or data.flags.writeable)
 
 
 def num_bytes(data: Any) -> int:

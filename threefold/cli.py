@@ -2,13 +2,14 @@
 
 import argparse
 import difflib
+import io
 import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, UserError
+from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError
 
 Handler = Callable[[argparse.Namespace], int | None]
 
@@ -76,6 +77,21 @@ def log(text: str) -> None:
 
 def run(parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Parse argv, call the verb's handler (`set_defaults(handler=...)`) and turn its outcome into an exit code."""
+    _mend_streams()
+    try:
+        try:
+            return _call(parser, argv)
+        finally:
+            _flush_stdout()
+    except BrokenPipeError:
+        _drop_stdout()
+        return EXIT_OK
+    except StorageError as error:
+        report(error)
+        return error.exit_code
+
+
+def _call(parser: Parser, argv: Sequence[str] | None) -> int:
     arguments = parser.parse_args(argv)
     handler: Handler | None = getattr(arguments, "handler", None)
     if handler is None:
@@ -87,11 +103,41 @@ def run(parser: Parser, argv: Sequence[str] | None = None) -> int:
         report(error)
         return error.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        raise
     except OSError as error:
         report(error)
+        return EXIT_IO
+    except MemoryError as error:
+        report(StorageError(f"not enough memory: {error}"))
         return EXIT_IO
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _mend_streams() -> None:
+    """Have somewhere to print to where the caller closed a stream, whose number a file of data would get otherwise."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # until the end
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files that the encoding has no letters for
+
+
+def _flush_stdout() -> None:
+    """Meet here, and not when Python ends, what becomes of what was printed."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_stdout()
+        raise StorageError(f"cannot write to standard output: {error.strerror}") from error
+
+
+def _drop_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

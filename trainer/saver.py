@@ -155,6 +155,9 @@ class Saver:
                 continue
             ok = report.ok or self._is_committed(report.url, report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
+            if ok and not report.ok:
+                whose = "of an earlier start, or of another run that saves there"
+                self._ranks.say(f"warning: step {report.step} is in {report.url}, perhaps {whose}: {report.error}")
             if report.warning:
                 self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
             self._log_save(report, "ok" if ok else "failed")

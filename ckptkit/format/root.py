@@ -25,7 +25,7 @@ DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found dama
 PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
-MAX_WRITERS = 10**9
+MAX_STEP, MAX_WRITERS = 10**15, 10**9
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
@@ -105,6 +105,28 @@ class Root:
     saved: Saved | None = None
     share: Share | None = None
 
+    def check(self) -> None:
+        """UserError where a reader would refuse this root, which is told before anything is saved."""
+        try:
+            _whole(self.step, MAX_STEP, "step ")
+            _whole(self.num_layers, MAX_LAYERS, "num_layers ")
+            check_attempt(self.attempt)
+            if not isinstance(self.layout, ParallelLayout):
+                raise ValueError(f"{self.layout!r} is not a ParallelLayout")
+            for info in self.tensors.values():
+                _check_tensor(info)
+            _check_ties(self.tensors)
+        except UserError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"no reader would take this checkpoint: {error}") from None
+        try:
+            if not isinstance(self.metadata, Mapping):
+                raise TypeError(f"{type(self.metadata).__name__} instead of a dict")
+            _json(plain_json(self.metadata)).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"the metadata of a save is not JSON: {error}") from None
+
     def to_bytes(self) -> bytes:
         """The manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
         head: dict[str, object] = {
@@ -129,6 +151,9 @@ class Root:
         fields += [f'"{name}": [\n{joined}\n]' for name, joined in (
             ("tensors", ",\n".join(tensors)), ("parts", ",\n".join(parts)))]  # fmt: skip
         body = ("{\n" + ",\n".join(fields)).encode()
+        if len(body) > MAX_ROOT_BYTES - 64:
+            text = f"the root of step {self.step} has {len(body):,} bytes, at most {MAX_ROOT_BYTES:,} can be read"
+            raise UserError(text, hint="keep large values in tensors, not in the metadata")
         return body + f',\n"checksum": "{xxh3_64(body):016x}"\n}}\n'.encode()
 
     @classmethod
@@ -152,7 +177,7 @@ class Root:
             )
         try:
             root = cls(
-                step=_whole(document["step"], 10**15),
+                step=_whole(document["step"], MAX_STEP),
                 attempt=check_attempt(_text(document["attempt"], 128)),
                 layout=ParallelLayout(**document["layout"]),
                 num_layers=_whole(document["num_layers"], MAX_LAYERS),
@@ -185,9 +210,9 @@ def plain_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _whole(value: object, limit: int) -> int:
+def _whole(value: object, limit: int, what: str = "") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
-        raise ValueError(f"{value!r} is not a whole number up to {limit}")
+        raise ValueError(f"{what}{value!r} is not a whole number up to {limit}")
     return value
 
 
@@ -198,27 +223,28 @@ def _text(value: object, max_bytes: int) -> str:
 
 
 def _tensor(row: dict[str, Any]) -> TensorInfo:
-    name, dtype, shape = _text(row["name"], MAX_NAME_BYTES), row["dtype"], row["shape"]
-    if dtype not in ITEMSIZE or len(shape) > MAX_DIMS:
-        raise ValueError(f"{name}: dtype {dtype!r}, shape {shape!r}")
-    info = TensorInfo(name, dtype, tuple(_whole(size, MAX_NUMEL) for size in shape), _placement(row["placement"]))
-    if info.numel > MAX_NUMEL or (info.placement.dim is not None and not 0 <= info.placement.dim < len(shape)):
-        raise ValueError(f"{name}: shape {shape!r}, cut along {info.placement.dim}")
+    info = TensorInfo(row["name"], row["dtype"], tuple(row["shape"]), Placement(**row["placement"]))
+    _check_tensor(info)
     return info
 
 
-def _placement(row: dict[str, Any]) -> Placement:
-    placement = Placement(**row)
+def _check_tensor(info: TensorInfo) -> None:
+    name, shape, placement = _text(info.name, MAX_NAME_BYTES), info.shape, info.placement
+    if info.dtype not in ITEMSIZE or len(shape) > MAX_DIMS:
+        raise ValueError(f"{name}: dtype {info.dtype!r}, shape {shape!r}")
+    for size in shape:
+        _whole(size, MAX_NUMEL, f"{name}: size ")
     stage, dim = placement.stage, placement.dim
     if stage not in ("first", "last"):
-        _whole(stage, MAX_LAYERS)
+        _whole(stage, MAX_LAYERS, f"{name}: stage ")
     if dim is not None:
-        _whole(dim, MAX_DIMS)
+        _whole(dim, MAX_DIMS, f"{name}: dim ")
+    if info.numel > MAX_NUMEL or (dim is not None and dim >= len(shape)):
+        raise ValueError(f"{name}: shape {shape!r}, cut along {dim}")
     if placement.tied_to is not None:
         _text(placement.tied_to, MAX_NAME_BYTES)
     if placement.axis not in ("tp", "ep") or not isinstance(placement.padded, bool):
-        raise ValueError(f"placement {row!r}")
-    return placement
+        raise ValueError(f"{name}: {placement!r}")
 
 
 def _part(row: dict[str, Any], attempt: str) -> Part:

@@ -49,6 +49,7 @@ class CheckpointReader:
         self.num_threads = num_threads
         self.exchange = exchange or Alone()
         self.root = root or read_root(storage, step, self.exchange)
+        self.is_given_up = False  # reads that other threads begin fail
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
         self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
@@ -113,6 +114,8 @@ class CheckpointReader:
 
         CheckFailed names the tensors of damage, or says that the file is not what it should be.
         """
+        if self.is_given_up:
+            raise StorageError(f"reading {self.url} was given up")
         part = self.root.parts[number]
         name = f"{self.url}/{part.data}"
         try:
@@ -124,12 +127,12 @@ class CheckpointReader:
             raise DamagedGranule(name, damage.granule, tensors) from None
 
     def check_size(self, part: Part) -> None:
-        """StorageError where a data file is not there, or not of the recorded size; reads nothing of it."""
+        """CheckFailed where a data file is not there, or not of the recorded size; reads nothing of it."""
         info = self.storage.info(f"{self.folder}/{part.data}")
         if info is None:
-            raise StorageError(f"{self.url}/{part.data} does not exist")
+            raise CheckFailed(f"{self.url}/{part.data} is missing")
         if info.size_bytes != part.data_bytes:
-            raise StorageError(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
+            raise CheckFailed(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
 
     def close(self) -> None:
         """Close all files."""
@@ -251,6 +254,22 @@ def root_bytes(storage: Storage, step: int) -> bytes:
         if is_medium_error(error):
             raise CheckFailed(f"{storage.url}/{key} cannot be read (Input/output error)") from error
         raise
+
+
+@contextmanager
+def reading_threads(num_threads: int, *readers: CheckpointReader) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are not waited for, but for their read under way, where an error or a Ctrl-C ends the block."""
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        yield pool
+    except BaseException:
+        for reader in readers:
+            reader.is_given_up = True
+        raise
+    finally:
+        pool.shutdown()
+        for reader in readers:
+            reader.is_given_up = False
 
 
 def is_medium_error(error: StorageError) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckptkit.address import open_address
 from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.root import Root
@@ -17,10 +18,9 @@ from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
 from ckptkit.plan import storage_rows
 from ckptkit.saving.staging import memory_misfit
-from ckptkit.tensor import ITEMSIZE, TensorInfo
-from ckptkit.torch_tensors import dtypes
+from ckptkit.tensor import TensorInfo
+from ckptkit.torch_tensors import held_by, is_writable
 from threefold.errors import UserError, listed
-from threefold.storage import open_storage
 
 
 def restore(
@@ -34,7 +34,10 @@ def restore(
     names the file, offset and tensor of damage. Ranks that share an `exchange`, and all make this call, read each
     byte that several of them want once; an error of one is then raised on all.
     """
-    with CheckpointReader(open_storage(url), step, exchange=exchange) as reader:
+    storage, named = open_address(url)
+    if named not in (None, step):
+        raise UserError(f"{url} is not step {step}", hint=f"restore from {storage.url}")
+    with CheckpointReader(storage, step, exchange=exchange) as reader:
         restore_from(reader, pieces, tensors=tensors)
         return reader.root
 
@@ -96,12 +99,14 @@ def misfits(
 def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
     if info is None:
         return "missing in the checkpoint"
-    if info.dtype not in dtypes(piece.data):
+    if not hasattr(piece.data, "dtype"):
+        return f"{info.dtype}, wanted a {type(piece.data).__name__}, which is neither an array nor a tensor"
+    if info.dtype not in held_by(piece.data.dtype):
         return f"{info.dtype}, wanted {piece.data.dtype}"
     ends = [a + n for a, n in zip(piece.box.offset, piece.box.shape, strict=True)]
     if len(ends) != len(info.shape) or any(end > size for end, size in zip(ends, info.shape, strict=True)):
         return f"{list(info.shape)}, wanted its part {list(piece.box.offset)} to {ends}"
-    return memory_misfit(piece, ITEMSIZE[info.dtype])
+    return memory_misfit(piece, info.dtype) or (None if is_writable(piece.data) else "a piece's memory is read-only")
 
 
 def _untied(piece: Piece, table: Mapping[str, TensorInfo]) -> Piece:

@@ -8,7 +8,6 @@ is whole and right. Memory: a window of 8 MiB a file in work, and what the uploa
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.io.part_sink import open_sink
-from ckptkit.loading.reader import CheckpointReader, root_bytes
+from ckptkit.loading.reader import CheckpointReader, reading_threads, root_bytes
 from ckptkit.passes.verify import check_data, verify_checkpoint
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
@@ -63,7 +62,7 @@ def copy_step(
     with CheckpointReader(target, step, root=source.root) as there:
         if not is_there:
             copying = _Copying(source, there, progress)
-            with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            with reading_threads(FILES_AT_ONCE, source, there) as pool:
                 sizes = list(pool.map(copying.copy_part, range(len(source.root.parts))))
             copied, kept = sum(copied for copied, _ in sizes), sum(kept for _, kept in sizes)
         checked = verify_checkpoint(there, share=1.0 if verify else 0.0)

@@ -1,7 +1,6 @@
 """Verify: reads a checkpoint, all of it, a sample or its manifest alone, and names all damage, not only the first."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +11,9 @@ from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.data_file import DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.plan import StoredChunks, plan_load
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 
 WINDOW_BYTES = 16 << 20
 Granules = npt.NDArray[np.int64]
@@ -53,10 +52,11 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     """Check every part index, every data file's size, that each tensor is held whole and once, and a share of the data.
 
     `share` 1 reads every granule of every data file, 0 none; anything between reads the first and the last granule of
-    each file and others at random, the same for the same seed.
+    each file and others at random, the same for the same seed. StorageError where a file cannot be reached, which is no
+    damage.
     """
     assert 0 <= share <= 1, f"a share of {share}"
-    with ThreadPoolExecutor(reader.num_threads) as pool:
+    with reading_threads(reader.num_threads, reader) as pool:
         checked = list(pool.map(lambda number: _check_part(reader, number, share, seed), range(len(reader.root.parts))))
     indexes = [index for index, _, _ in checked if index is not None]
     faults = [fault for _, _, found in checked for fault in found]
@@ -83,8 +83,9 @@ def check_data(
         what = f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}"
         return 0, [Fault(part.data, what, 0)]
     try:
-        source = reader.open_part(number, None)
-    except StorageError as error:
+        with reader.loss_as_damage(part.data, part.data_bytes):
+            source = reader.open_part(number, None)
+    except CheckFailed as error:
         return 0, [Fault(part.data, error.message, None, index.chunks.names)]
     buffer = np.empty(WINDOW_BYTES, np.uint8)
     try:
@@ -101,7 +102,7 @@ def check_data(
             if buffer[:same].tobytes() != header[start : start + same]:
                 what = "its safetensors header is not the one that its index describes"
                 faults.append(Fault(part.data, what, start))
-    except (CheckFailed, StorageError) as error:
+    except CheckFailed as error:
         faults.append(Fault(part.data, error.message, None, index.chunks.names))
     finally:
         source.close()
@@ -114,14 +115,14 @@ def _check_part(
     part = reader.root.parts[number]
     try:
         index = reader.read_index(part)
-    except (CheckFailed, StorageError) as error:
+    except CheckFailed as error:
         return None, 0, [Fault(part.index, error.message)]
     if share:
         granules = sampled_granules(len(index.checksums), share, (seed, number))
         return index, *check_data(reader, number, index, granules)
     try:
         reader.check_size(part)
-    except StorageError as error:
+    except CheckFailed as error:
         return index, 0, [Fault(part.data, error.message, None, index.chunks.names)]
     return index, 0, []
 

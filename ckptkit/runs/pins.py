@@ -17,8 +17,12 @@ def pin(storage: Storage, step: int, note: str = "") -> None:
     The root is looked for after the pin is put: a prune that took it looks for pins after that, so that one of both
     sees the other.
     """
-    if len(note.encode()) > MAX_NOTE_BYTES:
-        text = f"a note of {len(note.encode()):,} bytes is too long, {MAX_NOTE_BYTES:,} fit"
+    try:
+        num_bytes = len(note.encode())
+    except UnicodeEncodeError:
+        raise UserError(f"the note {note!r} is not UTF-8", hint="--note 'a text in UTF-8'") from None
+    if num_bytes > MAX_NOTE_BYTES:
+        text = f"a note of {num_bytes:,} bytes is too long, {MAX_NOTE_BYTES:,} fit"
         raise UserError(text, hint="put the text elsewhere and its address into --note")
     key = pin_key(step)
     was_pinned = storage.info(key) is not None

@@ -32,8 +32,9 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best", "keep_hourly"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} {getattr(self, name)} is below 0", hint=f"0 switches {name} off")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise UserError(f"{name} {value!r} is not a whole number from 0", hint=f"0 switches {name} off")
         if self.mode not in ("min", "max"):
             raise UserError(f"mode {self.mode!r} of a metric is neither min nor max")
 

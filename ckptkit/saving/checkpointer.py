@@ -7,7 +7,7 @@ writer outlives a killed trainer for as long as it takes to finish the save it w
 """
 
 import contextlib
-import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from ckptkit.address import open_run
 from ckptkit.chunk import Piece
-from ckptkit.format.root import Share, check_attempt, plain_json
+from ckptkit.format.root import Root, Share, check_attempt, plain_json
 from ckptkit.io.striping import check_striping
-from ckptkit.layout import ParallelLayout
+from ckptkit.layout import ParallelLayout, check_rank
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.copies import Copies
@@ -31,8 +32,9 @@ from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError, UserError
-from threefold.storage import open_storage
+from threefold.storage import Storage, is_same_place
 
+WHEN_BUSY = ("wait", "skip", "abort")
 GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 
 
@@ -71,6 +73,18 @@ class CheckpointerOptions:
     stripe_size_bytes: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("deadline_s", "timeout_s", "retry_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise UserError(f"{name} {value!r} is not a number of seconds from 0")
+        for name, least in (("max_failed_saves", 1), ("num_threads", 1), ("window_bytes", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise UserError(f"{name} {value!r} is not a whole number from {least}")
+        if self.when_busy not in WHEN_BUSY:
+            raise UserError(f"when_busy {self.when_busy!r} is none of {', '.join(WHEN_BUSY)}")
+        if not isinstance(self.retention, Retention):
+            raise UserError(f"retention {self.retention!r} is not a Retention", hint="Retention(keep_last=3)")
         check_striping(self.stripe_count, self.stripe_size_bytes)
 
 
@@ -89,15 +103,16 @@ class _Running:
 class Checkpointer:
     """Saves one rank's state in the background to a run's URL; use it in a `with`, or close it.
 
-    `attempt` is a name that all ranks of one start of the job share and no other start uses.
+    `attempt` is a name that all ranks of one start of the job share and no other start uses. One thread at a time calls
+    its methods, in the process that made it.
     """
 
     def __init__(
         self, url: str, *, rank: int = 0, world_size: int = 1, attempt: str,
         options: CheckpointerOptions = CheckpointerOptions(),
     ) -> None:  # fmt: skip
-        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        storage = open_storage(url)
+        check_rank(rank, world_size)
+        storage = open_run(url)
         self.url = storage.url
         node = options.node
         self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
@@ -106,10 +121,12 @@ class Checkpointer:
         self._rank, self._attempt, self._options = rank, check_attempt(attempt), options
         self.counts = SaveCounts()
         self._code = options.code or git_commit()
-        self._closed = False
+        self._closed, self._process_id = False, os.getpid()
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
         # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
-        self._tiers = [replace(tier, url=open_storage(tier.url).url) for tier in options.tiers]
+        places = [open_run(tier.url) for tier in options.tiers]
+        _check_places([storage, *places])
+        self._tiers = [replace(tier, url=place.url) for tier, place in zip(options.tiers, places, strict=True)]
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -128,6 +145,7 @@ class Checkpointer:
 
         Call it once before training, or leave it out.
         """
+        self._check_usable()
         self._await_running()
         structure = self._structure_of(pieces, tensors)
         _, _, ring = self._arena.hold(structure, self._options.window_bytes)
@@ -146,13 +164,14 @@ class Checkpointer:
         after max_failed_saves failures in a row; a failure of this save is told by `poll` or `wait`.
         """
         started = time.monotonic()
+        self._check_usable()
         self._num_saves += 1
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
         attempt = f"{self._attempt}-{self._num_saves:04d}"
         # What is wrong with this save is told before one that still runs is given up for it.
+        Root(step, attempt, layout, num_layers, {}, (), metadata).check()
         structure = self._structure_of(pieces, tensors)
-        check_memory(pieces, structure.sizes)
-        _check_json(metadata)
+        check_memory(pieces, structure.sizes, structure.dtypes)
         if not self._make_way(step, attempt):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
@@ -217,6 +236,7 @@ class Checkpointer:
 
     def copy_last(self) -> None:
         """Have the step that was saved last copied to all tiers, also to those that were not due; does not block."""
+        self._check_usable()
         self._await_running()
         if self._last_saved is not None:
             writer = self._running_writer()
@@ -242,8 +262,8 @@ class Checkpointer:
 
     def close(self) -> list[SaveReport]:
         """Wait for the running save and for copies to other tiers, end the writer, free the arena; gives all reports
-        not told yet. Closing it again does nothing."""
-        if self._closed:
+        not told yet. Closing it again does nothing, nor does closing it in a process that was forked off."""
+        if self._closed or os.getpid() != self._process_id:
             return []
         self._closed = True
         self._await_running()
@@ -266,6 +286,13 @@ class Checkpointer:
     def writer_pid(self) -> int:
         """Process id of the writer."""
         return self._writer.pid
+
+    def _check_usable(self) -> None:
+        """The numbers of closed files may be those of others by now, and a forked process shares the pipes."""
+        if self._closed:
+            raise UserError(f"the Checkpointer of {self.url} is closed", hint="save inside its `with`")
+        if os.getpid() != self._process_id:
+            raise UserError(f"the Checkpointer of {self.url} is another process's, {self._process_id}")
 
     def _structure_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> Structure:
         """The plan and what follows from it, made anew only when the structure of the state changed."""
@@ -399,9 +426,8 @@ class Checkpointer:
             self._reports += self._copies.lost(death)
 
 
-def _check_json(metadata: Mapping[str, Any]) -> None:
-    """UserError where JSON has no words for a save's metadata."""
-    try:
-        json.dumps(plain_json(metadata))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"the metadata of a save is not JSON: {error}") from None
+def _check_places(places: Sequence[Storage]) -> None:
+    """UserError where two tiers are one place: a file would be copied onto itself, and lost."""
+    for number, place in enumerate(places):
+        if any(is_same_place(place, other) for other in places[:number]):
+            raise UserError(f"{place.url} is named twice as a tier", hint="name each tier once, the fastest first")

@@ -19,7 +19,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.tensor import TensorInfo
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
 
 FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between listings: a share of what was waited so far
@@ -106,12 +106,16 @@ def check_complete(step: int, tensors: Sequence[TensorInfo], holdings: Iterable[
 def commit_root(storage: Storage, root: Root) -> None:
     """Put the root, once and for all.
 
-    AlreadyExists where another attempt committed the step first, NotCommitted where a full disk refused it; after any
-    other failure the root may be there although its answer was lost.
+    AlreadyExists where another attempt committed the step first, NotCommitted where a full disk refused it or it is too
+    large; after any other failure the root may be there although its answer was lost.
     """
     key = f"{step_folder(root.step)}/{ROOT_KEY}"
     try:
-        storage.write(key, root.to_bytes(), if_absent=True)
+        data = root.to_bytes()
+    except UserError as error:
+        raise NotCommitted(error.message, hint=error.hint) from error
+    try:
+        storage.write(key, data, if_absent=True)
     except AlreadyExists as error:
         raise AlreadyExists(f"step {root.step} of {storage.url} was committed by another attempt first") from error
     except StorageError as error:

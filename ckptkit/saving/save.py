@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.address import open_run
 from ckptkit.chunk import Piece
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns, copy_many, num_granules
-from ckptkit.layout import ParallelLayout
+from ckptkit.layout import ParallelLayout, check_rank
 from ckptkit.plan import plan_save
 from ckptkit.saving.staging import check_memory
 from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
 from ckptkit.saving.stream import Stream
 from ckptkit.saving.structure import piece_sizes
-from ckptkit.tensor import TensorInfo
+from ckptkit.tensor import TensorInfo, tensor_table
 from ckptkit.torch_tensors import Bytes, Transfer, byte_range, host_addresses
 from threefold.errors import UserError
-from threefold.storage import open_storage
 
 BOUNCE_BYTES = 64 << 20
 DEADLINE_S = 600.0
@@ -43,9 +43,13 @@ def save(
             f"a save of {world_size} ranks needs an attempt that they share",
             hint="give all ranks one new name, such as attempt=f'{job}-{step}'",
         )
-    target = StepTarget(open_storage(url), step, attempt or secrets.token_hex(8), rank, world_size)
+    check_rank(rank, world_size)
+    target = StepTarget(open_run(url), step, secrets.token_hex(8) if attempt is None else attempt, rank, world_size)
+    table = tensor_table(tensors)
+    draft = Root(step, target.attempt, layout, num_layers, table, (), metadata)
+    draft.check()
     plan = plan_save(pieces, tensors)
-    check_memory(pieces, piece_sizes(pieces, tensors))
+    check_memory(pieces, piece_sizes(pieces, tensors), [table[piece.name].dtype for piece in pieces])
     stream = Stream.of(plan, len(pieces), BOUNCE_BYTES)
     source = _Source(stream, [piece.data for piece in pieces] + [np.frombuffer(f.header, np.uint8) for f in plan.files])
     parts = [
@@ -56,10 +60,8 @@ def save(
         )
         for number, file in enumerate(plan.files)
     ]
-    table = {info.name: info for info in tensors}
-    draft = None if rank else Root(step, target.attempt, layout, num_layers, table, (), metadata)
     try:
-        return write_step(target, parts, draft, lambda _: DEADLINE_S)
+        return write_step(target, parts, None if rank else draft, lambda _: DEADLINE_S)
     finally:
         source.close()
 

@@ -6,6 +6,7 @@ holds them. It is touched once when it grows and then reused: fresh memory fault
 copy waits for nothing, or a window of them, filled while the writer empties it.
 """
 
+import contextlib
 import mmap
 import os
 import threading
@@ -20,7 +21,16 @@ from ckptkit.saving.handover import Handover
 from ckptkit.saving.save_order import Area, Ring, StagedFile
 from ckptkit.saving.stream import Stream
 from ckptkit.saving.structure import Structure
-from ckptkit.torch_tensors import Transfer, are_contiguous, byte_range, host_addresses, is_contiguous, num_bytes
+from ckptkit.tensor import ITEMSIZE
+from ckptkit.torch_tensors import (
+    Transfer,
+    are_contiguous,
+    byte_range,
+    held_by,
+    host_addresses,
+    is_contiguous,
+    num_bytes,
+)
 from threefold.errors import UserError
 
 ALIGNMENT = 4096
@@ -171,19 +181,26 @@ class Staging:
         arena.transfer.wait()
 
 
-def check_memory(pieces: Sequence[Piece], sizes: Sequence[int]) -> None:
-    """UserError where a piece's memory is not its elements, of so many bytes, one after the other."""
+def check_memory(pieces: Sequence[Piece], sizes: Sequence[int], dtypes: Sequence[str]) -> None:
+    """UserError where a piece's memory is not its elements, of so many bytes and a dtype, one after the other."""
     data = [piece.data for piece in pieces]
-    if [each.nbytes for each in data] == sizes and are_contiguous(data):
-        return
-    for piece, size in zip(pieces, sizes, strict=True):
-        if fault := memory_misfit(piece, size // max(piece.stop - piece.start, 1)):
+    with contextlib.suppress(AttributeError):  # of what is no array
+        pairs = {(each.dtype, dtype) for each, dtype in zip(data, dtypes, strict=True)}
+        is_held = all(dtype in held_by(memory) for memory, dtype in pairs)
+        if is_held and [each.nbytes for each in data] == sizes and are_contiguous(data):
+            return
+    for piece, dtype in zip(pieces, dtypes, strict=True):
+        if fault := memory_misfit(piece, dtype):
             raise UserError(f"{piece.name}: {fault}")
 
 
-def memory_misfit(piece: Piece, itemsize: int) -> str | None:
+def memory_misfit(piece: Piece, dtype: str) -> str | None:
     """What is wrong with a piece whose memory is not its elements one after the other, None for a sound one."""
-    wanted, found = (piece.stop - piece.start) * itemsize, num_bytes(piece.data)
+    if not hasattr(piece.data, "dtype"):
+        return f"{dtype}, and a piece's memory is a {type(piece.data).__name__}, not an array or a tensor"
+    if dtype not in held_by(piece.data.dtype):
+        return f"{dtype}, and a piece's memory is {piece.data.dtype}"
+    wanted, found = (piece.stop - piece.start) * ITEMSIZE[dtype], num_bytes(piece.data)
     if found != wanted:
         return f"a piece of {wanted} bytes has memory of {found} bytes"
     return None if is_contiguous(piece.data) else "a piece's memory is not contiguous"

@@ -157,11 +157,7 @@ def clear_abandoned(target: StepTarget) -> None:
     if not target.leads:
         tell_failed(target, killed)
         return
-    key = f"{target.folder}/{ROOT_KEY}"
-    with contextlib.suppress(UserError):
-        is_committed = target.storage.info(key) is not None
-        if not is_committed or Root.from_bytes(target.storage.read(key), key).attempt != target.attempt:
-            _clean_up(target, 0, killed)
+    _clean_up(target, 0, killed)
 
 
 def write_data(target: StepTarget, number: int, part: PartSource, retries: Retries | None = None) -> PartIndex:
@@ -232,8 +228,11 @@ def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float]) 
 def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
     """Make room, and let the first writer know; where the storage is gone neither works, and that has its deadline."""
     if target.leads:  # without a root the others' files are of no use
-        with contextlib.suppress(StorageError):
-            target.storage.delete([item.key for item in target.storage.list(f"{target.folder}/{target.attempt}/")])
+        key = f"{target.folder}/{ROOT_KEY}"
+        with contextlib.suppress(UserError):
+            is_committed = target.storage.info(key) is not None
+            if not is_committed or Root.from_bytes(target.storage.read(key), key).attempt != target.attempt:
+                target.storage.delete([item.key for item in target.storage.list(f"{target.folder}/{target.attempt}/")])
         return
     for number in range(num_files):
         with contextlib.suppress(StorageError):

@@ -13,18 +13,21 @@ from ckptkit.io.blocks import num_granules
 from ckptkit.layout import ParallelLayout
 from ckptkit.plan import SavePlan, plan_save
 from ckptkit.saving.stream import Stream
-from ckptkit.tensor import ITEMSIZE, TensorInfo
+from ckptkit.tensor import ITEMSIZE, TensorInfo, tensor_table
 from ckptkit.torch_tensors import Bytes
 
 
 class Structure:
     """The plan, the stream of blocks, and the bytes that the writer needs beside them.
 
-    `sizes` are the bytes of the pieces, `indexes` the part indexes without checksums, `headers` the beginnings of the
-    data files, `draft` a root of which only the tensors count (b"" on ranks that do not commit).
+    `sizes` and `dtypes` are those of the pieces, `indexes` the part indexes without checksums, `headers` the beginnings
+    of the data files, `draft` a root of which only the tensors count (b"" on ranks that do not commit).
     """
 
     def __init__(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo], *, commits: bool) -> None:
+        table = tensor_table(tensors)
+        draft = Root(0, "draft", ParallelLayout(), 0, table, (), {})
+        draft.check()
         self._places, self._tensors = _places(pieces), list(tensors)
         self.plan: SavePlan = plan_save(pieces, tensors)
         self.sizes = piece_sizes(pieces, tensors)
@@ -33,8 +36,8 @@ class Structure:
         self.indexes = [
             file.index(np.zeros(num_granules(file.size_bytes), np.uint64)).to_bytes() for file in self.plan.files
         ]
-        table = {info.name: info for info in tensors}
-        self.draft = Root(0, "draft", ParallelLayout(), 0, table, (), {}).to_bytes() if commits else b""
+        self.dtypes = [table[piece.name].dtype for piece in pieces]
+        self.draft = draft.to_bytes() if commits else b""
 
     def fits(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> bool:
         """Whether it is that of these pieces in a checkpoint of this table."""

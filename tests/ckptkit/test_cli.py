@@ -139,6 +139,10 @@ def test_bad_addresses(capsys: Capture, run_url: str, tmp_path: Path) -> None:
     assert_refused(call(capsys, "inspect", str(tmp_path / "file")), 2, "file")
 
 
+def test_a_seed_is_a_whole_number(capsys: Capture, run_url: str) -> None:
+    assert_refused(call(capsys, "verify", run_url, "--sample", "0.5", "--seed", "-1"), 2, "'-1' is not a whole number")
+
+
 def test_what_is_not_a_root_is_told(capsys: Capture, run_url: str) -> None:
     Path(run_url, "step-000000012/root.json").write_text('{"format": "other"}')
     code, _, err = call(capsys, "inspect", run_url)

@@ -4,9 +4,11 @@ import argparse
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,7 @@ def parser_for(handler: Callable[[argparse.Namespace], int | None]) -> Parser:
         (CheckFailed("part-00003.index is damaged"), 1),
         (StorageError("cannot write x: disk full"), 3),
         (PermissionError(13, "Permission denied", "x"), 3),
+        (MemoryError("unable to allocate 8 GiB"), 3),
     ],
 )
 def test_an_error_becomes_one_line_and_its_exit_code(
@@ -93,19 +96,51 @@ def test_json_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"step": 7}
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    program = (
-        "import sys; from threefold.cli import Parser, run\n"
-        "parser = Parser(); verbs = parser.add_subparsers(); verb = verbs.add_parser('do')\n"
-        "verb.set_defaults(handler=lambda _: print('x' * 1_000_000, flush=True))\n"
-        "sys.exit(run(parser, ['do']))"
-    )
+PRINTING = """
+import sys; from threefold.cli import Parser, run
+parser = Parser(); verbs = parser.add_subparsers(); verb = verbs.add_parser("do")
+verb.set_defaults(handler=lambda _: print(sys.argv[2] * int(sys.argv[1])))
+sys.exit(run(parser, sys.argv[3:]))
+"""
+
+
+def start(*arguments: str, closes: str = "", **options: Any) -> subprocess.Popen[bytes]:
+    """A program that prints a text so many times, as a shell starts it, with a usual buffer before its output."""
+    command = ["sh", "-c", f'exec "$@" {closes}', "sh", sys.executable, "-c", PRINTING, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options.setdefault("env", environment)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize("arguments", [["1", "x", "do"], ["1000000", "x", "do"], ["1", "x", "--help"]])
+def test_a_closed_pipe_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE)
+    process = start(*arguments, stdout=writer)
     os.close(writer)
     os.close(reader)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize("arguments", [["1", "x", "do"], ["1000000", "x", "do"], ["1", "x", "--help"]])
+def test_output_that_cannot_be_written_is_an_error(arguments: list[str]) -> None:
+    process = start(*arguments, closes="> /dev/full")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert re.fullmatch(rb"error: [^\n]*No space left on device\n", err)
+
+
+@pytest.mark.parametrize("closes", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closes: str) -> None:
+    process = start("1", "x", "do", closes=closes)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+
+
+def test_names_that_the_terminal_has_no_letters_for_are_printed() -> None:
+    process = start("1", "b\udcff", "do", stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, b"b\\udcff\n", b"")
 
 
 @pytest.mark.parametrize("kind", [UserError, CheckFailed, StorageError])

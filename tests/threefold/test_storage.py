@@ -66,7 +66,11 @@ def test_urls_choose_their_backend(tmp_path: Path) -> None:
     assert open_storage(f"file://{tmp_path}/with%20space").url == f"{tmp_path}/with space"
     assert open_storage("s3://bucket/a/").url == "s3://bucket/a"
     assert Path(open_storage("relative").url).is_absolute()
-    for url, message in [("", "empty"), ("s3:///key", "no bucket"), ("nothing-like-it://x", "nothing-like-it")]:
+    assert open_storage("file:///a?b#c").url == "/a?b#c"
+    for url, message in [
+        ("", "empty"), ("s3:///key", "no bucket"), ("nothing-like-it://x", "nothing-like-it"),
+        ("file://run/a", "the host 'run'"), ("file://", "three slashes"), ("~/run", "only a shell knows"),
+    ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
             open_storage(url)
 

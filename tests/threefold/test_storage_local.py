@@ -12,7 +12,7 @@ import pytest
 
 from threefold.errors import StorageError
 from threefold.storage import open_storage
-from threefold.storage.local import LocalStorage, local_failure
+from threefold.storage.local import LocalStorage, local_failure, make_folders
 
 WRITE = """
 import sys
@@ -46,7 +46,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot write .*run/step/big: No space left") as caught:
         storage.write("step/big", iter([b"x" * (1 << 20)] * 10))
     assert caught.value.hint is not None
-    assert "df -h" in caught.value.hint
+    assert caught.value.hint.endswith(f"df -h {small_disk}")
     assert caught.value.exit_code == 3
     assert [item.key for item in storage.list()] == ["old"]
     assert list((small_disk / "run/step").iterdir()) == []
@@ -107,3 +107,35 @@ def test_hints_fit_the_cause(code: int, hint: str) -> None:
     assert os.strerror(code) in failure.message
     assert failure.hint is not None
     assert hint in failure.hint
+
+
+def test_links_that_lead_back_are_not_followed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "run")
+    storage.write("step/x", b"1")
+    elsewhere = LocalStorage(tmp_path / "elsewhere")
+    elsewhere.write("moved/y", b"2")
+    for link, target in {"step/up": "..", "self": "self", "none": "nothing", "far": "../elsewhere",
+                         "../elsewhere/back": "../run"}.items():  # fmt: skip
+        (tmp_path / "run" / link).symlink_to(target)
+    assert [item.key for item in storage.list()] == ["far/moved/y", "step/x"]
+    assert list(storage.list_folders()) == ["far", "step"]
+
+
+def test_a_folder_of_somebody_else_stops_no_listing_of_folders(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.write("step/x", b"1")
+    (tmp_path / "lost+found").mkdir(mode=0)
+    program = "import sys; from threefold.storage import open_storage; print(*open_storage(sys.argv[1]).list_folders())"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("setpriv is not installed")
+        command = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", *command]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["lost+found", "step"]
+
+
+def test_a_file_in_a_folders_place_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"/run is not a folder"):
+        make_folders(tmp_path / "run" / "step")

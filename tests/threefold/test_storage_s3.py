@@ -254,3 +254,25 @@ def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(UserError, match=f"AWS_ENDPOINT_URL is '{endpoint}', no URL"):
         open_storage("s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("THREEFOLD_STORAGE_TIMEOUT_S", "abc", "is not a number"),
+        ("THREEFOLD_STORAGE_TIMEOUT_S", "-1", "is not from 0.001 to 1,000,000"),
+        ("THREEFOLD_STORAGE_TIMEOUT_S", "nan", "is not from 0.001"),
+        ("THREEFOLD_STORAGE_TIMEOUT_S", "inf", "is not from 0.001"),
+        ("AWS_MAX_ATTEMPTS", "0", "is not from 1 to"),
+        ("AWS_MAX_ATTEMPTS", "9" * 20, "is not from 1 to"),
+        ("AWS_ACCESS_KEY_ID", "a key without its secret", "(?i)cannot open s3://bucket/run: .*secret"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=said) as caught:
+        open_storage("s3://bucket/run")
+    assert caught.value.hint

@@ -10,6 +10,8 @@ from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.training import Job, call, curve, lines
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
+from trainer import train as training
+from trainer.state import Progress, Resumed
 
 
 def hash_of(run: Path, step: int) -> object:
@@ -33,6 +35,19 @@ def test_overlapped_saves_hold_what_blocking_ones_hold(job_config: Path, tmp_pat
     assert [save["counts"] for save in saves] == [{"ok": n, "failed": 0, "skipped": 0} for n in range(1, 4)]
     stalls = curve(tmp_path / "on.jsonl", "checkpoint_stall_s")
     assert all(stalls[step] > 0 for step in range(1, 4))
+
+
+def test_a_step_that_another_run_saved_meanwhile_is_told(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--save", tmp_path / "run", "--train-steps", 1, "--save-interval", 1]
+    assert call("train", job_config, *flags) == 0
+    monkeypatch.setattr(training, "resume", lambda *_: Resumed(Progress()))  # as if both had begun at once
+    capsys.readouterr()
+    assert call("train", job_config, *flags) == 0
+    told = capsys.readouterr().err
+    assert f"warning: step 1 is in {tmp_path}/run, perhaps of an earlier start, or of another run" in told
+    assert "is committed already" in told
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ StorageErrors that say what was done, where and what to try; those that another 
 `open_storage` chooses the backend by the URL.
 """
 
+import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,6 +95,8 @@ def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> S
     Nothing is contacted yet. The client libraries are imported only for a URL that needs them. `write_memory_bytes`
     bounds what one write of several parts to an object store holds in memory, for a program that writes many at once.
     """
+    if not isinstance(url, str | Path):
+        raise UserError(f"a storage URL is a text or a Path, not {url!r}")
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not text:
@@ -102,10 +105,12 @@ def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> S
         raise UserError(
             f"{text!r} is no URL, and a strange name for a folder", hint=f"{typo[1]}://{text[typo.end() :].lstrip('/')}"
         )
+    if text == "~" or text.startswith("~/"):
+        raise UserError(f"only a shell knows {text!r}, here it is a folder named ~", hint=str(Path(text).expanduser()))
     if scheme in ("", "file"):
         from threefold.storage.local import LocalStorage
 
-        return LocalStorage(unquote(urlsplit(text).path) if scheme else text)
+        return LocalStorage(_folder_of(text) if scheme else text)
     if scheme in OBJECT_STORES:
         from threefold.storage.object_store import ObjectStorage
 
@@ -113,6 +118,21 @@ def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> S
     from threefold.storage.fsspec import FsspecStorage
 
     return FsspecStorage(text)
+
+
+def _folder_of(url: str) -> str:
+    """The folder of a file:// URL, which has no query and no fragment: a "?" or "#" is of the name."""
+    host, slash, path = url.partition("://")[2].partition("/")
+    if host not in ("", "localhost") or not slash:
+        meant = Path(host, path).absolute()
+        raise UserError(f"{url!r} names the host {host!r}, a file URL has three slashes", hint=f"file://{meant}")
+    return unquote(f"/{path}")
+
+
+def is_same_place(one: Storage, other: Storage) -> bool:
+    """Whether two storages hold the same objects, as far as URLs and this machine's links tell."""
+    places = [os.path.realpath(path) if (path := each.local_path("any")) else each.url for each in (one, other)]
+    return places[0] == places[1]
 
 
 def check_key(key: str) -> str:

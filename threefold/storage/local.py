@@ -24,7 +24,8 @@ class LocalStorage:
     supports_if_absent = True
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).absolute()
+        # a ".." leaves a missing folder or a link by another way once that is made: no place may change its meaning
+        self.folder = Path(os.path.realpath(folder)) if ".." in Path(folder).parts else Path(folder).absolute()
         self.url = str(self.folder)
 
     def write(
@@ -80,9 +81,13 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for key, entry in self._walk(prefix[: prefix.rfind("/") + 1], prefix):
-            with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+            try:
                 status = entry.stat()
-                yield ObjectInfo(key, status.st_size, status.st_mtime)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted since the folder was read, or a link to itself
+                    continue
+                raise local_failure(error, "look up", entry.path) from error
+            yield ObjectInfo(key, status.st_size, status.st_mtime)
 
     def list_keys(self, prefix: str = "") -> Iterator[str]:
         return (key for key, _ in self._walk(prefix[: prefix.rfind("/") + 1], prefix))
@@ -90,7 +95,7 @@ class LocalStorage:
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         for entry in _entries(self.folder / folder):
-            if entry.is_dir() and any(self._walk(f"{folder}{entry.name}/", "")):
+            if _is_folder(entry) and self._holds_any(f"{folder}{entry.name}/"):
                 yield entry.name
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -125,14 +130,33 @@ class LocalStorage:
         return self.folder / check_key(key)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Key and entry of each file below a folder whose key starts with prefix; only folders are read, no file."""
+        """Key and entry of each file below a folder whose key starts with prefix; only folders are read, no file.
+
+        Links to folders are followed, but for those that lead back.
+        """
         for entry in _entries(self.folder / folder):
             key = folder + entry.name
-            if entry.is_dir():
-                if f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/"):
-                    yield from self._walk(f"{key}/", prefix)
-            elif key.startswith(prefix):
-                yield key, entry
+            if not _is_folder(entry):
+                if key.startswith(prefix):
+                    yield key, entry
+            elif entry.is_symlink() and self._leads_back(entry, Path(folder)):
+                continue
+            elif f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/"):
+                yield from self._walk(f"{key}/", prefix)
+
+    def _leads_back(self, link: os.DirEntry[str], folder: Path) -> bool:
+        """Whether a link in a folder leads to one on the way to that folder, or to one above."""
+        target = os.path.realpath(link.path)
+        return any((self.folder / each).resolve().is_relative_to(target) for each in (folder, *folder.parents))
+
+    def _holds_any(self, folder: str) -> bool:
+        """Whether a folder holds a file, or somebody else's that may not be read, as the `lost+found` of a disk."""
+        try:
+            return any(self._walk(folder, ""))
+        except StorageError as error:
+            if isinstance(error.__cause__, PermissionError):
+                return True
+            raise
 
     def _remove_empty(self, folder: Path) -> None:
         """Make deletions in a folder durable, then remove it and its parents as far as they are empty."""
@@ -153,7 +177,10 @@ def make_folders(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for new in reversed(missing):
-        new.mkdir(exist_ok=True)
+        try:
+            new.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, f"{new} is not a folder") from None
         sync_folder(new.parent)
 
 
@@ -170,12 +197,17 @@ def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
     """A system error of a local file as a StorageError with a hint that fits its cause."""
     if isinstance(error, FileNotFoundError) and doing == "read":
         return StorageError(f"{path} does not exist")
+    # a failed save removes the folders that it made: a hint names what stays
+    places = [Path(path).absolute(), *Path(path).absolute().parents][doing in ("write", "delete") :]
+    there = next((each for each in places if os.path.exists(each)), Path("/"))
+    disk = next(each for each in (there, *there.parents) if os.path.ismount(each))
     hint = {
-        errno.ENOSPC: f"free some space or choose another place; df -h {Path(path).parent}",
+        errno.ENOSPC: f"free some space or choose another place; df -h {disk}",
         errno.EDQUOT: "the quota is used up; free some space or choose another place",
-        errno.EACCES: f"check the permissions: ls -ld {Path(path).parent}",
-        errno.EPERM: f"check the permissions: ls -ld {Path(path).parent}",
+        errno.EACCES: f"check the permissions: ls -ld {there}",
+        errno.EPERM: f"check the permissions: ls -ld {there}",
         errno.EROFS: "the file system is mounted read-only; choose another place",
+        errno.EMFILE: "raise the number of files that may be open: ulimit -n 65536",
     }.get(error.errno or 0)
     if hint is None and doing == "write":
         hint = "choose another place"
@@ -191,7 +223,15 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
     except OSError as error:
         raise local_failure(error, "list", folder) from error
-    return sorted(entries, key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
+    return sorted(entries, key=lambda entry: f"{entry.name}/" if _is_folder(entry) else entry.name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or a link to one; a link that leads nowhere, or where nobody may look, is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _fill(file: BinaryIO, buffers: Iterable[Buffer]) -> None:

@@ -21,6 +21,10 @@ DEFAULT_ATTEMPTS = 8
 DEFAULT_TIMEOUT_S = 60.0
 REPEAT_WITHIN_TIMEOUTS = 3
 CONNECT_TIMEOUT_S = 5.0
+MAX_NUMBER = 1_000_000  # of seconds and of attempts
+S3_HINT = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL=... if it is not AWS)"
+GCS_HINT = "export GOOGLE_APPLICATION_CREDENTIALS=KEY.json"
+AZURE_HINT = "export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=..."
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,16 @@ class Service:
 def open_service(url: str) -> Service:
     """The service behind a URL of one of OBJECT_STORES; nothing is contacted yet."""
     try:
-        import obstore  # noqa: F401  # asked for here, so that its lack is told in our words
+        from obstore.exceptions import BaseError  # asked for here, so that its lack is told in our words
     except ImportError as error:
         raise UserError(f"{url} needs the package obstore", hint='pip install "threefold[s3]"') from error
     bucket, path = split_url(url)
     kind = OBJECT_STORES[url.partition("://")[0]]
-    return {"s3": _s3, "gcs": _gcs, "azure": _azure}[kind](bucket, path)
+    make, hint = {"s3": (_s3, S3_HINT), "gcs": (_gcs, GCS_HINT), "azure": (_azure, AZURE_HINT)}[kind]
+    try:
+        return make(bucket, path)
+    except (BaseError, OSError) as error:  # half a pair of keys, a file of credentials that is not there, no account
+        raise UserError(f"cannot open {url}: {str(error).partition(chr(10))[0]}", hint=hint) from error
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -71,7 +79,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 def request_timeout_s() -> float:
     """The deadline of one request."""
-    return _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S)
+    return _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S, least=0.001)
 
 
 def s3_endpoint() -> str | None:
@@ -88,7 +96,7 @@ def _s3(bucket: str, path: str) -> Service:
     from obstore.store import S3Store
 
     endpoint = s3_endpoint()
-    attempts = max(int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS)), 1)
+    attempts = int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS, least=1))
     config: dict[str, Any] = {"region": s3_region()}
     if endpoint:
         config["endpoint"] = endpoint
@@ -101,8 +109,7 @@ def _s3(bucket: str, path: str) -> Service:
         # with a checksum: SeaweedFS keeps a PUT without one that broke off, as an empty object
         S3Store(bucket, config=config | {"checksum_algorithm": "sha256"}, **client),  # type: ignore[arg-type]
         bucket, path, attempts, endpoint or "AWS", f"access key {os.environ.get('AWS_ACCESS_KEY_ID', '')!r}",
-        "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_ENDPOINT_URL=... if it is not AWS)",
-        "check AWS_ENDPOINT_URL", f"aws s3 mb s3://{bucket}{at}",
+        S3_HINT, "check AWS_ENDPOINT_URL", f"aws s3 mb s3://{bucket}{at}",
     )  # fmt: skip
 
 
@@ -116,13 +123,12 @@ def _gcs(bucket: str, path: str) -> Service:
     store = GCSStore(bucket, config=config, **_client(endpoint, DEFAULT_ATTEMPTS))  # type: ignore[arg-type]
     return Service(
         store, store, bucket, path, DEFAULT_ATTEMPTS, endpoint or "Google Cloud Storage", "the Google account in use",
-        "export GOOGLE_APPLICATION_CREDENTIALS=KEY.json", "check GOOGLE_BASE_URL",
+        GCS_HINT, "check GOOGLE_BASE_URL",
         f"gcloud storage buckets create gs://{bucket}",
     )  # fmt: skip
 
 
 def _azure(bucket: str, path: str) -> Service:
-    from obstore.exceptions import BaseError
     from obstore.store import AzureStore
 
     endpoint = _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
@@ -131,16 +137,10 @@ def _azure(bucket: str, path: str) -> Service:
     config = {"endpoint": endpoint} if endpoint else {}
     if account:
         config["account_name"] = account
-    try:
-        store = AzureStore(container, config=config, **_client(endpoint, DEFAULT_ATTEMPTS))  # type: ignore[arg-type]
-    except BaseError as error:
-        raise UserError(
-            f"cannot open the container {container!r}: {str(error).partition(chr(10))[0]}",
-            hint="export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...",
-        ) from error
+    store = AzureStore(container, config=config, **_client(endpoint, DEFAULT_ATTEMPTS))  # type: ignore[arg-type]
     return Service(
         store, store, container, path, DEFAULT_ATTEMPTS, endpoint or "Azure", f"account {account!r}",
-        "export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...", "check AZURE_STORAGE_ENDPOINT",
+        AZURE_HINT, "check AZURE_STORAGE_ENDPOINT",
         f"az storage container create --name {container}",
     )  # fmt: skip
 
@@ -181,9 +181,12 @@ def _endpoint(*variables: str) -> str | None:
     return None
 
 
-def _number(variable: str, default: float) -> float:
+def _number(variable: str, default: float, *, least: float) -> float:
     text = os.environ.get(variable, "")
     try:
-        return float(text) if text else default
+        value = float(text) if text else default
     except ValueError:
         raise UserError(f"{variable}={text!r} is not a number", hint=f"unset {variable}") from None
+    if not least <= value <= MAX_NUMBER:
+        raise UserError(f"{variable}={text!r} is not from {least:g} to {MAX_NUMBER:,}", hint=f"unset {variable}")
+    return value

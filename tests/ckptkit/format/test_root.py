@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.format import root as format_root
 from ckptkit.format.root import Part, Root, Share, attempt_of, parse_step_folder, part_keys, step_folder
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
@@ -168,6 +169,60 @@ def test_impossible_values_are_refused_though_the_checksum_holds(path: str, valu
     Root.from_bytes(sealed(document()), "here")
     with pytest.raises(CheckFailed, match="here"):
         Root.from_bytes(spoil(path, value), "here")
+
+
+IMPOSSIBLE = [
+    {"step": -1}, {"step": 1.5}, {"step": None}, {"step": 10**16}, {"num_layers": -1}, {"num_layers": "3"},
+    {"attempt": "../a"}, {"attempt": 3}, {"layout": "tp1"}, {"metadata": [1]}, {"metadata": None},
+    {"metadata": {"a": b"x"}}, {"metadata": {"a": "\udcff"}},
+]  # fmt: skip
+IMPOSSIBLE_TENSORS = [
+    TensorInfo("", "F32", (), Placement("first")), TensorInfo("x" * 256, "F32", (), Placement("first")),
+    TensorInfo("\udcff", "F32", (), Placement("first")), TensorInfo("w", "float32", (), Placement("first")),
+    TensorInfo("w", "F32", (1,) * 9, Placement("first")), TensorInfo("w", "F32", (4.0,), Placement("first")),
+    TensorInfo("w", "F32", (-1,), Placement("first")), TensorInfo("w", "F32", (2**30, 2**30), Placement("first")),
+    TensorInfo("w", "F32", (4,), Placement("first", dim=1)), TensorInfo("w", "F32", (4,), Placement("middle")),
+    TensorInfo("w", "F32", (4,), Placement("first", dim=0, axis="dp")),
+    TensorInfo("w", "F32", (4,), Placement("last", tied_to="nothing")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", IMPOSSIBLE + [{"tensors": {info.name: info}} for info in IMPOSSIBLE_TENSORS])
+def test_what_no_reader_would_take_is_refused_before_it_is_saved(fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"no reader would take|is not JSON|is not a name"):
+        replace(ROOT, **fields).check()
+
+
+anything = st.integers(-2, 12) | st.none() | st.booleans() | st.text(max_size=3) | st.floats(0, 9)
+placements = st.builds(
+    Placement, st.sampled_from(["first", "last", "x", 3, -1]), st.none() | st.integers(-1, 9),
+    st.sampled_from(["tp", "ep", "dp"]), st.booleans(), st.none() | st.sampled_from(["w", "v", ""]),
+)  # fmt: skip
+infos = st.builds(
+    TensorInfo, st.sampled_from(["w", "v", "ü", "", "x" * 256]), st.sampled_from(["F32", "U8", "f4"]),
+    st.lists(st.integers(-1, 2**25), max_size=9).map(tuple), placements,
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(
+    step=anything, num_layers=anything, tensors=st.lists(infos, max_size=2),
+    metadata=anything | st.dictionaries(st.text(max_size=2), anything, max_size=2),
+)  # fmt: skip
+def test_what_is_not_refused_before_is_read_back(
+    step: Any, num_layers: Any, tensors: list[TensorInfo], metadata: Any
+) -> None:
+    table = {info.name: info for info in tensors}
+    root = replace(ROOT, step=step, num_layers=num_layers, tensors=table, metadata=metadata)
+    with contextlib.suppress(UserError):
+        root.check()
+        assert Root.from_bytes(root.to_bytes(), "here") == root
+
+
+def test_a_root_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_root, "MAX_ROOT_BYTES", 2000)
+    with pytest.raises(UserError, match=r"the root of step 100 has [0-9,]+ bytes, at most 2,000 can be read"):
+        replace(ROOT, metadata={"notes": "x" * 2000}).to_bytes()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": "ckptkit"}'])

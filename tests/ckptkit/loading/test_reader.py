@@ -1,6 +1,8 @@
 """The reader gives the same bytes from any storage, reads ascending granules once, and hands out nothing unverified."""
 
+from contextlib import closing, suppress
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -11,11 +13,12 @@ from ckptkit.chunk_table import ChunkTable
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, DamagedGranule, checksums, num_granules
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import CheckpointReader, addresses_of
+from ckptkit.loading.reader import CheckpointReader, addresses_of, reading_threads
 from ckptkit.partition import rank_chunks
+from ckptkit.passes.verify import verify_checkpoint
 from tests.ckptkit.checkpoints import cut, write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
 from threefold.storage.local import LocalStorage
 
@@ -153,3 +156,24 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for (info, *_), target in zip(wanted, targets, strict=True):
             assert np.array_equal(target, arrays[info.name].reshape(-1))
         assert reader.bytes_read <= sum(part.data_bytes for part in reader.root.parts)
+
+
+def test_ctrl_c_does_not_wait_for_what_other_threads_would_still_read(tmp_path: Path) -> None:
+    tensors = gpt_tensors(LAYERS)
+    write_checkpoint(open_storage(tmp_path), 1, ParallelLayout(), LAYERS, tensors, values(tensors))
+    begun = Event()
+
+    def read_on(reader: CheckpointReader) -> None:
+        source, memory = reader.open_part(0, None), np.empty(64, np.uint8)
+        with closing(source):
+            for _ in range(20_000):
+                reader.read_part(0, source, [(0, 64, memory.ctypes.data)])
+                begun.set()
+
+    with CheckpointReader(open_storage(tmp_path), 1) as reader:
+        with suppress(KeyboardInterrupt), reading_threads(1, reader) as pool:
+            reading = pool.submit(read_on, reader)
+            begun.wait(60)
+            raise KeyboardInterrupt
+        assert isinstance(reading.exception(), StorageError)
+        assert verify_checkpoint(reader).ok

@@ -77,6 +77,8 @@ def test_pieces_that_do_not_fit_are_refused_together(run: Path) -> None:
         Piece.whole("layers.1.norm1.weight", Box((0, 0), (4, 4)), zeros),
         Piece.whole("layers.1.norm2.weight", box, zeros[:-1]),
         Piece.whole("layers.2.norm1.weight", box, np.zeros(32, np.float32)[::2]),
+        Piece.whole("layers.2.norm2.weight", box, np.frombuffer(bytes(64), np.float32)),
+        Piece.whole("layers.0.attn.q.weight", Box((0, 0), (16, 16)), [0.0]),
     ]
     good = Piece.whole(name, box, zeros)
     with pytest.raises(UserError) as caught:
@@ -89,6 +91,8 @@ def test_pieces_that_do_not_fit_are_refused_together(run: Path) -> None:
         "layers.1.norm1.weight: [16], wanted its part [0, 0] to [4, 4]",
         "layers.1.norm2.weight: a piece of 64 bytes has memory of 60 bytes",
         "layers.2.norm1.weight: a piece's memory is not contiguous",
+        "layers.2.norm2.weight: a piece's memory is read-only",
+        "layers.0.attn.q.weight: F32, wanted a list, which is neither an array nor a tensor",
     ):
         assert f"\n  {line}" in caught.value.message
     assert name not in caught.value.message
@@ -97,6 +101,9 @@ def test_pieces_that_do_not_fit_are_refused_together(run: Path) -> None:
 def test_a_missing_step_is_told(run: Path) -> None:
     with pytest.raises(UserError, match="holds no committed step 2"):
         restore(str(run), 2, [])
+    with pytest.raises(UserError, match="step-000000001 is not step 2"):
+        restore(f"{run}/step-000000001", 2, [])
+    assert restore(f"{run}/step-000000001", 1, []).step == 1
 
 
 def test_tied_tensors_come_from_the_tensor_that_holds_them(tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ def test_a_damaged_source_is_never_committed(tmp_path: Path, kind: str) -> None:
     assert committed_steps(open_storage(target)) == []
 
 
+def test_a_copy_onto_itself_by_way_of_a_missing_folder_changes_nothing(tmp_path: Path) -> None:
+    before = contents(make(tmp_path / "run"))
+    assert main(["copy", f"{tmp_path}/run", f"{tmp_path}/missing/../run"]) == 0
+    assert contents(tmp_path / "run") == before
+    assert not (tmp_path / "missing").exists()
+
+
 def test_another_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     source, target = make(tmp_path / "source"), tmp_path / "target"
     write_checkpoint(open_storage(target), 9, ParallelLayout(), 3, TENSORS, values(TENSORS))

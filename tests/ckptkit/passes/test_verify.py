@@ -1,5 +1,6 @@
 """Verify finds every kind of damage, all of it, and names file, offset and tensor."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.passes.verify import Verification, sampled_granules, verify_checkpoint
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
-from threefold.errors import UserError
-from threefold.storage import open_storage
+from threefold.errors import StorageError, UserError
+from threefold.storage import Buffer, ObjectInfo, open_storage
+from threefold.storage.local import LocalStorage
 
 LAYERS = 3
 
@@ -114,7 +116,7 @@ def test_the_manifest_alone_tells_sizes_indexes_and_cover(tmp_path: Path) -> Non
     flip(folder / root.parts[3].index, 70)
     found = {fault.file.rpartition("/")[2]: fault.what for fault in verify(tmp_path, share=0).faults}
     assert set(found) == {"part-00000.safetensors", "part-00002.safetensors", "part-00003.index"}
-    assert "does not exist" in found["part-00000.safetensors"]
+    assert "is missing" in found["part-00000.safetensors"]
 
 
 def test_all_damage_is_listed_not_only_the_first(tmp_path: Path) -> None:
@@ -132,8 +134,39 @@ def test_all_damage_is_listed_not_only_the_first(tmp_path: Path) -> None:
         "part-00002.safetensors",
         "part-00003.index",
     }
-    assert "does not exist" in faults["part-00002.safetensors"].what
+    assert "is missing" in faults["part-00002.safetensors"].what
     assert faults["part-00002.safetensors"].tensors
+
+
+class Away(LocalStorage):
+    """A server that does not answer for some files."""
+
+    suffix = ""
+
+    def local_path(self, key: str) -> None:  # type: ignore[override]
+        return None
+
+    def info(self, key: str) -> ObjectInfo | None:
+        self._answer(key)
+        return super().info(key)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
+        self._answer(key)
+        return super().read_ranges(key, ranges)
+
+    def _answer(self, key: str) -> None:
+        if key.endswith(self.suffix):
+            raise StorageError("no answer")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("suffix", ["00002.safetensors", "00002.index"])
+def test_a_file_that_cannot_be_reached_is_no_damage(share: float, suffix: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    storage = Away(tmp_path)
+    storage.suffix = suffix
+    with CheckpointReader(storage, 9) as reader, pytest.raises(StorageError, match="no answer"):
+        verify_checkpoint(reader, share=share)
 
 
 def test_a_file_that_grew_or_shrank_is_found(tmp_path: Path) -> None:
@@ -145,7 +178,7 @@ def test_a_file_that_grew_or_shrank_is_found(tmp_path: Path) -> None:
         path.write_bytes(data + content if content else data[:-1])
     faults = verify(tmp_path).faults
     assert [fault.file.rpartition("/")[2] for fault in faults] == ["part-00000.safetensors", "part-00001.safetensors"]
-    assert all("its checkpoint says" in fault.what for fault in faults)
+    assert all(" bytes, not " in fault.what for fault in faults)
 
 
 def test_files_of_another_rank_under_right_checksums_are_found(tmp_path: Path) -> None:

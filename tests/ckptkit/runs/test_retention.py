@@ -139,7 +139,7 @@ def test_reasons_are_told() -> None:
 
 
 def test_what_cannot_be_asked() -> None:
-    with pytest.raises(UserError, match="keep_best -1 is below 0"):
+    with pytest.raises(UserError, match="keep_best -1 is not a whole number from 0"):
         Retention(keep_best=-1)
     with pytest.raises(UserError, match="neither min nor max"):
         Retention(mode="least")  # type: ignore[arg-type]

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
 from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.placement import Placement
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.tensor import TensorInfo
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
     NUM_LAYERS,
@@ -257,6 +261,61 @@ def test_pieces_that_do_not_fit_are_refused_before_anything_is_written(tmp_path:
             checkpointer.save(1, pieces[-1:], tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={})
         save_one(checkpointer, 2, SMALL)
         assert checkpointer.wait()[0].ok
+
+
+def test_what_no_reader_would_take_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no rank 2 of 2"):
+        Checkpointer(str(tmp_path), rank=2, world_size=2, attempt="a")
+    with pytest.raises(UserError, match="names one step"):
+        Checkpointer(f"{tmp_path}/step-000000001", attempt="a")
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        with pytest.raises(UserError, match="no reader would take this checkpoint: step -1"):
+            save_one(checkpointer, -1, SMALL)
+        with pytest.raises(UserError, match=r"no reader would take this checkpoint: w: dtype 'float32'"):
+            checkpointer.prepare([], [TensorInfo("w", "float32", (), Placement("first"))])
+        pieces = pieces_of(SMALL, ONE, 0, values(SMALL), lambda flat: flat.view(f"V{flat.itemsize}"))
+        with pytest.raises(UserError, match="and a piece's memory is "):
+            checkpointer.save(1, pieces, tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_checkpointer_touches_no_file_of_others(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+    for call in (
+        lambda: save_one(checkpointer, 2, SMALL), lambda: checkpointer.prepare([], SMALL), checkpointer.copy_last,
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="is closed"):
+            call()
+    assert checkpointer.wait() == []
+
+
+def test_a_forked_process_leaves_the_writer_to_its_parent(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        child = os.fork()
+        if not child:
+            try:
+                save_one(checkpointer, 2, SMALL)
+            except UserError as error:
+                os._exit(0 if "is another process's" in str(error) and checkpointer.close() == [] else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [report.ok for report in checkpointer.wait()] == [True]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"deadline_s": -1}, {"timeout_s": float("nan")}, {"retry_s": "x"}, {"max_failed_saves": 0}, {"num_threads": 0},
+        {"window_bytes": -1}, {"window_bytes": 1.5}, {"when_busy": "skipp"}, {"retention": None},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_are_refused(given: dict[str, Any]) -> None:
+    [(name, value)] = given.items()
+    with pytest.raises(UserError, match=re.escape(f"{name} {value!r} is no")):
+        CheckpointerOptions(**given)
 
 
 def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None:

@@ -209,6 +209,13 @@ def test_a_tier_whose_url_is_none_is_refused_before_the_first_save(tmp_path: Pat
         saver(tmp_path / "fast", Tier("s3:/bucket/run"))
 
 
+@pytest.mark.parametrize("other", ["./fast/", "link", "slow/../fast"])
+def test_a_tier_that_is_another_by_another_name_is_refused(tmp_path: Path, other: str) -> None:
+    (tmp_path / "link").symlink_to("fast")
+    with pytest.raises(UserError, match="named twice as a tier"):
+        saver(tmp_path / "fast", Tier(f"{tmp_path}/{other}"))
+
+
 def test_a_save_that_failed_is_not_copied(tmp_path: Path) -> None:
     slow = str(tmp_path / "slow")
     save_whole(tmp_path / "fast", 1, SMALL, attempt="first")

@@ -1,6 +1,7 @@
 """`ckptkit.save`: one call, and the step is committed."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from ckptkit.saving import save as saving
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
 from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage import AlreadyExists, open_storage
+from threefold.storage import AlreadyExists, ObjectInfo, open_storage
+from threefold.storage.local import LocalStorage
 
 
 def save(url: object, step: int, layout: ParallelLayout = ONE, rank: int = 0, **more: object) -> ckptkit.Root | None:
@@ -82,3 +84,44 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot write .*file"):
         save(tmp_path / "file", 1)
     assert committed_steps(open_storage(tmp_path)) == []
+
+
+def test_what_no_reader_would_take_is_not_saved(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = sorted(tmp_path.rglob("*"))
+    for step, more in [(-1, {}), (1.5, {}), (2, {"attempt": ""}), (2, {"attempt": "../a"})]:
+        with pytest.raises(UserError, match=r"no reader would take|is not a name"):
+            save(tmp_path, step, **more)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="names one step") as caught:
+        save(f"{tmp_path}/step-000000002", 2)
+    assert caught.value.hint == str(tmp_path)
+    pieces, common = pieces_of(SMALL, ONE, 0, values(SMALL)), {"layout": ONE, "num_layers": 1, "metadata": {}}
+    with pytest.raises(UserError, match="there is no rank 1 of 1"):
+        ckptkit.save(str(tmp_path), 2, pieces, tensors=SMALL, rank=1, **common)
+    with pytest.raises(UserError, match="listed twice"):
+        ckptkit.save(str(tmp_path), 2, pieces, tensors=[*SMALL, SMALL[0]], **common)
+    for data, said in [
+        (np.zeros(16, np.int32), "norm.weight: F32, and a piece's memory is int32"),
+        ([0.0] * 16, "norm.weight: F32, and a piece's memory is a list"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            ckptkit.save(str(tmp_path), 2, [*pieces[:-1], replace(pieces[-1], data=data)], tensors=SMALL, **common)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_save_that_lost_takes_no_file_of_a_winner_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, attempt="a")
+    looked_for = list[str]()
+
+    def too_early(storage: LocalStorage, key: str) -> ObjectInfo | None:
+        looked_for.append(key)
+        return None if len(looked_for) == 1 else info(storage, key)
+
+    info = LocalStorage.info
+    monkeypatch.setattr(LocalStorage, "info", too_early)
+    with pytest.raises(AlreadyExists, match="by another attempt first"):
+        save(tmp_path, 1, attempt="a")
+    assert looked_for[0] == "step-000000001/root.json"
+    assert_holds(tmp_path, 1, SMALL)

@@ -16,7 +16,7 @@ from ckptkit.saving.save_order import Area, Ring, SaveOrder, SaveOutcome, SkipOr
 from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
 from ckptkit.saving.stream import Stream
 from ckptkit.saving.structure import Structure
-from ckptkit.torch_tensors import dtypes, host_address, is_contiguous, num_bytes
+from ckptkit.torch_tensors import held_by, host_address, is_contiguous, num_bytes
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import ONE, SMALL, pieces_of
 
@@ -141,8 +141,8 @@ def test_arrays_and_tensors_are_described_alike() -> None:
     array = np.arange(6, dtype=np.float32)
     tensor = torch.nn.Parameter(torch.from_numpy(array))
     for data in (array, tensor):
-        assert (num_bytes(data), is_contiguous(data), dtypes(data)) == (24, True, ("F32",))
+        assert (num_bytes(data), is_contiguous(data), held_by(data.dtype)) == (24, True, ("F32",))
         assert host_address(data) == array.ctypes.data
         assert not is_contiguous(data[::2])
-    assert dtypes(torch.zeros(1, dtype=torch.bfloat16)) == dtypes(np.zeros(1, np.uint16)) == ("BF16",)
-    assert dtypes(np.zeros(1, np.complex64)) == ()
+    assert held_by(torch.bfloat16) == held_by(np.dtype(np.uint16)) == ("BF16",)
+    assert held_by(np.dtype(np.complex64)) == ()
