@@ -11,14 +11,14 @@ from typing import Any
 from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.root import Root
-from ckptkit.loading.exchange import Exchange, together
+from ckptkit.loading.exchange import Alone, Exchange, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
 from ckptkit.plan import storage_rows
 from ckptkit.saving.staging import memory_misfit
 from ckptkit.tensor import ITEMSIZE, TensorInfo
-from ckptkit.torch_tensors import dtypes
+from ckptkit.torch_tensors import dtypes, is_writable
 from threefold.errors import UserError, listed
 from threefold.storage import open_storage
 
@@ -34,7 +34,8 @@ def restore(
     names the file, offset and tensor of damage. Ranks that share an `exchange`, and all make this call, read each
     byte that several of them want once; an error of one is then raised on all.
     """
-    with CheckpointReader(open_storage(url), step, exchange=exchange) as reader:
+    storage = together(exchange or Alone(), lambda: open_storage(url))
+    with CheckpointReader(storage, step, exchange=exchange) as reader:
         restore_from(reader, pieces, tensors=tensors)
         return reader.root
 
@@ -45,7 +46,7 @@ def restore_from(
     """The same from an open checkpoint, whose `bytes_read` then tells what this rank read."""
     exchange = reader.exchange
     wanted, data = together(exchange, lambda: _wanted(reader, pieces, tensors))
-    with Targets(data, wanted.itemsize) as targets:
+    with Targets(data) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
             read_together(reader, plan, targets, exchange)
@@ -101,6 +102,8 @@ def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
     ends = [a + n for a, n in zip(piece.box.offset, piece.box.shape, strict=True)]
     if len(ends) != len(info.shape) or any(end > size for end, size in zip(ends, info.shape, strict=True)):
         return f"{list(info.shape)}, wanted its part {list(piece.box.offset)} to {ends}"
+    if not is_writable(piece.data):
+        return "wanted in memory that cannot be written"
     return memory_misfit(piece, ITEMSIZE[info.dtype])
 
 
