@@ -124,12 +124,9 @@ class CheckpointReader:
             raise DamagedGranule(name, damage.granule, tensors) from None
 
     def check_size(self, part: Part) -> None:
-        """StorageError where a data file is not there, or not of the recorded size; reads nothing of it."""
-        info = self.storage.info(f"{self.folder}/{part.data}")
-        if info is None:
-            raise StorageError(f"{self.url}/{part.data} does not exist")
-        if info.size_bytes != part.data_bytes:
-            raise StorageError(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
+        """CheckFailed where a data file is not there, or not of the recorded size; reads nothing of it."""
+        if fault := self._size_fault(part.data, part.data_bytes):
+            raise CheckFailed(f"{self.url}/{part.data} {fault}")
 
     def close(self) -> None:
         """Close all files."""
@@ -216,15 +213,19 @@ class CheckpointReader:
         except CheckFailed:
             raise
         except StorageError as error:
-            fault = "cannot be read (Input/output error)" if is_medium_error(error) else None
+            is_broken = is_medium_error(error)
+            fault = "cannot be read (Input/output error)" if is_broken else self._size_fault(key, num_bytes)
             if fault is None:
-                info = self.storage.info(f"{self.folder}/{key}")
-                if info is not None and info.size_bytes == num_bytes:
-                    raise
-                fault = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
+                raise
             names = self.read_index(part).chunks.names if part else ()
             held = f", where {shown_names(names)} is stored" if names else ""
             raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
+
+    def _size_fault(self, key: str, num_bytes: int) -> str | None:
+        info = self.storage.info(f"{self.folder}/{key}")
+        if info is None:
+            return "is missing"
+        return None if info.size_bytes == num_bytes else f"has {info.size_bytes} bytes, not {num_bytes}"
 
 
 def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:

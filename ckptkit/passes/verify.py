@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from ckptkit.chunk import Box
 from ckptkit.chunk_table import ChunkTable
-from ckptkit.format.data_file import DataFile
+from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.plan import StoredChunks, plan_load
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 
 WINDOW_BYTES = 16 << 20
 Granules = npt.NDArray[np.int64]
@@ -53,7 +53,8 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     """Check every part index, every data file's size, that each tensor is held whole and once, and a share of the data.
 
     `share` 1 reads every granule of every data file, 0 none; anything between reads the first and the last granule of
-    each file and others at random, the same for the same seed.
+    each file and others at random, the same for the same seed. StorageError where a file is there and cannot be read:
+    that says nothing of what it holds.
     """
     assert 0 <= share <= 1, f"a share of {share}"
     with ThreadPoolExecutor(reader.num_threads) as pool:
@@ -78,13 +79,16 @@ def check_data(
 ) -> tuple[int, list[Fault]]:
     """The bytes read of a data file, all its granules or some, and the faults in them."""
     part, faults = reader.root.parts[number], list[Fault]()
+    if len(index.chunks) > MAX_CHUNKS:
+        return 0, [Fault(part.index, f"{len(index.chunks)} chunks, a file has at most {MAX_CHUNKS}")]
     header = DataFile.of(index.chunks).header
     if len(header) != index.data_offset:
         what = f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}"
         return 0, [Fault(part.data, what, 0)]
     try:
-        source = reader.open_part(number, None)
-    except StorageError as error:
+        with reader.loss_as_damage(part.data, part.data_bytes):
+            source = reader.open_part(number, None)
+    except CheckFailed as error:
         return 0, [Fault(part.data, error.message, None, index.chunks.names)]
     buffer = np.empty(WINDOW_BYTES, np.uint8)
     try:
@@ -101,7 +105,7 @@ def check_data(
             if buffer[:same].tobytes() != header[start : start + same]:
                 what = "its safetensors header is not the one that its index describes"
                 faults.append(Fault(part.data, what, start))
-    except (CheckFailed, StorageError) as error:
+    except CheckFailed as error:
         faults.append(Fault(part.data, error.message, None, index.chunks.names))
     finally:
         source.close()
@@ -114,14 +118,14 @@ def _check_part(
     part = reader.root.parts[number]
     try:
         index = reader.read_index(part)
-    except (CheckFailed, StorageError) as error:
+    except CheckFailed as error:
         return None, 0, [Fault(part.index, error.message)]
     if share:
         granules = sampled_granules(len(index.checksums), share, (seed, number))
         return index, *check_data(reader, number, index, granules)
     try:
         reader.check_size(part)
-    except StorageError as error:
+    except CheckFailed as error:
         return index, 0, [Fault(part.data, error.message, None, index.chunks.names)]
     return index, 0, []
 
