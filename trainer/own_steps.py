@@ -4,12 +4,11 @@ A step counts when every node has its files of one and the same attempt, for the
 same layout: on its own disk, or in the replica that its peer keeps.
 """
 
-import sys
-
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, Share, step_folder
 from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.tiers import Node, Tiers, agreed_steps, filled
+from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import open_storage
 from trainer.config import Config
@@ -92,7 +91,8 @@ class OwnSteps:
         except StorageError as error:
             if url == self._places[0]:
                 raise
-            print(f"warning: the replica is left out: {error}", file=sys.stderr, flush=True)
+            if self._is_leader:
+                log(f"warning: the replica is left out: {error}")
             return []
 
 
