@@ -84,7 +84,7 @@ def build_parser() -> Parser:
         reshard_verb,
         summary="rewrite a checkpoint for another layout",
         description="Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. "
-        "Memory stays below 1 GiB whatever the checkpoint's size; needs neither torch nor a GPU.",
+        "Memory stays below 1 GiB whatever the size of the tensors; needs neither torch nor a GPU.",
     )
     reshard.add_argument("source", metavar="SRC", help=CKPT_HELP)
     reshard.add_argument("target", metavar="DST", help="run URL (the step keeps its number) or step URL")

@@ -56,7 +56,7 @@ class CheckpointReader:
 
     @cached_property
     def stored(self) -> StoredChunks:
-        """All chunks of the checkpoint."""
+        """All chunks of the checkpoint: some 80 bytes each are held, thrice that while the part indexes are joined."""
         return self._join(None)
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
