@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     extent.add_argument(
         "--manifest", action="store_true", help="read root and indexes only, and look at the sizes of the data files"
     )
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="which sample")
+    verify.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="which sample")
 
     hash_ = add_verb(
         verbs,
