@@ -40,11 +40,6 @@ def is_contiguous(data: Any) -> bool:
     return bool(data.is_contiguous() if is_tensor(data) else data.flags.c_contiguous)
 
 
-def is_writable(data: Any) -> bool:
-    """Whether elements may be written: an array can be a view of memory that may not."""
-    return is_tensor(data) or bool(data.flags.writeable)
-
-
 def host_address(data: Any) -> int | None:
     """Where the elements lie in host memory, None for a tensor on a device."""
     if not is_tensor(data):

@@ -18,7 +18,7 @@ from ckptkit.loading.targets import Targets
 from ckptkit.plan import storage_rows
 from ckptkit.saving.staging import memory_misfit
 from ckptkit.tensor import ITEMSIZE, TensorInfo
-from ckptkit.torch_tensors import dtypes, is_writable
+from ckptkit.torch_tensors import dtypes
 from threefold.errors import UserError, listed
 from threefold.storage import open_storage
 
@@ -102,8 +102,6 @@ def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
     ends = [a + n for a, n in zip(piece.box.offset, piece.box.shape, strict=True)]
     if len(ends) != len(info.shape) or any(end > size for end, size in zip(ends, info.shape, strict=True)):
         return f"{list(info.shape)}, wanted its part {list(piece.box.offset)} to {ends}"
-    if not is_writable(piece.data):
-        return "wanted in memory that cannot be written"
     return memory_misfit(piece, ITEMSIZE[info.dtype])
 
 

@@ -77,7 +77,6 @@ def test_pieces_that_do_not_fit_are_refused_together(run: Path) -> None:
         Piece.whole("layers.1.norm1.weight", Box((0, 0), (4, 4)), zeros),
         Piece.whole("layers.1.norm2.weight", box, zeros[:-1]),
         Piece.whole("layers.2.norm1.weight", box, np.zeros(32, np.float32)[::2]),
-        Piece.whole("layers.2.norm2.weight", box, np.frombuffer(bytes(64), np.float32)),
     ]
     good = Piece.whole(name, box, zeros)
     with pytest.raises(UserError) as caught:
@@ -90,7 +89,6 @@ def test_pieces_that_do_not_fit_are_refused_together(run: Path) -> None:
         "layers.1.norm1.weight: [16], wanted its part [0, 0] to [4, 4]",
         "layers.1.norm2.weight: a piece of 64 bytes has memory of 60 bytes",
         "layers.2.norm1.weight: a piece's memory is not contiguous",
-        "layers.2.norm2.weight: wanted in memory that cannot be written",
     ):
         assert f"\n  {line}" in caught.value.message
     assert name not in caught.value.message
