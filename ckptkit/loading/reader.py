@@ -62,7 +62,7 @@ class CheckpointReader:
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
         stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
-        return together(self.exchange, lambda: plan_load(wanted, stored))
+        return together(self.exchange, lambda: self._planned(wanted, stored))
 
     @property
     def bytes_read(self) -> int:
@@ -75,7 +75,7 @@ class CheckpointReader:
 
     def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
-        self.execute(plan_load(wanted, self.stored), targets)
+        self.execute(self._planned(wanted, self.stored), targets)
 
     def execute(self, plan: LoadPlan, targets: Sequence[int] | Columns) -> None:
         """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
@@ -139,14 +139,21 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _planned(self, wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
+        try:
+            return plan_load(wanted, stored)
+        except CheckFailed as error:
+            raise CheckFailed(f"{self.url} is not whole: {error.message}") from None
+
     def _join(self, bounds: Bounds | None) -> StoredChunks:
         """The chunks of all part indexes, and on the way the checksums of all granules."""
         join = PartJoin(list(self.root.tensors.values()), bounds)
         joined = []
         for number, data in enumerate(self._index_files()):
-            index = self._parsed(self.root.parts[number], data)
+            part = self.root.parts[number]
+            index = self._parsed(part, data)
             self._checksums[number] = index.checksums
-            joined.append(join.of(number, index))
+            joined.append(join.of(number, index, f"{self.url}/{part.index}"))
         return join.joined(joined)
 
     def _index_files(self) -> Iterator[bytes]:

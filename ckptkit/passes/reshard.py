@@ -26,7 +26,7 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.partition import rank_chunks
 from ckptkit.passes.slab import SLAB_BYTES, Slab, positions_before, slab_batches
-from ckptkit.plan import plan_files, plan_load
+from ckptkit.plan import plan_files
 from ckptkit.saving.commit import NotCommitted, commit_root
 from ckptkit.tensor import TensorInfo
 from threefold.cli import log
@@ -176,7 +176,7 @@ class _Loader:
                     owners.append(number)
         wanted = ChunkTable.of(chunks)
         areas, addresses = self._place(np.array(owners, np.int64), wanted.size_bytes)
-        self._source.execute(plan_load(wanted, self._source.stored), addresses)
+        self._source.read(wanted, addresses)
         return areas
 
     def _place(self, owners: Ints, sizes: Ints) -> tuple[list[_Area], Columns]:

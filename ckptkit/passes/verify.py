@@ -13,8 +13,8 @@ from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.plan import StoredChunks, plan_load
-from threefold.errors import CheckFailed, UserError
+from ckptkit.plan import PartJoin, StoredChunks, plan_load
+from threefold.errors import CheckFailed
 
 WINDOW_BYTES = 16 << 20
 Granules = npt.NDArray[np.int64]
@@ -140,12 +140,16 @@ def _stretches(granules: Granules) -> Iterator[tuple[int, int]]:
 
 def _check_cover(reader: CheckpointReader, indexes: list[PartIndex]) -> Iterator[Fault]:
     """Each tensor of the table must be stored whole, each element once; in one node's share, nothing twice."""
-    infos = list(reader.root.tensors.values())
-    try:
-        stored = StoredChunks.of(indexes, infos)
-    except UserError as error:
-        yield Fault("root.json", error.message)
+    infos, parts = list(reader.root.tensors.values()), list[StoredChunks]()
+    join = PartJoin(infos)
+    for number, (part, index) in enumerate(zip(reader.root.parts, indexes, strict=True)):
+        try:
+            parts.append(join.of(number, index, f"{reader.url}/{part.index}"))
+        except CheckFailed as error:
+            yield Fault(part.index, error.message)
+    if len(parts) < len(indexes):
         return
+    stored = join.joined(parts)
     if reader.root.share is not None:
         try:
             plan_load(stored.chunks, stored)
