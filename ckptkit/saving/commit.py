@@ -19,7 +19,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.tensor import TensorInfo
-from threefold.errors import CheckFailed, StorageError, listed
+from threefold.errors import CheckFailed, StorageError
 from threefold.storage import AlreadyExists, Storage
 
 FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between listings: a share of what was waited so far
@@ -98,8 +98,9 @@ def check_complete(step: int, tensors: Sequence[TensorInfo], holdings: Iterable[
     found = zip(names, held.tolist(), strict=True)
     faults = [f"{name}: {size} of {wanted.get(name, 0)} bytes" for name, size in found if size != wanted.get(name, 0)]
     if faults:
-        told = listed(faults, MAX_NAMED)
-        raise CheckFailed(f"step {step}: the pieces of all writers do not make up the tensors:{told}")
+        more = f"\n  and {len(faults) - MAX_NAMED} more" if faults[MAX_NAMED:] else ""
+        listed = "\n  ".join(faults[:MAX_NAMED])
+        raise CheckFailed(f"step {step}: the pieces of all writers do not make up the tensors:\n  {listed}{more}")
 
 
 def commit_root(storage: Storage, root: Root) -> None:
@@ -144,10 +145,10 @@ def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
 
 def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Holding]]:
     """Every index that is listed, with the data file beside it, whose size the listing confirms."""
-    there = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
+    listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
     known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many
     indexes: dict[int, list[str]] = defaultdict(list)
-    for key in there:
+    for key in listed:
         if match := _INDEX.fullmatch(key.rpartition("/")[2]):
             indexes[int(match[1])].append(key)
     keys = [key for writer in sorted(indexes) for key in sorted(indexes[writer])]
@@ -156,7 +157,7 @@ def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Hold
         data = storage.read(f"{folder}/{key}")
         index = PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}", known)
         data_key = key.removesuffix(".index") + ".safetensors"
-        found = there[data_key].size_bytes if data_key in there else 0
+        found = listed[data_key].size_bytes if data_key in listed else 0
         if found != index.size_bytes:
             raise StorageError(
                 f"{storage.url}/{folder}/{data_key} has {found} bytes, its index says {index.size_bytes}"
