@@ -15,11 +15,12 @@ import pytest
 
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.exchange import agreed
+from ckptkit.loading.fallback import restore_newest
 from ckptkit.loading.node_exchange import NodeExchange
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.exchange_program import BIG
 from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import ROOT
+from tests.ckptkit.saves import ROOT, SMALL, assert_restored, pieces_of, save_whole
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import open_storage
 
@@ -163,6 +164,23 @@ def test_a_fault_of_ours_keeps_its_type_where_it_happened() -> None:
     assert isinstance(first, StorageError)
     assert "rank 1 of the 2 that restore together failed: KeyError" in first.message
     assert isinstance(second, KeyError)
+
+
+def test_all_ranks_fall_back_together_past_what_one_of_them_finds(tmp_path: Path) -> None:
+    for step in (1, 2):
+        assert save_whole(tmp_path, step, SMALL, scale=step).ok
+    data = next((tmp_path / "step-000000002").rglob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1  # of the one granule there is, which one of the ranks reads for all
+    data.write_bytes(content)
+
+    def work(exchange: NodeExchange) -> tuple[int, list[str]]:
+        pieces, told = pieces_of(SMALL, ParallelLayout(), 0), list[str]()
+        root = restore_newest(str(tmp_path), pieces, tensors=SMALL, exchange=exchange, report=told.append)
+        assert_restored(pieces, pieces_of(SMALL, ParallelLayout(), 0, values(SMALL)))
+        return root.step, [line.rpartition("; ")[2] for line in told]
+
+    assert together(3, work) == [(1, ["falling back from step 2 to step 1"]), (1, []), (1, [])]
 
 
 def test_ranks_that_never_come_are_named() -> None:
