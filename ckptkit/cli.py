@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ckptkit.run_verbs import add_run_verbs, count
-from threefold.cli import Parser, print_json, run
-from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
+from ckptkit.run_verbs import add_run_verbs
+from ckptkit.verb import add_verb, whole_number
+from threefold.cli import Parser, print_json, report, run
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 CKPT_HELP = "run URL (its newest committed step) or step URL: a path, s3://..., or any fsspec URL"
 
@@ -22,16 +23,21 @@ def build_parser() -> Parser:
     verbs = parser.add_subparsers(metavar="{ls,best,pin,unpin,prune,inspect,verify,hash,copy,reshard}")
     add_run_verbs(verbs)
 
-    inspect = verbs.add_parser(
-        "inspect", help="what a checkpoint holds", description="Print what a checkpoint holds, from its root alone."
+    inspect = add_verb(
+        verbs,
+        "inspect",
+        inspect_verb,
+        summary="what a checkpoint holds",
+        description="Print what a checkpoint holds, from its root alone.",
     )
     inspect.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    inspect.set_defaults(handler=inspect_verb)
 
-    verify = verbs.add_parser(
+    verify = add_verb(
+        verbs,
         "verify",
-        help="check every byte of a checkpoint",
+        verify_verb,
+        summary="check every byte of a checkpoint",
         description="Read every byte of a checkpoint (or a sample), check it against its checksums, and name the file, "
         "the offset and the tensors of all damage (then the exit code is 1).",
     )
@@ -47,21 +53,23 @@ def build_parser() -> Parser:
     extent.add_argument(
         "--manifest", action="store_true", help="read root and indexes only, and look at the sizes of the data files"
     )
-    verify.add_argument("--seed", type=count, default=0, metavar="N", help="which sample")
-    verify.set_defaults(handler=verify_verb)
+    verify.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="which sample")
 
-    hash_ = verbs.add_parser(
+    hash_ = add_verb(
+        verbs,
         "hash",
-        help="hash a checkpoint's contents, whatever its layout",
+        hash_verb,
+        summary="hash a checkpoint's contents, whatever its layout",
         description="Print hashes of a checkpoint's tensors, the same for any layout it is stored in.",
     )
     hash_.add_argument("checkpoint", metavar="CKPT", help=CKPT_HELP)
     hash_.add_argument("--tensors", action="store_true", help="print the hash of every tensor too")
-    hash_.set_defaults(handler=hash_verb)
 
-    copy = verbs.add_parser(
+    copy = add_verb(
+        verbs,
         "copy",
-        help="copy a checkpoint to another storage",
+        copy_verb,
+        summary="copy a checkpoint to another storage",
         description="Copy a committed step between any two storages, byte for byte, every byte verified on the way; "
         "the copy is committed last. The same command continues a copy that was killed.",
     )
@@ -69,13 +77,14 @@ def build_parser() -> Parser:
     copy.add_argument("target", metavar="DST", help="run URL; the step keeps its number")
     copy.add_argument("--all", action="store_true", help="copy all committed steps of a run, oldest first")
     copy.add_argument("--verify", action="store_true", help="read every byte of the copy back before it is committed")
-    copy.set_defaults(handler=copy_verb)
 
-    reshard = verbs.add_parser(
+    reshard = add_verb(
+        verbs,
         "reshard",
-        help="rewrite a checkpoint for another layout",
+        reshard_verb,
+        summary="rewrite a checkpoint for another layout",
         description="Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. "
-        "Memory stays below 1 GiB whatever the checkpoint's size; needs neither torch nor a GPU.",
+        "Memory stays below 1 GiB whatever the size of the tensors; needs neither torch nor a GPU.",
     )
     reshard.add_argument("source", metavar="SRC", help=CKPT_HELP)
     reshard.add_argument("target", metavar="DST", help="run URL (the step keeps its number) or step URL")
@@ -84,7 +93,7 @@ def build_parser() -> Parser:
         ("pp", "pipeline-model-parallel-size", "pipeline-parallel size of the output"),
         ("dp", "data-parallel-size", "data-parallel (ZeRO) cut of the output"),
     ):
-        reshard.add_argument(f"--{name}", f"--{long}", type=size, default=1, metavar="N", help=what)
+        reshard.add_argument(f"--{name}", f"--{long}", type=whole_number(1), default=1, metavar="N", help=what)
     reshard.add_argument(
         "--from",
         dest="from_layout",
@@ -92,18 +101,7 @@ def build_parser() -> Parser:
         default=argparse.SUPPRESS,
         help="refuse a source of another layout; written like tp8-pp4, axes left out may be any",
     )
-    reshard.set_defaults(handler=reshard_verb)
-
-    for verb in (inspect, verify, hash_, copy, reshard):
-        verb.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
-
-
-def size(text: str) -> int:
-    """The size of an axis."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)
 
 
 def share(text: str) -> float:
@@ -201,8 +199,6 @@ def copy_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.loading.reader import CheckpointReader
     from ckptkit.passes.copying import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
     from ckptkit.runs.catalogue import committed_steps, resolve
-    from threefold.cli import report
-    from threefold.errors import CheckFailed
 
     return_large_frees()
     source, step = resolve(arguments.source)
@@ -254,14 +250,14 @@ def reshard_verb(arguments: argparse.Namespace) -> int:
     with CheckpointReader(storage, step) as reader:
         if "from_layout" in arguments:
             check_source_layout(arguments.from_layout, reader.root.layout, reader.url)
-        report = reshard(reader, target, layout, step=target_step, progress=show_progress)
+        done = reshard(reader, target, layout, step=target_step, progress=show_progress)
     if arguments.json:
-        print_json(asdict(report))
+        print_json(asdict(done))
         return EXIT_OK
-    rate = report.bytes_written / max(report.seconds, 1e-9) / 1e6
+    rate = done.bytes_written / max(done.seconds, 1e-9) / 1e6
     print(
-        f"{report.url}: {report.source_layout} -> {report.target_layout}, {report.num_files} files, "
-        f"{report.bytes_written:,} bytes in {report.seconds:.1f} s ({rate:,.0f} MB/s)"
+        f"{done.url}: {done.source_layout} -> {done.target_layout}, {done.num_files} files, "
+        f"{done.bytes_written:,} bytes in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
     )
     return EXIT_OK
 

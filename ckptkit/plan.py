@@ -46,7 +46,7 @@ class Bounds:
         low = np.full((num_dims, len(tensors.names)), np.iinfo(np.int64).max)
         high = np.full_like(low, -1)
         rows = wanted.take(np.flatnonzero(wanted.start < wanted.stop))
-        rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors))
+        rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors, "what is wanted"))
         for dim, (first, last) in enumerate(zip(*_padded(rows, num_dims).bounds(), strict=True)):
             np.minimum.at(low[dim], rows.tensor, first)
             np.maximum.at(high[dim], rows.tensor, last)
@@ -88,7 +88,7 @@ class StoredChunks:
         CheckFailed where a part names a tensor that is not in the table.
         """
         join = PartJoin(tensors, bounds)
-        return join.joined([join.of(number, index) for number, index in enumerate(indexes)])
+        return join.joined([join.of(number, index, f"part {number}") for number, index in enumerate(indexes)])
 
 
 class PartJoin:
@@ -99,11 +99,11 @@ class PartJoin:
         self._bounds = bounds
         self._numbers: dict[TensorColumns, Ints] = {}  # by identity: indexes of equal names share their columns
 
-    def of(self, part: int, index: PartIndex) -> StoredChunks:
-        """The chunks of one part, in file order."""
+    def of(self, part: int, index: PartIndex, where: str) -> StoredChunks:
+        """The chunks of one part, in file order; CheckFailed where its index, at `where`, does not fit the table."""
         numbers = self._numbers.get(index.chunks.tensors)
         if numbers is None:
-            numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors)
+            numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors, where)
         chunks, offsets = index.chunks.renumbered(self.tensors, numbers), index.offsets
         if self._bounds is not None:
             rows = self._bounds.rows(chunks)
@@ -121,13 +121,13 @@ class PartJoin:
         return StoredChunks(chunks.take(order), part[order], offset[order])
 
 
-def _numbers(columns: TensorColumns, table: TensorColumns) -> Ints:
+def _numbers(columns: TensorColumns, table: TensorColumns, where: str) -> Ints:
     """The place in a table of each tensor of other columns; CheckFailed where it is not there as it should be."""
     numbers = []
     for name, dtype, ndim in zip(columns.names, columns.dtypes, columns.ndims, strict=True):
         number = table.numbers.get(name, -1)
         if number < 0 or table.dtypes[number] != dtype or table.ndims[number] != ndim:
-            raise CheckFailed(f"a part index holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
+            raise CheckFailed(f"{where} holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
         numbers.append(number)
     return np.array(numbers, np.int64)
 

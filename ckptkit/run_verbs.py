@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.verb import Verbs, add_verb, whole_number
 from threefold.cli import Parser, log, print_json
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
@@ -19,11 +20,13 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_NAMED = 16
 
 
-def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
+def add_run_verbs(verbs: "Verbs[Parser]") -> None:
     """Add the parsers."""
-    ls = verbs.add_parser(
+    ls = add_verb(
+        verbs,
         "ls",
-        help="list a run's committed steps",
+        ls_verb,
+        summary="list a run's committed steps",
         description="List a run's committed steps with what their roots record. A root that is damaged is told in its "
         "row, and the exit code is 1.",
     )
@@ -31,33 +34,35 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
     ls.add_argument(
         "--sort", choices=COLUMNS[:-2], default="step", metavar="KEY", help=f"sort by {', '.join(COLUMNS[:-2])}"
     )
-    ls.set_defaults(handler=ls_verb)
 
-    best = verbs.add_parser(
+    best = add_verb(
+        verbs,
         "best",
-        help="print the URL of the step with the best metric",
+        best_verb,
+        summary="print the URL of the step with the best metric",
         description="Print the URL of the step whose metric is smallest, or largest with --max; of equal ones the "
         "newest. A metric is a number in the metadata of the root, dotted where it lies deeper: config.optim.lr.",
     )
     best.add_argument("run", metavar="RUN", help=RUN_HELP)
     add_metric(best)
-    best.set_defaults(handler=best_verb)
 
-    pin = verbs.add_parser(
+    pin = add_verb(
+        verbs,
         "pin",
-        help="keep a step from being pruned",
+        pin_verb,
+        summary="keep a step from being pruned",
         description="Pin steps: no retention policy deletes them, whatever it asks.",
     )
     pin.add_argument("--note", default="", help="why, for `ckptkit ls --json`")
-    pin.set_defaults(handler=pin_verb)
-    unpin = verbs.add_parser("unpin", help="take a pin away", description="Take the pins of steps away.")
-    unpin.set_defaults(handler=unpin_verb)
+    unpin = add_verb(verbs, "unpin", unpin_verb, summary="take a pin away", description="Take the pins of steps away.")
     for verb in (pin, unpin):
         verb.add_argument("steps", nargs="+", metavar="STEP_URL", help=STEP_HELP)
 
-    prune = verbs.add_parser(
+    prune = add_verb(
+        verbs,
         "prune",
-        help="delete steps that no rule keeps",
+        prune_verb,
+        summary="delete steps that no rule keeps",
         description="Delete the steps that none of the given rules keeps, and the files of saves that never were "
         "committed. Pinned steps and the newest good step stay, whatever is asked; without a rule all steps stay. "
         "Files that are not of the checkpoint format are left alone.",
@@ -69,7 +74,7 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
         ("best", "keep the N steps with the best metric"),
         ("hourly", "keep the newest step of each of the last N hours that have one"),
     ):
-        prune.add_argument(f"--keep-{name}", type=count, default=0, metavar="N", help=what)
+        prune.add_argument(f"--keep-{name}", type=whole_number(0), default=0, metavar="N", help=what)
     add_metric(prune)
     prune.add_argument(
         "--orphans-older-than",
@@ -79,10 +84,6 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
         help="delete files of uncommitted saves that are at least so old, such as 90m, 24h or 7d",
     )
     prune.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
-    prune.set_defaults(handler=prune_verb)
-
-    for verb in (ls, best, pin, unpin, prune):
-        verb.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def add_metric(verb: Parser) -> None:
@@ -91,19 +92,22 @@ def add_metric(verb: Parser) -> None:
     verb.add_argument("--max", action="store_true", help="the largest is the best, not the smallest")
 
 
-def count(text: str) -> int:
-    """A whole number from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
-    return int(text)
-
-
 def duration(text: str) -> float:
     """Seconds of a text such as 90m, 24h or 7d."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90m, 24h or 7d")
     return float(match[1]) * SECONDS[match[2]]
+
+
+def open_run(url: str, hint: str) -> "Storage":
+    """The storage of a run; a step's URL is refused, and its run put into the hint."""
+    from ckptkit.address import open_address
+
+    storage, step = open_address(url)
+    if step is not None:
+        raise UserError(f"{url} is one step, not a run", hint=hint.format(storage.url))
+    return storage
 
 
 def ls_verb(arguments: argparse.Namespace) -> int:
@@ -179,15 +183,12 @@ def cell(row: dict[str, Any], column: str) -> str:
 
 
 def best_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.address import open_address
     from ckptkit.format.root import step_folder
     from ckptkit.loading.reader import read_root
     from ckptkit.runs.record import Records, missing_files
     from ckptkit.runs.retention import ranked
 
-    storage, step = open_address(arguments.run)
-    if step is not None:
-        raise UserError(f"{arguments.run} is one step, not a run", hint=f"ckptkit best {storage.url}")
+    storage = open_run(arguments.run, "ckptkit best {}")
     found = [record for record in Records(storage, check_parts=False).read() if record.is_readable]
     check_metric(found, arguments.metric, storage)
     for record in ranked(found, arguments.metric, "max" if arguments.max else "min"):
@@ -266,15 +267,12 @@ def each_step(
 def prune_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.address import open_address
     from ckptkit.runs.pruning import prune
     from ckptkit.runs.record import Records
     from ckptkit.runs.retention import Retention
     from threefold.storage.stale_uploads import abort_stale_uploads
 
-    storage, step = open_address(arguments.run)
-    if step is not None:
-        raise UserError(f"{arguments.run} is one step, not a run", hint=f"ckptkit prune {storage.url} --dry-run")
+    storage = open_run(arguments.run, "ckptkit prune {} --dry-run")
     policy = Retention(
         arguments.keep_last, arguments.keep_every, arguments.keep_best, arguments.keep_hourly,
         arguments.metric, "max" if arguments.max else "min",
@@ -288,7 +286,10 @@ def prune_verb(arguments: argparse.Namespace) -> int:
     age_s = arguments.orphans_older_than
     report = prune(storage, policy, found=found, orphans_older_than_s=age_s, dry_run=arguments.dry_run)
     if not arguments.dry_run:
-        abort_stale_uploads(storage)
+        try:
+            abort_stale_uploads(storage)
+        except UserError as error:  # what was deleted is told all the same
+            log(f"warning: unfinished uploads are left: {error.message}")
     if arguments.json:
         print_json(asdict(report))
         return EXIT_OK

@@ -1,5 +1,8 @@
 """The guides: every command in them is run, section by section, in a folder with a corpus, a tokenizer and a store."""
 
+import ast
+import dataclasses
+import importlib
 import itertools
 import os
 import re
@@ -7,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +30,7 @@ from tests.datakit.foreign.test_litdata import spec, write_litdata
 from tests.datakit.foreign.test_megatron import write_dataset
 from tests.datakit.foreign.test_mosaic import tokens_only, write_mds
 from threefold.storage import open_storage
+from trainer.config import Config
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -116,6 +121,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Find the best step": write_long_run,
     "Pin a step": write_long_run,
     "Prune by hand": write_long_run,
+    "Resume under another layout": write_config,
+    "Read each byte once": write_config,
     "Save to two places": write_config,
     "Memory as the first tier": write_config,
     "Each node's own disk": write_config,
@@ -228,3 +235,26 @@ def test_every_guide_has_commands_and_each_verb_is_known() -> None:
     for name, cli in (("datakit", datakit_cli), ("ckptkit", ckptkit_cli)):
         [verbs] = [action.choices for action in cli.build_parser()._actions if action.choices]
         assert set(re.findall(rf"^{name} ([a-z-]+)", shown, re.MULTILINE)) <= set(verbs)
+
+
+def test_settings_and_imports_in_the_guides_exist() -> None:
+    """What no command runs: TOML, settings named in the text, and the imports of Python examples."""
+    tables = {table.name: table.default_factory() for table in dataclasses.fields(Config)}  # type: ignore[operator, misc]
+    known = {f"{name}.{each.name}" for name, table in tables.items() for each in dataclasses.fields(table)}
+    num_named = num_imported = 0
+    for guide in GUIDES:
+        text = guide.read_text()
+        named = set(re.findall(rf"`((?:{'|'.join(tables)})\.[a-z_]+)", text))
+        for block in re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            named |= {f"{table}.{key}" for table, values in tomllib.loads(block).items() for key in values}
+        assert named <= known, guide.name
+        num_named += len(named)
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom):
+                    assert node.module
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, each.name) for each in node.names), guide.name
+                    num_imported += len(node.names)
+    assert num_named > 20
+    assert num_imported > 5

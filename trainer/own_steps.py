@@ -4,12 +4,11 @@ A step counts when every node has its files of one and the same attempt, for the
 same layout: on its own disk, or in the replica that its peer keeps.
 """
 
-import sys
-
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, Share, step_folder
-from ckptkit.loading.reader import read_root
+from ckptkit.loading.reader import is_medium_error, read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.tiers import Node, Tiers, agreed_steps, filled
+from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import open_storage
 from trainer.config import Config
@@ -92,7 +91,8 @@ class OwnSteps:
         except StorageError as error:
             if url == self._places[0]:
                 raise
-            print(f"warning: the replica is left out: {error}", file=sys.stderr, flush=True)
+            if self._is_leader:
+                log(f"warning: the replica is left out: {error}")
             return []
 
 
@@ -100,5 +100,10 @@ def set_aside(damaged: list[tuple[str, int]]) -> None:
     """Keep the roots of steps, given by run URL and step, under another name."""
     for url, step in damaged:
         storage, folder = open_storage(url), step_folder(step)
-        storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
+        try:
+            storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
+        except StorageError as error:
+            if not is_medium_error(error):
+                raise
+            storage.write(f"{folder}/{DAMAGED_ROOT_KEY}", b"")  # of this root the disk gives nothing back
         storage.delete([f"{folder}/{ROOT_KEY}"])

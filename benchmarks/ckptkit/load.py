@@ -3,9 +3,8 @@
     python benchmarks/ckptkit/load.py /data --repeats 5
 
 All files are taken out of the page cache before each load. Raw is `dd` with O_DIRECT to nowhere, in as many streams as
-ckptkit has threads. Peers: torch DCP into
-existing tensors, safetensors and torch.load(mmap=True) with a copy into existing tensors. Only ckptkit checks what it
-reads.
+ckptkit has threads. Peers: torch DCP into existing tensors, safetensors and torch.load(mmap=True) with a copy into
+existing tensors. Only ckptkit checks what it reads.
 """
 
 import shutil

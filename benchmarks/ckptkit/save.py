@@ -12,7 +12,7 @@ import subprocess
 
 import torch
 import torch.distributed.checkpoint as dcp
-from measuring import dd, drop_caches, gpt_state, interleaved, parse_arguments, show, sync
+from measuring import dd, gpt_state, interleaved, parse_arguments, show, sync
 from safetensors.torch import save_file
 
 import ckptkit
@@ -70,7 +70,6 @@ def main() -> None:
     timings = interleaved(ways, arguments.repeats, before)
     show(timings, state.num_bytes)
     print(f"ckptkit over DCP: {timings['DCP, 2 threads'].median_s / timings['ckptkit'].median_s:.2f}x")
-    drop_caches(work)
     shutil.rmtree(work)
 
 

@@ -269,6 +269,8 @@ def _share(row: dict[str, Any] | None) -> Share | None:
 
 def _check_ties(tensors: Mapping[str, TensorInfo]) -> None:
     for info in tensors.values():
-        target = tensors.get(info.placement.tied_to) if info.placement.tied_to else None
-        if info.placement.tied_to and (target is None or target.placement.tied_to or target.shape != info.shape):
+        if info.placement.tied_to is None:
+            continue
+        target = tensors.get(info.placement.tied_to)
+        if target is None or target.placement.tied_to or (target.dtype, target.shape) != (info.dtype, info.shape):
             raise ValueError(f"{info.name} is tied to {info.placement.tied_to!r}")

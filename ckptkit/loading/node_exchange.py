@@ -82,7 +82,10 @@ class NodeExchange:
         """Put buffers one after the other into this rank's memory; gives the sizes that every rank has put."""
         self._sync([])  # nobody reads any more what the last call gave
         own = self._memory[self.rank]
-        own.grow(sum(sizes))
+        try:
+            own.grow(sum(sizes))
+        except OSError as error:
+            self._give_up(f"rank {self.rank} has no memory for {sum(sizes)} bytes: {error.strerror}")
         at = 0
         for buffer, size in zip(buffers, sizes, strict=True):
             own.view(at, size)[:] = memoryview(buffer).cast("B")
@@ -100,7 +103,8 @@ class NodeExchange:
         mine = np.array(numbers, np.int64).tobytes()
         if self.rank:
             try:
-                _send(self._sockets[0], mine)
+                with contextlib.suppress(OSError):  # where rank 0 is gone it may have said why
+                    _send(self._sockets[0], mine)
                 answer = _receive(self._sockets[0], deadline + GRACE_S)
             except (TimeoutError, OSError) as error:
                 self._give_up(_why_no_answer([0], error, self._deadline_s, self.size))
@@ -126,9 +130,9 @@ class NodeExchange:
         return frames
 
     def _give_up(self, why: str) -> NoReturn:
-        """End this exchange for all ranks."""
+        """End this exchange for all ranks; those but rank 0 tell it alone, which tells the others."""
         self._broken = why
-        for other in self._sockets.values() if self.rank == 0 else ():
+        for other in self._sockets.values():
             with contextlib.suppress(OSError):
                 _send(other, why.encode(), gave_up=True)
         raise StorageError(f"restoring together on one node failed: {why}")
@@ -150,16 +154,21 @@ class NodeExchange:
                 except TimeoutError as error:
                     missing = [rank for rank in range(self.size) if rank not in descriptors]
                     self._give_up(_why_no_answer(missing, error, self._deadline_s, self.size))
+                except OSError as error:
+                    self._give_up(f"rank 0 cannot take in the others: {error}")
                 self._sockets[rank], descriptors[rank] = other, descriptor
         self._memory += [_Memory(descriptors[rank]) for rank in range(1, self.size)]
-        for other in self._sockets.values():
-            _send(other, b"")
-            socket.send_fds(other, [b"m"], [memory.fd for memory in self._memory])
+        for rank, other in self._sockets.items():
+            try:
+                _send(other, b"")
+                socket.send_fds(other, [b"m"], [memory.fd for memory in self._memory])
+            except OSError as error:
+                self._give_up(_why_no_answer([rank], error, self._deadline_s, self.size))
 
     def _welcome(self, other: socket.socket, deadline: float) -> tuple[int, int]:
         """The rank and the memory of a process that connected."""
         other.settimeout(max(deadline - time.monotonic(), 0.001))
-        _, user, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        user = _user_of(other)
         hello, descriptors, _, _ = socket.recv_fds(other, _HELLO.size, 1)
         rank, size = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, -1)
         fits = user == os.getuid() and size == self.size and 0 < rank < size and rank not in self._sockets
@@ -178,6 +187,8 @@ class NodeExchange:
                 if time.monotonic() > deadline:
                     self._give_up(_why_no_answer([0], error, self._deadline_s, self.size))
                 time.sleep(RETRY_AFTER_S)
+        if _user_of(rank_0) != os.getuid():
+            self._give_up(f"a process of user {_user_of(rank_0)} holds the socket @{self._name[1:]}")
         try:
             socket.send_fds(rank_0, [_HELLO.pack(self.rank, self.size)], [self._memory[0].fd])
             _receive(rank_0, deadline + GRACE_S)
@@ -186,6 +197,8 @@ class NodeExchange:
             self._give_up(_why_no_answer([0], error, self._deadline_s, self.size))
         self._memory[0].close()
         self._memory = [_Memory(descriptor) for descriptor in descriptors]
+        if len(descriptors) != self.size:
+            self._give_up(f"rank {self.rank} may have no {self.size} more files open (ulimit -n)")
 
 
 class _GaveUp(OSError):
@@ -217,6 +230,12 @@ class _Memory:
     def close(self) -> None:
         self._mapped = np.empty(0, np.uint8)
         os.close(self.fd)
+
+
+def _user_of(peer: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
 
 def _send(to: socket.socket, data: bytes, *, gave_up: bool = False) -> None:

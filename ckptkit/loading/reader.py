@@ -57,13 +57,13 @@ class CheckpointReader:
 
     @cached_property
     def stored(self) -> StoredChunks:
-        """All chunks of the checkpoint."""
+        """All chunks of the checkpoint: some 80 bytes each are held, thrice that while the part indexes are joined."""
         return self._join(None)
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
         stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
-        return together(self.exchange, lambda: plan_load(wanted, stored))
+        return together(self.exchange, lambda: self._planned(wanted, stored))
 
     @property
     def bytes_read(self) -> int:
@@ -76,7 +76,7 @@ class CheckpointReader:
 
     def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
         """Fill memory with wanted chunks, each at its target address; CheckFailed where data is missing or damaged."""
-        self.execute(plan_load(wanted, self.stored), targets)
+        self.execute(self._planned(wanted, self.stored), targets)
 
     def execute(self, plan: LoadPlan, targets: Sequence[int] | Columns) -> None:
         """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
@@ -128,11 +128,8 @@ class CheckpointReader:
 
     def check_size(self, part: Part) -> None:
         """CheckFailed where a data file is not there, or not of the recorded size; reads nothing of it."""
-        info = self.storage.info(f"{self.folder}/{part.data}")
-        if info is None:
-            raise CheckFailed(f"{self.url}/{part.data} is missing")
-        if info.size_bytes != part.data_bytes:
-            raise CheckFailed(f"{self.url}/{part.data} has {info.size_bytes} bytes, {ROOT_KEY} says {part.data_bytes}")
+        if fault := self._size_fault(part.data, part.data_bytes):
+            raise CheckFailed(f"{self.url}/{part.data} {fault}")
 
     def close(self) -> None:
         """Close all files."""
@@ -145,14 +142,21 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _planned(self, wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
+        try:
+            return plan_load(wanted, stored)
+        except CheckFailed as error:
+            raise CheckFailed(f"{self.url} is not whole: {error.message}") from None
+
     def _join(self, bounds: Bounds | None) -> StoredChunks:
         """The chunks of all part indexes, and on the way the checksums of all granules."""
         join = PartJoin(list(self.root.tensors.values()), bounds)
         joined = []
         for number, data in enumerate(self._index_files()):
-            index = self._parsed(self.root.parts[number], data)
+            part = self.root.parts[number]
+            index = self._parsed(part, data)
             self._checksums[number] = index.checksums
-            joined.append(join.of(number, index))
+            joined.append(join.of(number, index, f"{self.url}/{part.index}"))
         return join.joined(joined)
 
     def _index_files(self) -> Iterator[bytes]:
@@ -219,15 +223,19 @@ class CheckpointReader:
         except CheckFailed:
             raise
         except StorageError as error:
-            fault = "cannot be read (Input/output error)" if is_medium_error(error) else None
+            is_broken = is_medium_error(error)
+            fault = "cannot be read (Input/output error)" if is_broken else self._size_fault(key, num_bytes)
             if fault is None:
-                info = self.storage.info(f"{self.folder}/{key}")
-                if info is not None and info.size_bytes == num_bytes:
-                    raise
-                fault = "is missing" if info is None else f"has {info.size_bytes} bytes, not {num_bytes}"
+                raise
             names = self.read_index(part).chunks.names if part else ()
             held = f", where {shown_names(names)} is stored" if names else ""
             raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
+
+    def _size_fault(self, key: str, num_bytes: int) -> str | None:
+        info = self.storage.info(f"{self.folder}/{key}")
+        if info is None:
+            return "is missing"
+        return None if info.size_bytes == num_bytes else f"has {info.size_bytes} bytes, not {num_bytes}"
 
 
 def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:

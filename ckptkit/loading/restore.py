@@ -12,7 +12,7 @@ from ckptkit.address import open_address
 from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.root import Root
-from ckptkit.loading.exchange import Exchange, together
+from ckptkit.loading.exchange import Alone, Exchange, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
@@ -34,7 +34,7 @@ def restore(
     names the file, offset and tensor of damage. Ranks that share an `exchange`, and all make this call, read each
     byte that several of them want once; an error of one is then raised on all.
     """
-    storage, named = open_address(url)
+    storage, named = together(exchange or Alone(), lambda: open_address(url))
     if named not in (None, step):
         raise UserError(f"{url} is not step {step}", hint=f"restore from {storage.url}")
     with CheckpointReader(storage, step, exchange=exchange) as reader:
@@ -48,7 +48,7 @@ def restore_from(
     """The same from an open checkpoint, whose `bytes_read` then tells what this rank read."""
     exchange = reader.exchange
     wanted, data = together(exchange, lambda: _wanted(reader, pieces, tensors))
-    with Targets(data, wanted.itemsize) as targets:
+    with Targets(data) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
             read_together(reader, plan, targets, exchange)

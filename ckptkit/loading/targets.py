@@ -9,17 +9,17 @@ import numpy as np
 
 from ckptkit.chunk_table import Ints
 from ckptkit.plan import LoadPlan, ramps
-from ckptkit.torch_tensors import Transfer, host_address
+from ckptkit.torch_tensors import Transfer, byte_range, host_address
 
 BOUNCE_BYTES = 64 << 20
 Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own
 
 
 class Targets:
-    """Arrays and tensors, one a wanted chunk of a plan, with `itemsize` bytes an element; use it in a `with`."""
+    """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`."""
 
-    def __init__(self, data: Sequence[Any], itemsize: Ints) -> None:
-        self._data, self._itemsize = data, itemsize
+    def __init__(self, data: Sequence[Any]) -> None:
+        self._data = data
         addresses = [host_address(each) for each in data]
         self._on_host = np.array([address is not None for address in addresses], bool)
         self._addresses = np.array([address or 0 for address in addresses], np.int64)
@@ -49,9 +49,7 @@ class Targets:
         first = np.flatnonzero(begins)
         copies = []
         for row, num_bytes in zip(first.tolist(), np.add.reduceat(size, first).tolist(), strict=True):
-            itemsize = int(self._itemsize[wanted[row]])
-            start = int(target[row]) // itemsize
-            part = self._data[wanted[row]][start : start + num_bytes // itemsize]
+            part = byte_range(self._data[wanted[row]], int(target[row]), num_bytes)
             copies.append((part, int(offset[order[row]]), num_bytes))
         self._transfer.start(self._bounce, copies, to_device=True)
         self._transfer.wait()

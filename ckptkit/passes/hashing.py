@@ -1,4 +1,6 @@
-"""Content hashes of a checkpoint that do not depend on how it is cut, in one streaming pass with bounded memory.
+"""Content hashes of a checkpoint that do not depend on how it is cut, in one streaming pass.
+
+Memory: a slab, one granule of each open file, and what the reader holds of all part indexes.
 
 Per tensor: XXH3-128 over the XXH3-128 digests (16 bytes each, big-endian) of the 1 MiB blocks of its global row-major
 bytes at its true shape. Totals: XXH3-128 over one line `name NUL dtype NUL shape NUL digest LF` a tensor, sorted by

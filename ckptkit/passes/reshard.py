@@ -2,7 +2,8 @@
 
 One pass over all tensors in storage order: the elements of a slab are read once, in ascending order of every source
 file, and appended to the file of each target rank that holds them, since its chunks stand in the same order. The next
-slab is read while the last one is written. Memory: two slabs, one granule of each open file, the writers' buffers.
+slab is read while the last one is written. Memory: two slabs, one granule of each open file, the writers' buffers, and
+some 400 bytes for each chunk of source and target.
 """
 
 import contextlib
@@ -25,12 +26,12 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.partition import rank_chunks
 from ckptkit.passes.slab import SLAB_BYTES, Slab, positions_before, slab_batches
-from ckptkit.plan import plan_files, plan_load
-from ckptkit.saving.commit import commit_root
+from ckptkit.plan import plan_files
+from ckptkit.saving.commit import NotCommitted, commit_root
 from ckptkit.tensor import TensorInfo
 from threefold.cli import log
 from threefold.errors import StorageError, UserError
-from threefold.storage import Storage
+from threefold.storage import AlreadyExists, Storage
 
 PAGE_BYTES = 4096
 UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
@@ -85,8 +86,9 @@ def reshard(
 ) -> ReshardReport:
     """Write `source` into `storage` as the ranks of `layout` would have saved it, and commit it.
 
-    UserError where the layout does not divide or the step is there already; on any failure nothing is committed and
-    what was written is removed. `progress` is told the bytes done and the total.
+    UserError where the layout does not divide or the step is there already; on a failure nothing is committed and what
+    was written is removed, unless it is not known whether the root was put. `progress` is told the bytes done and the
+    total.
     """
     started = time.monotonic()
     root = source.root
@@ -105,6 +107,7 @@ def reshard(
     striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
     writer = _Writer(storage, folder, source.num_threads)
     loader = _Loader(source, targets, tensors)
+    is_committing = False
     try:
         done = 0
         with ThreadPoolExecutor(1) as ahead:
@@ -119,11 +122,13 @@ def reshard(
                 progress(done, needed)
         writer.finish(targets)
         made = Root(step, attempt, layout, root.num_layers, root.tensors, _parts(targets), root.metadata, root.saved)
+        is_committing = True
         commit_root(storage, made)
-    except BaseException:
+    except BaseException as error:
         writer.abort(targets)
-        with contextlib.suppress(StorageError):  # the first failure is the one to report
-            storage.delete([item.key for item in storage.list(f"{folder}/{attempt}/")])
+        if not is_committing or isinstance(error, AlreadyExists | NotCommitted):  # else the root may be there
+            with contextlib.suppress(StorageError):  # the first failure is the one to report
+                storage.delete(list(storage.list_keys(f"{folder}/{attempt}/")))
         raise
     written = sum(part.data_bytes for part in made.parts)
     return ReshardReport(
@@ -171,7 +176,7 @@ class _Loader:
                     owners.append(number)
         wanted = ChunkTable.of(chunks)
         areas, addresses = self._place(np.array(owners, np.int64), wanted.size_bytes)
-        self._source.execute(plan_load(wanted, self._source.stored), addresses)
+        self._source.read(wanted, addresses)
         return areas
 
     def _place(self, owners: Ints, sizes: Ints) -> tuple[list[_Area], Columns]:

@@ -8,12 +8,12 @@ import numpy.typing as npt
 
 from ckptkit.chunk import Box
 from ckptkit.chunk_table import ChunkTable
-from ckptkit.format.data_file import DataFile
+from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
 from ckptkit.loading.reader import CheckpointReader, reading_threads
-from ckptkit.plan import StoredChunks, plan_load
-from threefold.errors import CheckFailed, UserError
+from ckptkit.plan import PartJoin, StoredChunks, plan_load
+from threefold.errors import CheckFailed
 
 WINDOW_BYTES = 16 << 20
 Granules = npt.NDArray[np.int64]
@@ -52,8 +52,8 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     """Check every part index, every data file's size, that each tensor is held whole and once, and a share of the data.
 
     `share` 1 reads every granule of every data file, 0 none; anything between reads the first and the last granule of
-    each file and others at random, the same for the same seed. StorageError where a file cannot be reached, which is no
-    damage.
+    each file and others at random, the same for the same seed. StorageError where a file is there and cannot be read:
+    that says nothing of what it holds.
     """
     assert 0 <= share <= 1, f"a share of {share}"
     with reading_threads(reader.num_threads, reader) as pool:
@@ -78,6 +78,8 @@ def check_data(
 ) -> tuple[int, list[Fault]]:
     """The bytes read of a data file, all its granules or some, and the faults in them."""
     part, faults = reader.root.parts[number], list[Fault]()
+    if len(index.chunks) > MAX_CHUNKS:
+        return 0, [Fault(part.index, f"{len(index.chunks)} chunks, a file has at most {MAX_CHUNKS}")]
     header = DataFile.of(index.chunks).header
     if len(header) != index.data_offset:
         what = f"its index puts the data at byte {index.data_offset}, its chunks at {len(header)}"
@@ -137,12 +139,16 @@ def _stretches(granules: Granules) -> Iterator[tuple[int, int]]:
 
 def _check_cover(reader: CheckpointReader, indexes: list[PartIndex]) -> Iterator[Fault]:
     """Each tensor of the table must be stored whole, each element once; in one node's share, nothing twice."""
-    infos = list(reader.root.tensors.values())
-    try:
-        stored = StoredChunks.of(indexes, infos)
-    except UserError as error:
-        yield Fault("root.json", error.message)
+    infos, parts = list(reader.root.tensors.values()), list[StoredChunks]()
+    join = PartJoin(infos)
+    for number, (part, index) in enumerate(zip(reader.root.parts, indexes, strict=True)):
+        try:
+            parts.append(join.of(number, index, f"{reader.url}/{part.index}"))
+        except CheckFailed as error:
+            yield Fault(part.index, error.message)
+    if len(parts) < len(indexes):
         return
+    stored = join.joined(parts)
     if reader.root.share is not None:
         try:
             plan_load(stored.chunks, stored)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -13,6 +14,14 @@ inline constexpr uint64_t kBlock = 8 * kGranule;   // bytes of one I/O request
 inline constexpr uint64_t kDirectAlignment = 4096; // of file offsets, sizes and memory under O_DIRECT
 
 inline uint64_t granules_of(uint64_t size_bytes) { return (size_bytes + kGranule - 1) / kGranule; }
+
+// Makes a system call again when a signal ended it before it did anything.
+template <typename Call>
+auto uninterrupted(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
 
 // One kBlock of page-aligned, already touched memory, taken from a process-wide store and given back to it: page faults
 // are paid once, and as many blocks exist as threads ever ran at the same time. data() is null when memory is short.

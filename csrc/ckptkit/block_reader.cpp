@@ -39,14 +39,13 @@ int read_fully(Reader& reader, uint8_t* buffer, uint64_t size, uint64_t offset) 
     const bool direct = reader.direct;
     uint64_t wanted = size - done;
     if (direct) wanted = (wanted + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
-    const ssize_t got = pread(reader.file, buffer + done, wanted, static_cast<off_t>(offset + done));
+    const auto at = static_cast<off_t>(offset + done);
+    const ssize_t got = uninterrupted([&] { return pread(reader.file, buffer + done, wanted, at); });
     if (got > 0) {
       done += got;
       if (done >= size || !direct || done % kDirectAlignment == 0) continue;
     } else if (got == 0) {
       return -ENODATA;
-    } else if (errno == EINTR) {
-      continue;
     } else if (errno != EINVAL || !direct) {
       return -errno;
     }
@@ -82,9 +81,10 @@ std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64
 using namespace ckptkit;
 
 int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader) {
-  int file = direct ? open(path, O_RDONLY | O_CLOEXEC | O_DIRECT) : -1;
+  const int flags = O_RDONLY | O_CLOEXEC;
+  int file = direct ? uninterrupted([&] { return open(path, flags | O_DIRECT); }) : -1;
   const bool is_direct = file >= 0;
-  if (file < 0 && (!direct || errno == EINVAL)) file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags); });
   if (file < 0) return -errno;
   struct stat status;
   auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, kNoGranule, nullptr} : nullptr;

@@ -30,14 +30,12 @@ struct Writer {
 int write_fully(Writer& writer, const uint8_t* data, uint64_t size, uint64_t offset) {
   while (size > 0) {
     const bool direct = writer.direct;
-    const ssize_t written = pwrite(writer.file, data, size, static_cast<off_t>(offset));
+    const ssize_t written = uninterrupted([&] { return pwrite(writer.file, data, size, static_cast<off_t>(offset)); });
     if (written > 0) {
       data += written, offset += written, size -= written;
       if (size == 0 || !direct || written % kDirectAlignment == 0) continue;
     } else if (written == 0) {
       return -EIO;
-    } else if (errno == EINTR) {
-      continue;
     } else if (errno != EINVAL || !direct) {
       return -errno;
     }
@@ -116,13 +114,13 @@ using namespace ckptkit;
 
 int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer) {
   const int flags = O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC;
-  int file = direct ? open(path, flags | O_DIRECT, 0666) : -1;
+  int file = direct ? uninterrupted([&] { return open(path, flags | O_DIRECT, 0666); }) : -1;
   const bool is_direct = file >= 0;
-  if (file < 0 && (!direct || errno == EINVAL)) file = open(path, flags, 0666);
+  if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags, 0666); });
   if (file < 0) return -errno;
   // Reserving blocks lets writes run in parallel (they no longer extend the file) and shows a full disk at once.
-  if (size_bytes > 0 && fallocate(file, 0, 0, static_cast<off_t>(size_bytes)) < 0 && errno != EOPNOTSUPP &&
-      errno != ENOSYS && errno != EINVAL) {
+  if (size_bytes > 0 && uninterrupted([&] { return fallocate(file, 0, 0, static_cast<off_t>(size_bytes)); }) < 0 &&
+      errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
     const int failure = -errno;
     close(file);
     return failure;
@@ -150,10 +148,12 @@ int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segme
 
 int ck_writer_close(void* handle, int durable) {
   auto* const writer = static_cast<Writer*>(handle);
+  const int file = writer->file;
+  const auto end = static_cast<off_t>(writer->size_bytes);
   int failure = 0;
-  if (writer->padded && ftruncate(writer->file, static_cast<off_t>(writer->size_bytes)) < 0) failure = -errno;
-  if (failure == 0 && durable && fsync(writer->file) < 0) failure = -errno;
-  if (close(writer->file) < 0 && failure == 0) failure = -errno;
+  if (writer->padded && uninterrupted([&] { return ftruncate(file, end); }) < 0) failure = -errno;
+  if (failure == 0 && durable && uninterrupted([&] { return fsync(file); }) < 0) failure = -errno;
+  if (close(file) < 0 && errno != EINTR && failure == 0) failure = -errno;  // interrupted, it is closed all the same
   delete writer;
   return failure;
 }

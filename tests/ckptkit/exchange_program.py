@@ -1,6 +1,7 @@
 """One rank of several that restore together, for the tests; it does to itself what the test asks for.
 
     python -m tests.ckptkit.exchange_program URL STEP RANK SIZE JOB [--layout tp2-dp2] [--as-rank R] [--then die|freeze]
+        [--limit FSIZE=65536|NOFILE=6]
 
 Prints a JSON line: the bytes it needed and read, whether every piece is as a restore alone has it, or its error.
 """
@@ -8,6 +9,7 @@ Prints a JSON line: the bytes it needed and read, whether every piece is as a re
 import argparse
 import json
 import os
+import resource
 import signal
 
 from ckptkit.layout import ParallelLayout
@@ -42,7 +44,11 @@ def main() -> None:
     parser.add_argument("--as-rank", type=int, default=0)
     parser.add_argument("--then", choices=["die", "freeze"])
     parser.add_argument("--deadline", type=float, default=30.0)
+    parser.add_argument("--limit", default="")
     arguments = parser.parse_args()
+    if arguments.limit:
+        name, _, value = arguments.limit.partition("=")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), int(value)))
     pieces = []
     if arguments.layout:
         pieces = pieces_of(BIG, ParallelLayout.parse(arguments.layout), arguments.as_rank)
@@ -51,9 +57,10 @@ def main() -> None:
     Spoiled.then = signal.SIGSTOP if arguments.then == "freeze" else signal.SIGKILL
     try:
         with (
-            kind(arguments.rank, arguments.size, arguments.job, deadline_s=arguments.deadline) as exchange,
+            kind(arguments.rank, arguments.size, arguments.job, deadline_s=max(arguments.deadline, 60.0)) as exchange,
             CheckpointReader(open_storage(arguments.url), arguments.step, exchange=exchange) as reader,
         ):
+            exchange._deadline_s = arguments.deadline  # to meet takes as long as all need to start
             restore_from(reader, pieces, tensors=BIG)
             told["read"] = reader.bytes_read
         alone = pieces_of(BIG, ParallelLayout.parse(arguments.layout), arguments.as_rank) if arguments.layout else []

@@ -11,6 +11,7 @@ from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import SMALL, save_whole
 from tests.ckptkit.test_cli import Capture, assert_refused, call
+from threefold.errors import StorageError
 from threefold.storage import Storage, open_storage
 
 TENSORS = gpt_tensors(1)
@@ -189,6 +190,19 @@ def test_prune_says_what_goes_and_why_others_stay(capsys: Capture, run: str) -> 
     assert Path(run, "step-000000002/notes.txt").read_text() == "mine"
     assert not Path(run, "step-000000003").exists()
     assert rows(capsys, "prune", run, *flags)["deleted"] == []
+
+
+def test_prune_tells_what_it_deleted_where_uploads_cannot_be_aborted(
+    capsys: Capture, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def abort(storage: object) -> None:
+        raise StorageError("s3://bucket: access denied")
+
+    monkeypatch.setattr("threefold.storage.stale_uploads.abort_stale_uploads", abort)
+    code, out, err = call(capsys, "prune", run, "--keep-last", "2")
+    assert code == 0
+    assert ": deleted 3 steps" in out
+    assert err == "warning: unfinished uploads are left: s3://bucket: access denied\n"
 
 
 def test_prune_without_a_rule_deletes_no_step(capsys: Capture, run: str) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from ckptkit.io.blocks import (
     write_file,
     xxh3_64,
 )
+from tests.ckptkit.saves import ROOT, strace
 from threefold.errors import StorageError
 from threefold.native import load_library
 
@@ -225,6 +227,25 @@ def test_a_full_disk_is_reported_at_open(tmp_path: Path) -> None:
         assert caught.value.errno == errno.ENOSPC
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_calls_that_a_signal_interrupts_are_made_again(tmp_path: Path) -> None:
+    program = (
+        "import sys; import numpy as np; from ckptkit.io.blocks import *;"
+        "path, data, back = sys.argv[1], np.arange(9_000_001).astype(np.uint8), np.zeros(9_000_001, np.uint8);"
+        "found = write_file(path, [(data.ctypes.data, len(data))]);"
+        "reader = BlockReader(path, len(data), found);"
+        "reader.read([(0, len(back), back.ctypes.data)]); assert (data == back).all(); print('same')"
+    )
+    path, log = tmp_path / "f", tmp_path / "log"
+    calls = ("openat", "fallocate", "pwrite64", "ftruncate", "fsync", "close", "pread64")
+    command = strace(*(f"{call}:error=EINTR:when=1" for call in calls))
+    command[command.index(os.devnull)] = str(log)
+    command += ["-P", str(path), sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "same\n", done.stderr
+    interrupted = {line.split("(")[0].split()[-1] for line in log.read_text().splitlines() if "(INJECTED)" in line}
+    assert set(calls) - {"ftruncate"} <= interrupted  # which only O_DIRECT needs
 
 
 def test_copies() -> None:

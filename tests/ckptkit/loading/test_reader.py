@@ -1,6 +1,8 @@
 """The reader gives the same bytes from any storage, reads ascending granules once, and hands out nothing unverified."""
 
+import re
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.root import ROOT_KEY
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, DamagedGranule, checksums, num_granules
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.layout import ParallelLayout
@@ -131,6 +134,27 @@ def test_a_damaged_index_is_found_before_any_data_is_read(tmp_path: Path) -> Non
         path.write_bytes(content)
         with pytest.raises(CheckFailed, match=r"part-00002.index is damaged"):
             _ = reader.stored
+
+
+def test_parts_that_do_not_make_up_the_tensors_are_told_with_their_place(tmp_path: Path) -> None:
+    make_checkpoint(LocalStorage(tmp_path))
+    storage = open_storage(tmp_path)
+    root = CheckpointReader(storage, 9).root
+    info = root.tensors["embed.weight"]
+    chunk = rank_chunks([info], LAYERS, ParallelLayout(), ParallelLayout().coords(0))
+    target = np.zeros(info.numel, np.float32)
+    other = dict(root.tensors) | {"norm.weight": replace(root.tensors["norm.weight"], dtype="F64")}
+    for wrong, said, file in (
+        (replace(root, parts=root.parts[1:]), " is not whole: the checkpoint does not hold", ROOT_KEY),
+        (replace(root, tensors=other), f"/{root.parts[2].index} holds norm.weight (F32, 1 dims)", root.parts[2].index),
+    ):
+        with CheckpointReader(storage, 9, root=wrong) as reader:
+            with pytest.raises(CheckFailed, match=re.escape(f"{reader.url}{said}")):
+                reader.read(ChunkTable.of(chunk), addresses_of([target]))
+            with pytest.raises(CheckFailed, match=re.escape(f"{reader.url}{said}")):
+                reader.plan(ChunkTable.of(chunk))
+            assert verify_checkpoint(reader, share=0).faults[0].file == file
+    assert not target.any()
 
 
 def test_a_step_that_is_not_committed_is_refused(tmp_path: Path) -> None:

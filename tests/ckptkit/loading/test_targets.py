@@ -1,13 +1,17 @@
 """Memory of devices is filled through the bounded buffer, with few copies; a stand-in device of numpy arrays."""
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.restore import restore
+from ckptkit.loading.targets import Targets
+from ckptkit.plan import LoadPlan
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import assert_restored, pieces_of, save_whole
 
@@ -38,12 +42,19 @@ class Device:
         assert not self._started
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """All memory seems to be that of a device."""
+    device, module = Device(), "ckptkit.loading.targets"
+    monkeypatch.setattr(f"{module}.BOUNCE_BYTES", BOUNCE_BYTES)
+    monkeypatch.setattr(f"{module}.host_address", lambda data: None)
+    monkeypatch.setattr(f"{module}.byte_range", lambda data, at, size: data.view(np.uint8)[at : at + size])
+    monkeypatch.setattr(f"{module}.Transfer", lambda: device)
+    return device
+
+
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2"])
-def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device()
-    monkeypatch.setattr("ckptkit.loading.targets.BOUNCE_BYTES", BOUNCE_BYTES)
-    monkeypatch.setattr("ckptkit.loading.targets.host_address", lambda data: None)
-    monkeypatch.setattr("ckptkit.loading.targets.Transfer", lambda: device)
+def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, device: Device) -> None:
     assert save_whole(tmp_path, 1, TENSORS).ok
     parsed = ParallelLayout.parse(layout)
     rank = parsed.world_size - 1
@@ -54,3 +65,21 @@ def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, monkey
     assert sum(device.copies) == needed > BOUNCE_BYTES
     # also where rows of columns are gathered a tensor goes over in one copy, or two at a buffer's end
     assert len(device.copies) <= len(pieces) + 2 * -(-needed // BOUNCE_BYTES)
+
+
+def test_copies_that_begin_within_an_element_go_where_they_belong(device: Device) -> None:
+    """As those of ranks that share granules may, where a data section does not begin at a multiple of the itemsize."""
+    target = np.zeros(4, np.float64)
+    wanted = np.arange(32, dtype=np.uint8)
+    begins = np.array([0, 13, 19], np.int64)
+    zeros, sizes = np.zeros(3, np.int64), np.array([13, 6, 13], np.int64)
+
+    def read(copies: LoadPlan, addresses: Any) -> None:
+        for source, size, address in zip(copies.source, copies.size, addresses, strict=True):
+            memory = (ctypes.c_uint8 * int(size)).from_address(int(address))
+            memory[:] = wanted[source : source + size].tolist()
+
+    with Targets([target]) as targets:
+        for row in (2, 0, 1):
+            targets.fill(LoadPlan(zeros, begins, zeros, begins, sizes).take([row]), read)
+    assert target.view(np.uint8).tolist() == wanted.tolist()

@@ -1,5 +1,6 @@
 """Reshard: the bytes a save of the target layout would have written, read once, committed or not there at all."""
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ class FullDisk:
     def write(self, key: str, data, **options) -> None:  # type: ignore[no-untyped-def]
         self._left -= 1
         if self._left < 0:
-            raise StorageError("no space left")
+            raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
         self._storage.write(key, data, **options)
 
     def local_path(self, key: str) -> None:
@@ -140,6 +141,23 @@ def test_a_write_that_fails_leaves_no_checkpoint_and_no_debris(tmp_path: Path, f
         whole = FullDisk(open_storage(tmp_path / "target"), 17)
         assert reshard(reader, whole, ParallelLayout(tp=2, pp=4)).num_files == 8
         assert whole.info(f"{step_folder(3)}/{ROOT_KEY}") is not None
+
+
+def test_a_root_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = open_storage(tmp_path / "target")
+    write = type(target).write
+
+    def loses_the_answer(self: Storage, key: str, data: bytes, **options: bool) -> None:
+        write(self, key, data, **options)  # type: ignore[arg-type]
+        if key.endswith(ROOT_KEY) and options:
+            raise StorageError("no answer from the server")
+
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        monkeypatch.setattr(type(target), "write", loses_the_answer)
+        with pytest.raises(StorageError, match="no answer"):
+            reshard(reader, target, ParallelLayout(tp=2))
+    with CheckpointReader(target, 3) as reader:
+        assert verify_checkpoint(reader).ok
 
 
 def test_swapping_two_elements_changes_the_hash(tmp_path: Path) -> None:

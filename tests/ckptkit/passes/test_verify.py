@@ -178,7 +178,33 @@ def test_a_file_that_grew_or_shrank_is_found(tmp_path: Path) -> None:
         path.write_bytes(data + content if content else data[:-1])
     faults = verify(tmp_path).faults
     assert [fault.file.rpartition("/")[2] for fault in faults] == ["part-00000.safetensors", "part-00001.safetensors"]
-    assert all(" bytes, not " in fault.what for fault in faults)
+    for fault, part in zip(faults, root.parts, strict=False):
+        assert fault.what.endswith(f" bytes, not {part.data_bytes}")
+        assert fault.tensors
+
+
+@pytest.mark.parametrize(("call", "share"), [("read_ranges", 0), ("info", 0), ("open_part", 1), ("read_part", 1)])
+def test_what_cannot_be_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, share: float
+) -> None:
+    def away(*_: object) -> None:
+        raise StorageError("no answer from the server")
+
+    make(tmp_path)
+    with CheckpointReader(open_storage(tmp_path), 9) as reader:
+        monkeypatch.setattr(type(reader if "part" in call else reader.storage), call, away)
+        with pytest.raises(StorageError, match="no answer"):
+            verify_checkpoint(reader, share=share)
+
+
+def test_an_index_of_more_chunks_than_a_file_may_hold_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    monkeypatch.setattr("ckptkit.passes.verify.MAX_CHUNKS", 3)
+    faults = verify(tmp_path).faults
+    assert len(faults) == 4
+    assert all("chunks, a file has at most 3" in fault.what for fault in faults)
 
 
 def test_files_of_another_rank_under_right_checksums_are_found(tmp_path: Path) -> None:
