@@ -157,13 +157,14 @@ class Checkpointer:
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        self._running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
+        running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
-            self._running.stall_s = time.monotonic() - started
+            self._running = running
+            running.stall_s = time.monotonic() - started
             self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
-            return self._reports[-1].stall_s
+            return running.stall_s
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
             first_writer=self._first_writer, share=self._share, files=tuple(files), ring=ring, draft=draft,
@@ -176,10 +177,11 @@ class Checkpointer:
         writer = self._running_writer()
         self._last_saved = order
         order = replace(order, promotions=self._copies.to(due(self._tiers, step), order))
-        self._abandoned.clear()
+        line = order.to_line()
         self._arena.handover.reset()
         self._told = None
-        writer.send(order.to_line())
+        self._running = running  # from here on there is somebody to wait for
+        writer.send(line)
         sources = [*(piece.data for piece in pieces), *structure.headers]
         try:
             self._staging = Staging(self._arena, structure.stream, ring, sources)
@@ -193,7 +195,7 @@ class Checkpointer:
             self._arena.handover.stop.add()
             raise
         stall_s = time.monotonic() - started
-        self._running.stall_s = stall_s
+        running.stall_s = stall_s
         return stall_s
 
     def join(self) -> float:
@@ -246,15 +248,17 @@ class Checkpointer:
         if self._closed:
             return []
         self._closed = True
-        self._await_running()
-        self._writer.end_orders()
-        deadline = time.monotonic() + self._options.timeout_s
-        while self._copies and (left_s := deadline - time.monotonic()) > 0:
-            self._collect_copies(left_s)
-        reports = self.poll()
-        self._writer.close()
-        self._arena.close()
-        return reports
+        try:
+            self._await_running()
+            self._writer.end_orders()
+            deadline = time.monotonic() + self._options.timeout_s
+            while self._copies and (left_s := deadline - time.monotonic()) > 0:
+                self._collect_copies(left_s)
+            late = f"the writer was not done after {self._options.timeout_s:g} s"
+            return [*self.poll(), *self._copies.lost(f"rank {self._rank}: {late} while it copied step")]
+        finally:
+            self._writer.close()
+            self._arena.close()
 
     def __enter__(self) -> Self:
         return self
@@ -364,6 +368,7 @@ class Checkpointer:
             self._abandoned.append((self._running.step, self._running.attempt))
             self._finish(f"rank {self._rank}: {told} while it saved step {self._running.step}")
         elif told is not None:
+            self._abandoned.clear()  # it was told of them, and lived
             error = told.error and (self._running.given_up or told.error)
             self._finish(error, told.write_s, told.num_attempts, told.warning)
 

@@ -16,6 +16,7 @@ from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.staging import Staging
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
     NUM_LAYERS,
@@ -270,7 +271,17 @@ def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None
         assert checkpointer.wait()[0].error == "rank 0: no memory to stage step 1: File too large"
         save_one(checkpointer, 2, SMALL)
         assert checkpointer.wait()[0].ok
-    assert committed_steps(open_storage(tmp_path)) == [2]
+        larger = gpt_tensors(hidden=256, ffn=1024, vocab=5000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limit[1]))
+        try:
+            save_one(checkpointer, 3, larger)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert "no memory to stage step 3" in checkpointer.wait()[0].error
+        save_one(checkpointer, 4, SMALL)  # there is memory for that, as before
+        assert checkpointer.wait()[0].ok
+    assert committed_steps(open_storage(tmp_path)) == [2, 4]
+    assert_holds(tmp_path, 4, SMALL)
 
 
 def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -282,6 +293,33 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="2 saves in a row failed, the last: cannot"):
             save_one(checkpointer, 3, SMALL)
         assert len(checkpointer.poll()) == 2
+
+
+def test_what_cannot_be_ordered_leaves_nobody_waiting(tmp_path: Path) -> None:
+    pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        with pytest.raises(TypeError, match="dataclass"):
+            checkpointer.save(1, pieces, tensors=SMALL, layout=None, num_layers=NUM_LAYERS, metadata={})  # type: ignore[arg-type]
+        assert not checkpointer.is_busy
+        save_one(checkpointer, 2, SMALL)
+        assert checkpointer.wait()[0].ok
+
+
+def test_closing_after_a_failed_copy_of_the_state_ends_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a device is gone")
+
+    checkpointer = Checkpointer(str(tmp_path), attempt="a")
+    writer = checkpointer.writer_pid
+    pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
+    monkeypatch.setattr(Staging, "_copy", fail)
+    checkpointer.save(1, pieces, tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={}, overlap=True)
+    with pytest.raises(RuntimeError, match="a device is gone"):
+        checkpointer.close()
+    assert not is_running(writer)
+    assert committed_steps(open_storage(tmp_path)) == []
 
 
 def test_older_steps_go_after_a_newer_commit(url: str) -> None:

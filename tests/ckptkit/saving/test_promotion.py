@@ -17,6 +17,7 @@ from ckptkit.passes.hashing import hash_checkpoint
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
+from ckptkit.saving import writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.promotion import promote
 from ckptkit.saving.save_order import Promotion
@@ -202,6 +203,19 @@ def test_a_writer_that_died_after_its_save_does_not_keep_the_last_step_from_its_
         checkpointer.copy_last()
         assert copies(checkpointer.close(), slow) == {3: ""}
     assert_holds(slow, 3, SMALL)
+
+
+def test_a_copy_that_is_not_done_when_the_time_for_closing_is_over_is_told(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "CLOSE_WITHIN_S", 0.1)
+    options = CheckpointerOptions(timeout_s=3.0, tiers=(Tier(s3_url),))
+    with Checkpointer(str(tmp_path), attempt="a", options=options) as checkpointer:
+        s3_proxy.fault = Fault("delay", method="PUT", delay_s=30.0)
+        save_one(checkpointer, 1, SMALL)
+        reports = checkpointer.close()
+    late = "rank 0: the writer was not done after 3 s while it copied step 1"
+    assert [(report.step, report.error) for report in reports] == [(1, ""), (1, late)]
 
 
 def test_a_tier_whose_url_is_none_is_refused_before_the_first_save(tmp_path: Path) -> None:
