@@ -2,7 +2,9 @@
 
 import json
 import os
+import queue
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,11 @@ from ckptkit.passes.hashing import hash_checkpoint
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
+from ckptkit.saving import promotion as promotion_module
 from ckptkit.saving import writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from ckptkit.saving.promotion import promote
-from ckptkit.saving.save_order import Promotion
+from ckptkit.saving.promotion import Promoter, promote
+from ckptkit.saving.save_order import Promotion, SaveOutcome
 from ckptkit.saving.tiers import Tier
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import (
@@ -268,11 +271,50 @@ def test_another_try_copies_only_what_is_missing(tmp_path: Path) -> None:
     data = slow / "step-000000001/a-0001/part-00000.safetensors"
     (slow / "step-000000001/root.json").unlink()
     before = data.stat().st_mtime_ns
-    promote(promotion_of(fast, slow), resumes=True)
+    promote(promotion_of(fast, slow))
     assert data.stat().st_mtime_ns == before
     assert contents(slow) == contents(fast)
-    promote(promotion_of(fast, slow))  # the answer to its last request may have been lost
-    assert contents(slow) == contents(fast)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_files_of_a_committed_step_are_not_written_again(tmp_path: Path, writer: int) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    save_whole(fast, 1, SMALL)
+    promote(promotion_of(fast, slow))
+    for path in (slow / "step-000000001/a-0001").iterdir():
+        path.unlink()  # nobody may write these under a root that readers see
+    promote(replace(promotion_of(fast, slow), writer=writer))  # the answer to its last request was lost
+    assert list(contents(slow)) == ["step-000000001/root.json"]
+
+
+def test_a_choice_that_is_passed_over_meanwhile_ends_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, copied = queue.SimpleQueue[SaveOutcome](), list[int]()
+    orders = [replace(promotion_of("fast", tmp_path, step), writer=1) for step in range(1, 8)]
+    promoter = Promoter(told.put)
+
+    def slow_look(waiting: list[Promotion]) -> Promotion:
+        if len(copied) == 0 and waiting[0].step == 1:
+            promoter.offer(orders[1:])
+        return waiting[0]
+
+    monkeypatch.setattr(promotion_module, "_marked", slow_look)
+    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: copied.append(order.step))
+    promoter.offer(orders[:1])
+    outcomes = [told.get(timeout=10) for _ in orders]
+    assert copied == [4, 5, 6, 7]
+    assert {outcome.step for outcome in outcomes if outcome.error} == {1, 2, 3}
+    promoter.finish()
+
+
+def test_the_leader_aborts_stale_uploads_to_its_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, asked = queue.SimpleQueue[SaveOutcome](), list[str]()
+    monkeypatch.setattr("ckptkit.saving.upkeep.abort_stale_uploads", lambda storage: asked.append(storage.url))
+    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: None)
+    promoter = Promoter(told.put)
+    for step in (1, 2):
+        promoter.offer([promotion_of("fast", tmp_path / "slow", step)])
+        assert told.get(timeout=10).error == ""
+    assert asked == [str(tmp_path / "slow")]
 
 
 def test_a_step_that_another_attempt_committed_is_left_as_it_is(tmp_path: Path) -> None:
