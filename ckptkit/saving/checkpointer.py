@@ -181,7 +181,7 @@ class Checkpointer:
         self._arena.handover.reset()
         self._told = None
         self._running = running  # from here on there is somebody to wait for
-        writer.send(line)
+        writer.send(line, running.started + self._options.timeout_s - time.monotonic())
         sources = [*(piece.data for piece in pieces), *structure.headers]
         try:
             self._staging = Staging(self._arena, structure.stream, ring, sources)
@@ -222,7 +222,8 @@ class Checkpointer:
         self._await_running()
         if self._last_saved is not None:
             writer = self._running_writer()
-            writer.send(PromoteOrder(self._copies.to(self._tiers, self._last_saved)).to_line())
+            order = PromoteOrder(self._copies.to(self._tiers, self._last_saved))
+            writer.send(order.to_line(), self._options.timeout_s)
 
     @property
     def is_busy(self) -> bool:
@@ -295,8 +296,10 @@ class Checkpointer:
         else:
             reason = f"skipped: still saving step {running.step}"
             self.join()
-            self._writer.send(SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer).to_line())
-            self._report(SaveReport(step, False, f"rank {self._rank}: {reason}", 0, 0.0, 0.0, skipped=True))
+            order = SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer)
+            self._writer.send(order.to_line(), self._options.timeout_s)
+            error = f"rank {self._rank}: {reason}"
+            self._report(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
             return False
         return True
 

@@ -48,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--handover-fds", type=int, nargs=3, required=True, help="file descriptors of the handover")
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a library prints does not come between the answers
     step_back()
-    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer)
+    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer, answers)
     with ThreadPoolExecutor(1) as saving:  # beside the loop, so that a skipped save is told while another is written
         for line in _lines(arguments.trainer):
             order = order_of(line)
@@ -67,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 class _Server:
     """Does one save after the other out of the trainer's arena."""
 
-    def __init__(self, arena_fd: int, handover: Handover, trainer: int) -> None:
-        self._arena_fd, self._handover, self._trainer = arena_fd, handover, trainer
+    def __init__(self, arena_fd: int, handover: Handover, trainer: int, answers: int) -> None:
+        self._arena_fd, self._handover, self._trainer, self._answers = arena_fd, handover, trainer, answers
         self._arena = np.empty(0, np.uint8)
         self._told = threading.Lock()
         self._upkeep: Upkeep | None = None
@@ -113,7 +115,7 @@ class _Server:
 
     def _tell(self, outcome: SaveOutcome) -> None:
         with self._told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
-            os.write(sys.stdout.fileno(), outcome.to_line())
+            os.write(self._answers, outcome.to_line())
 
 
 def run_save(

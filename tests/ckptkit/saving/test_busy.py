@@ -39,7 +39,7 @@ def test_a_save_that_meets_another_is_skipped(s3_proxy: FaultProxy, s3_url: str)
         stall_s = save_one(checkpointer, 2, SMALL)
         reports = {report.step: report for report in checkpointer.wait()}
         assert (reports[1].ok, reports[2].ok, reports[2].skipped) == (True, False, True)
-        assert reports[2].error == "rank 0: skipped: still saving step 1"
+        assert (reports[2].error, reports[2].url) == ("rank 0: skipped: still saving step 1", checkpointer.url)
         assert stall_s < reports[1].write_s
         save_one(checkpointer, 3, SMALL, scale=3)
         checkpointer.wait()

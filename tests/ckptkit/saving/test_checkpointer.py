@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from ckptkit.loading.restore import restore
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
+from ckptkit.saving import writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
 from tests.ckptkit.model_tables import gpt_tensors, values
@@ -199,6 +201,42 @@ def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
         save_one(checkpointer, 2, SMALL)
         checkpointer.wait()
     assert committed_steps(open_storage(tmp_path)) == [2]
+
+
+def test_a_writer_that_takes_no_order_is_killed(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=2.0)) as checkpointer:
+        os.kill(checkpointer.writer_pid, signal.SIGSTOP)
+        save_one(checkpointer, 1, SMALL, note="x" * (1 << 20))  # more than a pipe holds
+        assert checkpointer.wait()[0].error == "the writer was not done after 2 s and was killed"
+
+
+def test_a_writer_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that hangs in a dead file system."""
+    monkeypatch.setattr(writer_process, "DIE_WITHIN_S", 0.1)
+    with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=5.0)) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].ok
+        hanging = checkpointer.writer_pid
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess.Popen, "kill", lambda process: None)
+            os.kill(hanging, signal.SIGSTOP)
+            save_one(checkpointer, 2, SMALL)
+            assert checkpointer.wait()[0].error == "the writer was not done after 5 s and was killed"
+            save_one(checkpointer, 3, SMALL)
+            assert checkpointer.wait()[0].ok
+        assert checkpointer.writer_pid != hanging
+        os.kill(hanging, signal.SIGKILL)
+    assert committed_steps(open_storage(tmp_path)) == [1, 3]
+
+
+def test_what_a_library_prints_does_not_come_between_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.nice = lambda by: print('niced', by, flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Checkpointer(str(tmp_path / "run"), attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].ok
 
 
 def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s3_url: str) -> None:
