@@ -25,7 +25,7 @@ DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found dama
 PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
-MAX_WRITERS = 10**9
+MAX_WRITERS, MAX_STEP = 10**9, 10**15 - 1
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
@@ -42,6 +42,13 @@ def parse_step_folder(name: str) -> int | None:
     """The step of a folder name, None where it is not one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == step_folder(int(match[1])) else None
+
+
+def check_step(step: int) -> int:
+    """The step itself, refused where no folder name could hold it."""
+    if not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise UserError(f"step {step!r} is no whole number from 0 to {MAX_STEP}")
+    return step
 
 
 def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
@@ -152,7 +159,7 @@ class Root:
             )
         try:
             root = cls(
-                step=_whole(document["step"], 10**15),
+                step=_whole(document["step"], MAX_STEP),
                 attempt=check_attempt(_text(document["attempt"], 128)),
                 layout=ParallelLayout(**document["layout"]),
                 num_layers=_whole(document["num_layers"], MAX_LAYERS),
@@ -183,6 +190,14 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """UserError where JSON has no words for a save's metadata."""
+    try:
+        json.dumps(plain_json(metadata))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"the metadata of a save is not JSON: {error}") from None
 
 
 def _whole(value: object, limit: int) -> int:

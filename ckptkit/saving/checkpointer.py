@@ -7,7 +7,6 @@ writer outlives a killed trainer for as long as it takes to finish the save it w
 """
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckptkit.chunk import Piece
-from ckptkit.format.root import Share, check_attempt, plain_json
+from ckptkit.format.root import Share, check_attempt, check_metadata, check_step, plain_json
 from ckptkit.io.striping import check_striping
 from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
@@ -30,9 +29,10 @@ from ckptkit.saving.tiers import Node, Tier, due
 from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError
 from threefold.storage import open_storage
 
+MAX_SAVES = 10**9  # whose attempts have names of their own
 GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 
 
@@ -103,7 +103,8 @@ class Checkpointer:
         self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
         if rank == self._first_writer and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
-        self._rank, self._attempt, self._options = rank, check_attempt(attempt), options
+        check_attempt(f"{attempt}-{MAX_SAVES}")
+        self._rank, self._attempt, self._options = rank, attempt, options
         self.counts = SaveCounts()
         self._code = options.code or git_commit()
         self._closed = False
@@ -147,12 +148,13 @@ class Checkpointer:
         """
         started = time.monotonic()
         self._num_saves += 1
+        check_step(step)
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
         attempt = f"{self._attempt}-{self._num_saves:04d}"
         # What is wrong with this save is told before one that still runs is given up for it.
         structure = self._structure_of(pieces, tensors)
         check_memory(pieces, structure.sizes)
-        _check_json(metadata)
+        check_metadata(metadata)
         if not self._make_way(step, attempt):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
@@ -405,11 +407,3 @@ class Checkpointer:
         self._reports += self._copies.ended(self._writer.take_copied())
         if death:
             self._reports += self._copies.lost(death)
-
-
-def _check_json(metadata: Mapping[str, Any]) -> None:
-    """UserError where JSON has no words for a save's metadata."""
-    try:
-        json.dumps(plain_json(metadata))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"the metadata of a save is not JSON: {error}") from None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.chunk import Piece
-from ckptkit.format.root import Root
+from ckptkit.format.root import Root, check_attempt, check_metadata, check_step
 from ckptkit.io.blocks import Columns, copy_many, num_granules
 from ckptkit.layout import ParallelLayout
 from ckptkit.plan import plan_save
@@ -25,25 +25,29 @@ from threefold.errors import UserError
 from threefold.storage import open_storage
 
 BOUNCE_BYTES = 64 << 20
-DEADLINE_S = 600.0
 
 
 def save(
     url: str, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
     num_layers: int, metadata: Mapping[str, Any], rank: int = 0, world_size: int = 1, attempt: str | None = None,
+    deadline_s: float = 600.0,
 ) -> Root | None:  # fmt: skip
     """Write this rank's pieces as part of a step of the run at `url`; rank 0 waits for the others, commits, and gives
     the root, other ranks give None.
 
-    `attempt` is a name that all ranks of this save share and no other save uses; one process alone needs none. Raises
-    UserError where pieces do not fit the table, AlreadyExists where the step is committed, else StorageError.
+    `attempt` is a name that all ranks of this save share and no other save uses; one process alone needs none.
+    deadline_s bounds the wait for the other ranks' files. Raises UserError where pieces do not fit the table,
+    AlreadyExists where the step is committed, else StorageError.
     """
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     if attempt is None and world_size > 1:
         raise UserError(
             f"a save of {world_size} ranks needs an attempt that they share",
             hint="give all ranks one new name, such as attempt=f'{job}-{step}'",
         )
-    target = StepTarget(open_storage(url), step, attempt or secrets.token_hex(8), rank, world_size)
+    attempt = secrets.token_hex(8) if attempt is None else check_attempt(attempt)
+    check_metadata(metadata)
+    target = StepTarget(open_storage(url), check_step(step), attempt, rank, world_size)
     plan = plan_save(pieces, tensors)
     check_memory(pieces, piece_sizes(pieces, tensors))
     stream = Stream.of(plan, len(pieces), BOUNCE_BYTES)
@@ -59,7 +63,7 @@ def save(
     table = {info.name: info for info in tensors}
     draft = None if rank else Root(step, target.attempt, layout, num_layers, table, (), metadata)
     try:
-        return write_step(target, parts, draft, lambda _: DEADLINE_S)
+        return write_step(target, parts, draft, lambda _: deadline_s)
     finally:
         source.close()
 
