@@ -48,7 +48,7 @@ class LocalStorage:
                 temporary.unlink(missing_ok=True)
                 raise
             if if_absent:
-                temporary.unlink()
+                temporary.unlink(missing_ok=True)
             sync_folder(target.parent)
         except OSError as error:
             raise local_failure(error, "write", target) from error
