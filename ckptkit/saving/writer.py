@@ -25,12 +25,13 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.layout import ParallelLayout
-from ckptkit.saving.handover import Handover
+from ckptkit.saving.handover import Handover, readable
 from ckptkit.saving.priority import step_back
 from ckptkit.saving.promotion import Promoter
+from ckptkit.saving.retries import Retries
 from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.saving.staged_blocks import StagedBlocks
-from ckptkit.saving.step_writer import PartSource, Retries, StepTarget, clear_abandoned, tell_failed, write_step
+from ckptkit.saving.step_writer import PartSource, StepTarget, clear_abandoned, tell_failed, write_step
 from ckptkit.saving.upkeep import Upkeep
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError, UserError
@@ -81,7 +82,7 @@ class _Server:
         started = time.monotonic()
         error = warning = ""
         blocks: StagedBlocks | None = None
-        retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None)
+        retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
         try:
             if order.arena_bytes != len(self._arena):
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
@@ -112,6 +113,10 @@ class _Server:
             stripe_size_bytes=order.stripe_size_bytes,
         )  # fmt: skip
         return self._upkeep
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the trainer gives the save up."""
+        readable([self._handover.stop], seconds)
 
     def _tell(self, outcome: SaveOutcome) -> None:
         with self._told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile

@@ -92,6 +92,23 @@ def test_an_older_save_is_given_up_for_a_newer(
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 
+def test_a_writer_that_pauses_before_another_try_hears_that_it_is_given_up(
+    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    options = CheckpointerOptions(when_busy="abort", retry_s=60.0)
+    with Checkpointer(s3_url, attempt="a", options=options) as checkpointer:
+        writer = checkpointer.writer_pid
+        s3_proxy.fault = Fault("503", method="PUT")
+        save_one(checkpointer, 1, SMALL)
+        wait_until(lambda: s3_proxy.num_faults == 5)  # the next pause is longer than a writer may take to listen
+        s3_proxy.fault = Fault()
+        save_one(checkpointer, 2, SMALL, scale=2)
+        assert [report.ok for report in checkpointer.wait()] == [False, True]
+        assert checkpointer.writer_pid == writer
+    assert_holds(s3_url, 2, SMALL, scale=2)
+
+
 def test_no_save_is_given_up_for_a_faulty_one(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
     with Checkpointer(s3_url, attempt="a", options=options("abort")) as checkpointer:
