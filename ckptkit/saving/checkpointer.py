@@ -25,7 +25,7 @@ from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, Skip
 from ckptkit.saving.save_report import SaveCounts, SaveReport
 from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
-from ckptkit.saving.tiers import Node, Tier, due
+from ckptkit.saving.tiers import Node, Tier
 from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
@@ -50,7 +50,8 @@ class CheckpointerOptions:
     long as the storage. when_busy says what a save does that meets one before it still running: "wait" for it, "skip"
     (the new save is not made) or "abort" (the older is not).
 
-    `tiers` are the slower places that steps are copied to in the background, each at its own interval; `node` says
+    `tiers` are the slower places that steps are copied to in the background, each at its own interval: the first step
+    that is saved once a multiple of `every` is reached, though that one was skipped, or its save failed; `node` says
     which of the run's writers save to this URL, where it is not one place for all nodes. Where the program `lfs` is
     there, files on Lustre get stripe_count stripes of stripe_size_bytes each (0: by their size and the number of ranks;
     -1 stripes: one on every target).
@@ -110,7 +111,7 @@ class Checkpointer:
         self._closed = False
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
         # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
-        self._tiers = [replace(tier, url=open_storage(tier.url).url) for tier in options.tiers]
+        tiers = [replace(tier, url=open_storage(tier.url).url) for tier in options.tiers]
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -121,7 +122,7 @@ class Checkpointer:
         self._abandoned: list[tuple[int, str]] = []
         self._reports: list[SaveReport] = []
         self._structure: Structure | None = None
-        self._copies = Copies(world_size)
+        self._copies = Copies(tiers, world_size)
         self._last_saved: SaveOrder | None = None
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
@@ -178,7 +179,7 @@ class Checkpointer:
         )  # fmt: skip
         writer = self._running_writer()
         self._last_saved = order
-        order = replace(order, promotions=self._copies.to(due(self._tiers, step), order))
+        order = replace(order, promotions=self._copies.due(order))
         line = order.to_line()
         self._arena.handover.reset()
         self._told = None
@@ -224,8 +225,15 @@ class Checkpointer:
         self._await_running()
         if self._last_saved is not None:
             writer = self._running_writer()
-            order = PromoteOrder(self._copies.to(self._tiers, self._last_saved))
+            order = PromoteOrder(self._copies.all(self._last_saved))
             writer.send(order.to_line(), self._options.timeout_s)
+
+    def copy_next(self) -> None:
+        """Have the next step copied to the tiers that the last one was due at, as it failed on some rank.
+
+        All ranks call it, as they all have to copy the same steps; a rank alone makes up for a failure by itself.
+        """
+        self._copies.make_up()
 
     @property
     def is_busy(self) -> bool:
@@ -253,9 +261,11 @@ class Checkpointer:
         self._closed = True
         try:
             self._await_running()
-            self._writer.end_orders()
             deadline = time.monotonic() + self._options.timeout_s
-            while self._copies and (left_s := deadline - time.monotonic()) > 0:
+            while self._copies or self._copies.has_left:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    break
+                self._running_writer().end_orders()
                 self._collect_copies(left_s)
             late = f"the writer was not done after {self._options.timeout_s:g} s"
             return [*self.poll(), *self._copies.lost(f"rank {self._rank}: {late} while it copied step")]
@@ -283,9 +293,13 @@ class Checkpointer:
     def _running_writer(self) -> WriterProcess:
         """The writer; a new one where the last one died."""
         if not self._writer.is_alive:
-            self._collect_copies(0.0)  # what it told, and what it left undone
+            self._writer.kill()  # dead already
+            while self._copies:  # what it told, and at its end what it left undone
+                self._collect_copies(0.0)
             self._writer.close()
             self._writer = WriterProcess(self._arena)
+            if self._copies.has_left:
+                self._writer.send(PromoteOrder(self._copies.take_up()).to_line(), self._options.timeout_s)
         return self._writer
 
     def _make_way(self, step: int, attempt: str) -> bool:
@@ -300,6 +314,7 @@ class Checkpointer:
             self.join()
             order = SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer)
             self._writer.send(order.to_line(), self._options.timeout_s)
+            self._copies.skipped(step)
             error = f"rank {self._rank}: {reason}"
             self._report(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
             return False
@@ -385,7 +400,7 @@ class Checkpointer:
         self._last_error = error
         if error:  # nothing to copy
             self._last_saved = None
-            self._copies.forget(running.step)
+            self._copies.failed(running.step)
         seconds = time.monotonic() - running.started if write_s is None else write_s
         self._report(
             SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts,

@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,26 +162,86 @@ def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
         assert_holds(url, 7, SMALL, scale=7)
 
 
-def test_a_writer_killed_while_it_copies_leaves_nothing_listed(
+def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor_copies_the_step(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
     fast = tmp_path / "fast"
     s3_proxy.fault = Fault("delay", method="PUT", skip=1, delay_s=30.0)
-    with saver(fast, Tier(s3_url)) as checkpointer:
-        save_one(checkpointer, 1, SMALL)
-        assert copies(checkpointer.wait(), str(fast)) == {1: ""}
+    with saver(fast, Tier(s3_url, every=10)) as checkpointer:
+        save_one(checkpointer, 10, SMALL)
+        assert copies(checkpointer.wait(), str(fast)) == {10: ""}
         wait_until(lambda: s3_proxy.num_faults > 0)  # the index is on its way
         os.kill(checkpointer.writer_pid, signal.SIGKILL)
         reports: list = []
         wait_until(lambda: bool(reports.extend(checkpointer.poll()) or reports))
-        assert copies(reports, s3_url) == {1: "rank 0: the writer process was killed by SIGKILL while it copied step 1"}
+        killed = "rank 0: the writer process was killed by SIGKILL while it copied step 10"
+        assert copies(reports, s3_url) == {10: killed}
         assert committed_steps(open_storage(s3_url)) == []
-        assert "step-000000001/a-0001/part-00000.safetensors" in contents(s3_url)
+        assert "step-000000010/a-0001/part-00000.safetensors" in contents(s3_url)
         s3_proxy.fault = Fault()
-        save_one(checkpointer, 2, SMALL, scale=2)
-        assert copies(checkpointer.close(), s3_url) == {2: ""}
-    assert committed_steps(open_storage(s3_url)) == [2]
-    assert committed_steps(open_storage(fast)) == [1, 2]
+        save_one(checkpointer, 13, SMALL, scale=13)
+        assert copies(checkpointer.close(), s3_url) == {10: ""}
+    assert committed_steps(open_storage(s3_url)) == [10]
+    assert_holds(s3_url, 10, SMALL)
+    assert committed_steps(open_storage(fast)) == [10, 13]
+
+
+def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
+) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=30.0)
+    killed: list[int] = []
+    with saver(tmp_path, Tier(s3_url)) as checkpointer:
+
+        def kill() -> None:
+            wait_until(lambda: s3_proxy.num_faults > len(killed) and checkpointer.writer_pid not in killed)
+            killed.append(checkpointer.writer_pid)
+            os.kill(killed[-1], signal.SIGKILL)
+
+        save_one(checkpointer, 1, SMALL)
+        checkpointer.wait()
+        killer = threading.Thread(target=lambda: (kill(), kill()))
+        killer.start()
+        errors = [report.error for report in checkpointer.close() if report.url == s3_url]
+        killer.join()
+    assert errors == ["rank 0: the writer process was killed by SIGKILL while it copied step 1"] * 2
+    assert len(set(killed)) == 2
+
+
+def test_a_tier_gets_the_step_after_one_that_was_skipped(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
+    slow = str(tmp_path)
+    options = CheckpointerOptions(tiers=(Tier(slow, every=20),), when_busy="skip")
+    with Checkpointer(s3_url, attempt="a", options=options) as checkpointer:
+        save_one(checkpointer, 10, SMALL)
+        checkpointer.wait()
+        s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+        for step in (15, 20):
+            save_one(checkpointer, step, SMALL)
+        assert [report.skipped for report in checkpointer.wait()] == [True, False]
+        s3_proxy.fault = Fault()
+        save_one(checkpointer, 30, SMALL)
+        assert copies(checkpointer.close(), slow) == {30: ""}
+
+
+def test_a_tier_gets_the_step_after_one_whose_save_failed(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", str(tmp_path / "slow")
+    save_whole(fast, 20, SMALL, attempt="other")
+    with saver(fast, Tier(slow, every=20)) as checkpointer:
+        for step in (10, 20, 30):
+            save_one(checkpointer, step, SMALL)
+        reports = checkpointer.close()
+    assert [report.ok for report in reports if report.url == str(fast)] == [True, False, True]
+    assert copies(reports, slow) == {30: ""}
+
+
+def test_a_run_that_was_killed_before_its_copy_copies_its_next_step(tmp_path: Path) -> None:
+    slow = str(tmp_path / "slow")
+    with saver(tmp_path / "fast", Tier(slow, every=100, newest=100)) as checkpointer:  # 200 was not copied any more
+        for step in (210, 220):
+            save_one(checkpointer, step, SMALL)
+            checkpointer.wait()
+        checkpointer.close()
+    assert committed_steps(open_storage(slow)) == [210]
 
 
 def test_the_last_step_is_copied_although_it_is_not_due(tmp_path: Path) -> None:
