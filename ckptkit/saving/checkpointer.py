@@ -166,6 +166,7 @@ class Checkpointer:
         except OSError as error:
             self._running = running
             running.stall_s = time.monotonic() - started
+            self._copies.skipped(step)
             self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
             return running.stall_s
         order = SaveOrder(

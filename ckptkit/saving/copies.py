@@ -47,8 +47,9 @@ class Copies:
 
     def skipped(self, step: int) -> None:
         """A step that this rank does not save. One rank alone makes up for it; of several, others may have saved it."""
-        if self._world_size > 1:
-            self._count(step)
+        self._count(step)
+        if self._world_size == 1:
+            self.make_up()
 
     def failed(self, step: int) -> None:
         """A step whose save failed here: there is nothing to copy. One rank alone makes up for it."""

@@ -75,6 +75,7 @@ class _Server:
         self._arena = np.empty(0, np.uint8)
         self._told = threading.Lock()
         self._upkeep: Upkeep | None = None
+        self._failed_tries: list[SaveOrder] = []  # of the step that was to be saved last
         self.promoter = Promoter(self._tell)
 
     def save(self, order: SaveOrder) -> None:
@@ -90,6 +91,7 @@ class _Server:
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
             upkeep = self._upkeep or self._begin(order)
             if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
+                self._clear_failed_tries(order)
                 upkeep.prune(order.step, order.retention, self.promoter.steps)
             warning = upkeep.take_warning()
             self.promoter.offer(order.promotions)
@@ -98,6 +100,8 @@ class _Server:
         except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
+        if error:
+            self._failed_tries = [each for each in (*self._failed_tries, order) if each.step == order.step]
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
         self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
@@ -114,6 +118,13 @@ class _Server:
         )  # fmt: skip
         return self._upkeep
 
+    def _clear_failed_tries(self, order: SaveOrder) -> None:
+        """Remove what failed tries of a step that is committed now left: others' `.failed` came later."""
+        for each in self._failed_tries:
+            if each.step == order.step:
+                clear_abandoned(_target(each))
+        self._failed_tries.clear()
+
     def _sleep(self, seconds: float) -> None:
         """Wait, unless the trainer gives the save up."""
         readable([self._handover.stop], seconds)
@@ -127,11 +138,7 @@ def run_save(
     order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, upkeep: Upkeep, trainer: int
 ) -> Root | None:
     """Write what an order says; the first writer commits, and gives the root."""
-    storage = open_storage(order.url)
-    target = StepTarget(
-        storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads, order.first_writer,
-        upkeep.striper,
-    )  # fmt: skip
+    target = replace(_target(order), striper=upkeep.striper)
     abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
     if not target.leads:
         for each in abandoned:
@@ -154,6 +161,13 @@ def run_save(
         if target.leads:  # last of all: what the killed writer had sent has arrived by now
             for each in abandoned:
                 clear_abandoned(each)
+
+
+def _target(order: SaveOrder) -> StepTarget:
+    return StepTarget(
+        open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers, order.num_threads,
+        order.first_writer,
+    )  # fmt: skip
 
 
 def _draft(order: SaveOrder, arena: Bytes) -> Root:

@@ -281,6 +281,28 @@ def test_a_rank_that_fails_is_told_to_rank_0_at_once(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == []
 
 
+def test_a_committed_step_keeps_no_word_of_failed_tries(tmp_path: Path) -> None:
+    layout, options = ParallelLayout(dp=2), CheckpointerOptions(deadline_s=0.5)
+    for attempt in ("a-0001", "a-0002"):  # in the way of the second rank's file
+        (tmp_path / f"step-000000001/{attempt}/part-00001.safetensors").mkdir(parents=True)
+    with (
+        Checkpointer(str(tmp_path), rank=0, world_size=2, attempt="a", options=options) as first,
+        Checkpointer(str(tmp_path), rank=1, world_size=2, attempt="a") as second,
+    ):
+        for _ in range(2):
+            save_one(first, 1, SMALL, layout, 0)
+            assert "writer 1 of 2 was not done" in first.wait()[0].error
+            save_one(second, 1, SMALL, layout, 1)
+            assert "Is a directory" in second.wait()[0].error
+        assert len([key for key in open_storage(tmp_path).list_keys() if key.endswith(".failed")]) == 2
+        save_one(second, 1, SMALL, layout, 1)
+        assert second.wait()[0].ok
+        save_one(first, 1, SMALL, layout, 0)
+        assert first.wait()[0].ok
+    assert {key.split("/")[1] for key in open_storage(tmp_path).list_keys()} == {"root.json", "a-0003"}
+    assert_holds(tmp_path, 1, SMALL)
+
+
 def test_tensors_that_no_rank_holds_whole_are_not_committed(tmp_path: Path) -> None:
     pieces = [piece for piece in pieces_of(SMALL, ONE, 0, values(SMALL)) if piece.name != "layers.1.attn.q.weight"]
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
