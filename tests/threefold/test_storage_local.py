@@ -107,3 +107,18 @@ def test_hints_fit_the_cause(code: int, hint: str) -> None:
     assert os.strerror(code) in failure.message
     assert failure.hint is not None
     assert hint in failure.hint
+
+
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")  # as FAT does
+
+    monkeypatch.setattr(os, "link", refuse)
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(
+        StorageError, match=r"root\.json once and only once: its file system has no hard links"
+    ) as raised:
+        storage.write("root.json", b"x", if_absent=True)
+    assert raised.value.hint
+    assert list(tmp_path.iterdir()) == []
+    storage.write("plain", b"x")

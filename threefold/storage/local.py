@@ -16,6 +16,7 @@ from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
 
 COPY_BYTES = 16 << 20
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) says on FAT and on some network mounts
 
 
 class LocalStorage:
@@ -208,6 +209,11 @@ def _link(temporary: Path, target: Path) -> None:
     except FileExistsError:
         if not filecmp.cmp(temporary, target, shallow=False):
             raise AlreadyExists(f"{target} exists already: another writer won") from None
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        text = f"cannot write {target} once and only once: its file system has no hard links ({error.strerror})"
+        raise StorageError(text, hint="choose a place on another file system") from error
 
 
 def _read_range(descriptor: int, path: Path, start: int, stop: int) -> bytes:
