@@ -128,11 +128,16 @@ class Checkpointer:
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
         """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
 
-        Call it once before training, or leave it out.
+        Call it once before training, or leave it out. StorageError where there is not so much memory.
         """
         self._await_running()
         structure = self._structure_of(pieces, tensors)
-        _, _, ring = self._arena.hold(structure, self._options.window_bytes)
+        try:
+            _, _, ring = self._arena.hold(structure, self._options.window_bytes)
+        except OSError as error:
+            num_bytes = sum(file.size_bytes for file in structure.plan.files)
+            text = f"rank {self._rank}: no memory to stage saves of {num_bytes:,} bytes: {error.strerror}"
+            raise StorageError(text, hint="checkpoint.window_mib = 512, or window_bytes, takes less") from error
         if any(host_address(piece.data) is None for piece in pieces):
             sources = [*(piece.data for piece in pieces), *structure.headers]
             Staging(self._arena, structure.stream, ring, sources).warm_up()

@@ -37,17 +37,17 @@ MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which
 
 
 class Promoter:
-    """The lanes of one writer process; `report` is called from their threads."""
+    """The lanes of one writer process; `report` is called from their threads, and `may_prune` before they prune."""
 
-    def __init__(self, report: Callable[[SaveOutcome], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True) -> None:
+        self._report, self._may_prune = report, may_prune
         self._lanes: dict[str, _Lane] = {}
 
     def offer(self, promotions: Iterable[Promotion]) -> None:
         """Take steps that are in the first tier now; does not block."""
         for promotion in promotions:
             if promotion.target not in self._lanes:
-                self._lanes[promotion.target] = _Lane(self._report)
+                self._lanes[promotion.target] = _Lane(self._report, self._may_prune)
             self._lanes[promotion.target].offer(promotion)
 
     @property
@@ -64,8 +64,8 @@ class Promoter:
 class _Lane:
     """One place's thread, which lives while there is something to copy, and the steps that wait for it."""
 
-    def __init__(self, report: Callable[[SaveOutcome], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool]) -> None:
+        self._report, self._may_prune = report, may_prune
         self._upkeep: Upkeep | None = None
         self._changed = threading.Condition()
         self._waiting: list[Promotion] = []
@@ -101,7 +101,7 @@ class _Lane:
             started = time.monotonic()
             self._upkeep = upkeep = self._upkeep or Upkeep(promotion.target, leads=promotion.leads)
             error = self._promote(promotion, upkeep.striper)
-            if promotion.leads and not error:
+            if promotion.leads and not error and self._may_prune():
                 upkeep.prune(promotion.step, promotion.retention)
             with self._changed:
                 self._current = None

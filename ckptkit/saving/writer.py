@@ -29,7 +29,7 @@ from ckptkit.saving.handover import Handover, readable
 from ckptkit.saving.priority import step_back
 from ckptkit.saving.promotion import Promoter
 from ckptkit.saving.retries import Retries
-from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.saving.save_order import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.saving.staged_blocks import StagedBlocks
 from ckptkit.saving.step_writer import PartSource, StepTarget, clear_abandoned, tell_failed, write_step
 from ckptkit.saving.upkeep import Upkeep
@@ -76,7 +76,7 @@ class _Server:
         self._told = threading.Lock()
         self._upkeep: Upkeep | None = None
         self._failed_tries: list[SaveOrder] = []  # of the step that was to be saved last
-        self.promoter = Promoter(self._tell)
+        self.promoter = Promoter(self._tell, self._has_trainer)
 
     def save(self, order: SaveOrder) -> None:
         """Do what an order says, and answer it."""
@@ -92,7 +92,8 @@ class _Server:
             upkeep = self._upkeep or self._begin(order)
             if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
                 self._clear_failed_tries(order)
-                upkeep.prune(order.step, order.retention, self.promoter.steps)
+                if self._has_trainer():
+                    upkeep.prune(order.step, order.retention, self.promoter.steps)
             warning = upkeep.take_warning()
             self.promoter.offer(order.promotions)
         except (UserError, OSError) as failure:
@@ -124,6 +125,10 @@ class _Server:
             if each.step == order.step:
                 clear_abandoned(_target(each))
         self._failed_tries.clear()
+
+    def _has_trainer(self) -> bool:
+        """Whether there is one still: else the next one may be reading an older step, and nothing is pruned."""
+        return os.getppid() == self._trainer
 
     def _sleep(self, seconds: float) -> None:
         """Wait, unless the trainer gives the save up."""
@@ -193,7 +198,7 @@ def _tell_skipped(order: SkipOrder) -> None:
 
 
 def _lines(trainer: int) -> Iterator[bytes]:
-    """The lines of standard input until its end, or until the trainer is gone.
+    """The orders on standard input until there are no more, or until the trainer is gone.
 
     Both are asked for: a child of the trainer may hold the other end of the pipe open after the trainer's death.
     """
@@ -205,7 +210,10 @@ def _lines(trainer: int) -> Iterator[bytes]:
             if not data:
                 return
             *lines, pending = (pending + data).split(b"\n")
-            yield from lines
+            for line in lines:
+                if line == NO_MORE.strip():
+                    return
+                yield line
         elif os.getppid() != trainer:
             return
 

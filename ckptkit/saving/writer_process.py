@@ -16,7 +16,7 @@ from typing import IO
 
 import ckptkit
 from ckptkit.saving.handover import Signal, readable
-from ckptkit.saving.save_order import SaveOutcome
+from ckptkit.saving.save_order import NO_MORE, SaveOutcome
 from ckptkit.saving.staging import Arena
 
 CLOSE_WITHIN_S = 10.0
@@ -113,7 +113,9 @@ class WriterProcess:
 
     def end_orders(self) -> None:
         """Tell the writer that no order follows; it copies what it has to, and ends."""
-        self._input.close()
+        if not self._input.closed:
+            self.send(NO_MORE, CLOSE_WITHIN_S)
+            self._input.close()
 
     def kill(self) -> None:
         """End it at once; a save it was told remains uncommitted."""

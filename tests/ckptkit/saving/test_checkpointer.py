@@ -29,6 +29,7 @@ from tests.ckptkit.saves import (
     is_running,
     pieces_of,
     save_one,
+    save_whole,
     start_rank,
     strace,
     wait_until,
@@ -252,6 +253,28 @@ def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s
     assert reports[0].stall_s < 0.2 * reports[0].write_s
 
 
+def test_a_writer_whose_trainer_died_in_the_save_prunes_nothing(s3_proxy: FaultProxy, s3_url: str) -> None:
+    assert all(report.ok for report in [save_whole(s3_url, step, SMALL, attempt=f"a{step}") for step in (1, 2)])
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    trainer = start_rank(s3_url, "--steps", 7, "--keep-last", 1, "--then", "kill")
+    writer = int(trainer.communicate(timeout=30)[0].split()[1])
+    wait_until(lambda: not is_running(writer))
+    assert committed_steps(open_storage(s3_url)) == [1, 2, 7]
+
+
+def test_a_process_that_holds_the_pipe_open_does_not_keep_a_writer_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As forked workers of a data loader do."""
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        held = os.dup(checkpointer._writer._input.fileno())
+        save_one(checkpointer, 1, SMALL)
+        checkpointer.wait()
+        monkeypatch.setattr(writer_process, "CLOSE_WITHIN_S", 30.0)
+        monkeypatch.delattr(subprocess.Popen, "kill")
+    os.close(held)
+
+
 def test_a_rank_that_never_saves_is_named(tmp_path: Path) -> None:
     layout = ParallelLayout(tp=2, dp=2)
     options = CheckpointerOptions(deadline_s=0.5)
@@ -318,6 +341,20 @@ def test_pieces_that_do_not_fit_are_refused_before_anything_is_written(tmp_path:
             checkpointer.save(1, pieces[-1:], tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={})
         save_one(checkpointer, 2, SMALL)
         assert checkpointer.wait()[0].ok
+
+
+def test_a_shortage_of_memory_at_the_start_is_told_with_a_way_out(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        try:
+            with pytest.raises(
+                StorageError, match=r"no memory to stage saves of 9[0-9],[0-9]{3} bytes: File too"
+            ) as told:
+                checkpointer.prepare(pieces_of(SMALL, ONE, 0), SMALL)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert told.value.hint
 
 
 def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None:

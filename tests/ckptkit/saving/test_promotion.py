@@ -162,6 +162,23 @@ def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
         assert_holds(url, 7, SMALL, scale=7)
 
 
+def test_a_writer_without_a_trainer_prunes_nothing(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
+    """The job's next start may be reading an older step."""
+    save_whole(tmp_path, 1, SMALL)
+    save_whole(s3_url, 1, SMALL)
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    slow = f"{s3_url},keep_last=1"
+    trainer = start_rank(str(tmp_path), "--steps", 7, "--keep-last", 1, "--tier", slow, "--then", "hold")
+    writer = int(trainer.stdout.readline().split()[1])
+    assert trainer.stdout.readline() == "told\n"
+    wait_until(lambda: s3_proxy.num_faults > 0)
+    assert committed_steps(open_storage(tmp_path)) == [7], "as long as there is one it does"
+    trainer.kill()
+    trainer.communicate(timeout=30)
+    wait_until(lambda: not is_running(writer))
+    assert committed_steps(open_storage(s3_url)) == [1, 7]
+
+
 def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor_copies_the_step(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
