@@ -6,7 +6,6 @@ own, and the first writer finds the others' files by listing. A save that fails 
 writer outlives a killed trainer for as long as it takes to finish the save it was handed, and its copies.
 """
 
-import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,8 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.copies import Copies
-from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder
+from ckptkit.saving.running_save import RunningSave
+from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SkipOrder
 from ckptkit.saving.save_report import SaveCounts, SaveReport
 from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
@@ -75,18 +75,6 @@ class CheckpointerOptions:
         check_striping(self.stripe_count, self.stripe_size_bytes)
 
 
-@dataclass
-class _Running:
-    """The save that the writer works on."""
-
-    step: int
-    attempt: str
-    data_bytes: int
-    stall_s: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-    given_up: str = ""  # why, where it was
-
-
 class Checkpointer:
     """Saves one rank's state in the background to a run's URL; use it in a `with`, or close it.
 
@@ -116,9 +104,7 @@ class Checkpointer:
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
         self._writer = WriterProcess(self._arena)
-        self._running: _Running | None = None
-        self._staging: Staging | None = None
-        self._told: SaveOutcome | EOFError | None = None  # of the running save, heard while it was staged
+        self._running: RunningSave | None = None
         self._abandoned: list[tuple[int, str]] = []
         self._reports: list[SaveReport] = []
         self._structure: Structure | None = None
@@ -165,14 +151,15 @@ class Checkpointer:
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
+        writer = self._running_writer()
+        num_bytes = sum(file.size_bytes for file in structure.plan.files)
+        running = RunningSave(step, attempt, num_bytes, writer, self._arena.handover, self._options.timeout_s)
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
-            self._running = running
             running.stall_s = time.monotonic() - started
             self._copies.skipped(step)
-            self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
+            self._finish(running, f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
             return running.stall_s
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
@@ -183,51 +170,27 @@ class Checkpointer:
             stripe_count=self._options.stripe_count, stripe_size_bytes=self._options.stripe_size_bytes,
             num_threads=self._options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
-        writer = self._running_writer()
+        staging = Staging(self._arena, structure.stream, ring, [*(each.data for each in pieces), *structure.headers])
         self._last_saved = order
-        order = replace(order, promotions=self._copies.due(order))
-        line = order.to_line()
-        self._arena.handover.reset()
-        self._told = None
+        line = replace(order, promotions=self._copies.due(order)).to_line()
         self._running = running  # from here on there is somebody to wait for
-        writer.send(line, running.started + self._options.timeout_s - time.monotonic())
-        sources = [*(piece.data for piece in pieces), *structure.headers]
-        try:
-            self._staging = Staging(self._arena, structure.stream, ring, sources)
-            if overlap:
-                self._staging.start(self._room)
-            else:
-                self._staging.run(self._room)
-                self._staging = None
-        except BaseException:
-            self._staging = None
-            self._arena.handover.stop.add()
-            raise
-        stall_s = time.monotonic() - started
-        running.stall_s = stall_s
-        return stall_s
+        running.order(line)
+        running.stage(staging, overlap=overlap)
+        running.stall_s = time.monotonic() - started
+        return running.stall_s
 
     def join(self) -> float:
         """Wait until all that an overlapped save copies is copied, so that values may change; the seconds that took.
 
         Without such a save it does nothing. All other methods that wait, and the next save, call it themselves.
         """
-        started = time.monotonic()
-        staging, self._staging = self._staging, None
-        if staging is None:
-            return 0.0
-        try:
-            staging.join()
-        except BaseException:
-            self._arena.handover.stop.add()
-            raise
-        assert self._running is not None, "what is staged runs"
-        seconds = time.monotonic() - started
-        self._running.stall_s += seconds
-        return seconds
+        return self._running.join() if self._running is not None else 0.0
 
     def copy_last(self) -> None:
-        """Have the step that was saved last copied to all tiers, also to those that were not due; does not block."""
+        """Have the step that was saved last copied to all tiers, also to those that were not due.
+
+        Waits for its save, and not for the copies.
+        """
         self._await_running()
         if self._last_saved is not None:
             writer = self._running_writer()
@@ -314,7 +277,8 @@ class Checkpointer:
         if running is None or self._options.when_busy == "wait":
             self._await_running()
         elif self._options.when_busy == "abort":
-            self._give_up(f"rank {self._rank}: step {running.step} was given up when step {step} was to be saved")
+            reason = f"step {running.step} was given up when step {step} was to be saved"
+            self._give_up(running, f"rank {self._rank}: {reason}")
         else:
             reason = f"skipped: still saving step {running.step}"
             self.join()
@@ -326,81 +290,49 @@ class Checkpointer:
             return False
         return True
 
-    def _give_up(self, reason: str) -> None:
-        """End the running save, which leaves nothing behind; by a kill where the writer does not listen."""
-        assert self._running is not None, "a save runs"
-        self._running.given_up = reason
-        self._arena.handover.stop.add()
+    def _give_up(self, running: RunningSave, reason: str) -> None:
+        """End a save, which leaves nothing behind; by a kill where the writer does not listen."""
+        running.give_up(reason)
         deadline = time.monotonic() + GIVE_UP_WITHIN_S
         while self._running is not None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                self._abandon(reason)
+                self._abandon(running, reason)
                 return
             self._collect(left_s)
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self, running: RunningSave, reason: str) -> None:
         """Kill the writer in the midst of a save; its successor cleans up."""
-        assert self._running is not None, "a save runs"
         self._writer.kill()
-        with contextlib.suppress(EOFError):
-            self.join()
-        self._abandoned.append((self._running.step, self._running.attempt))
-        self._finish(reason)
+        running.join()
+        self._abandoned.append((running.step, running.attempt))
+        self._finish(running, reason)
 
     def _await_running(self) -> None:
-        while self._running is not None:
-            left_s = self._running.started + self._options.timeout_s - time.monotonic()
+        while (running := self._running) is not None:
+            left_s = running.left_s
             if left_s <= 0:
-                self._abandon(f"the writer was not done after {self._options.timeout_s:g} s and was killed")
+                self._abandon(running, f"the writer was not done after {self._options.timeout_s:g} s and was killed")
                 return
             self._collect(left_s)
-
-    def _room(self) -> int:
-        """Wait until the writer released blocks, and give their number; 0 where it ended the save."""
-        assert self._running is not None, "what is staged runs"
-        released = self._arena.handover.released
-        while self._told is None:
-            if count := released.take():
-                return count
-            left_s = self._running.started + self._options.timeout_s - time.monotonic()
-            if left_s <= 0:
-                self._writer.kill()
-            try:
-                self._told = self._writer.receive(max(left_s, 0.0), unless=released)
-            except EOFError as death:
-                self._told = death
-        return 0
 
     def _collect(self, timeout_s: float) -> None:
         """Take what the writer says within a time; its death ends the running save."""
-        deadline = time.monotonic() + timeout_s
-        if self._staging is not None:
-            if timeout_s == 0 and self._staging.is_running:
-                return  # it hears the writer itself
-            self._staging.wait(timeout_s)
-            if self._staging.is_running:
-                return
-            self.join()
-        if self._running is None:
-            return
-        told = self._told
-        if told is None:
-            try:
-                told = self._writer.receive(max(deadline - time.monotonic(), 0.0))
-            except EOFError as death:
-                told = death
-        if isinstance(told, EOFError):
-            self._abandoned.append((self._running.step, self._running.attempt))
-            self._finish(f"rank {self._rank}: {told} while it saved step {self._running.step}")
-        elif told is not None:
-            self._abandoned.clear()  # it was told of them, and lived
-            error = told.error and (self._running.given_up or told.error)
-            self._finish(error, told.write_s, told.num_attempts, told.warning)
-
-    def _finish(self, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = "") -> None:
         running = self._running
-        assert running is not None, "a save runs"
+        told = running.outcome(timeout_s) if running is not None else None
+        if running is None or told is None:
+            return
+        if isinstance(told, EOFError):
+            self._abandoned.append((running.step, running.attempt))
+            self._finish(running, f"rank {self._rank}: {told} while it saved step {running.step}")
+        else:
+            self._abandoned.clear()  # it was told of them, and lived
+            error = told.error and (running.given_up or told.error)
+            self._finish(running, error, told.write_s, told.num_attempts, told.warning)
+
+    def _finish(
+        self, running: RunningSave, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = ""
+    ) -> None:
         self._running = None
         self._num_failed = self._num_failed + 1 if error else 0
         self._last_error = error
