@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptkit.format.root import ROOT_KEY, step_folder
-from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.checkpointer_options import CheckpointerOptions
 from ckptkit.saving.save_report import SaveReport
 from ckptkit.saving.tiers import destinations, filled
 from threefold.errors import StorageError
