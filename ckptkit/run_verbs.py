@@ -279,7 +279,10 @@ def prune_verb(arguments: argparse.Namespace) -> int:
     age_s = arguments.orphans_older_than
     report = prune(storage, policy, found=found, orphans_older_than_s=age_s, dry_run=arguments.dry_run)
     if not arguments.dry_run:
-        abort_stale_uploads(storage)
+        try:
+            abort_stale_uploads(storage)
+        except UserError as error:  # a server that lets nobody list them, say; what was pruned is told all the same
+            log(f"warning: {error}")
     if arguments.json:
         print_json(asdict(report))
         return EXIT_OK

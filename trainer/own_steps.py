@@ -97,8 +97,9 @@ class OwnSteps:
 
 
 def set_aside(damaged: list[tuple[str, int]]) -> None:
-    """Keep the roots of steps, given by run URL and step, under another name."""
+    """Keep the roots of steps, given by run URL and step, under another name, where it is there still."""
     for url, step in damaged:
         storage, folder = open_storage(url), step_folder(step)
-        storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
-        storage.delete([f"{folder}/{ROOT_KEY}"])
+        if storage.info(f"{folder}/{ROOT_KEY}") is not None:
+            storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
+            storage.delete([f"{folder}/{ROOT_KEY}"])

@@ -2,8 +2,8 @@
 
 It maps the trainer's arena, takes SaveOrders as lines on its standard input and answers each with a SaveOutcome on its
 standard output. When the trainer dies it finishes the save that it was handed (the first writer: with the commit), and
-what it still has to copy to slower tiers, and ends. A
-fault in a save is an outcome, never the writer's end. It never imports torch, and runs behind the trainer.
+what it still has to copy to slower tiers, prunes nothing more, and ends. A fault in a save is an outcome, never the
+writer's end. It never imports torch, and runs behind the trainer.
 """
 
 import argparse

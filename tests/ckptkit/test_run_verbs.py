@@ -11,6 +11,7 @@ from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import SMALL, save_whole
 from tests.ckptkit.test_cli import Capture, assert_refused, call
+from threefold.errors import StorageError
 from threefold.storage import Storage, open_storage
 
 TENSORS = gpt_tensors(1)
@@ -182,6 +183,19 @@ def test_prune_says_what_goes_and_why_others_stay(capsys: Capture, run: str) -> 
     assert Path(run, "step-000000002/notes.txt").read_text() == "mine"
     assert not Path(run, "step-000000003").exists()
     assert rows(capsys, "prune", run, *flags)["deleted"] == []
+
+
+def test_what_was_pruned_is_told_though_uploads_cannot_be_listed(
+    capsys: Capture, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(storage: Storage) -> list[str]:
+        raise StorageError(f"cannot abort unfinished uploads of {storage.url}: AccessDenied")
+
+    monkeypatch.setattr("threefold.storage.stale_uploads.abort_stale_uploads", refuse)
+    code, out, err = call(capsys, "prune", run, "--keep-last", "1")
+    assert code == 0
+    assert "deleted 4 steps" in out
+    assert f"warning: cannot abort unfinished uploads of {run}: AccessDenied" in err
 
 
 def test_prune_without_a_rule_deletes_no_step(capsys: Capture, run: str) -> None:
