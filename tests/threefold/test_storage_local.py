@@ -12,7 +12,7 @@ import pytest
 
 from threefold.errors import StorageError
 from threefold.storage import open_storage
-from threefold.storage.local import LocalStorage, local_failure
+from threefold.storage.local import LocalStorage, local_failure, make_folders
 
 WRITE = """
 import sys
@@ -107,6 +107,26 @@ def test_hints_fit_the_cause(code: int, hint: str) -> None:
     assert os.strerror(code) in failure.message
     assert failure.hint is not None
     assert hint in failure.hint
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a deletion does that empties it."""
+    usual, removed = Path.mkdir, list[Path]()
+
+    def mkdir(path: Path, *, exist_ok: bool) -> None:
+        if path.name == "attempt" and len(removed) < 2:
+            removed.append(path.parent)
+            path.parent.rmdir()
+        usual(path, exist_ok=exist_ok)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    LocalStorage(tmp_path).write("step/attempt/key", b"x")
+    assert (tmp_path / "step/attempt/key").read_bytes() == b"x"
+    assert len(removed) == 2
+    with pytest.raises(FileNotFoundError):
+        make_folders(Path("/proc/none/at/all"))
 
 
 def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
 
 COPY_BYTES = 16 << 20
+MAX_RACES = 5  # with deletions that leave a folder empty
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) says on FAT and on some network mounts
 
 
@@ -148,7 +149,17 @@ class LocalStorage:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its missing parents, durably."""
+    """Create a folder and its missing parents, durably, though others may remove empty ones meanwhile."""
+    for tries_left in reversed(range(MAX_RACES)):
+        try:
+            _make_missing(folder)
+            return
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+
+
+def _make_missing(folder: Path) -> None:
     missing = []
     while not folder.is_dir():
         missing.append(folder)
