@@ -5,7 +5,7 @@ from importlib import import_module
 _PUBLIC = {
     "Box": "chunk",
     "Checkpointer": "saving.checkpointer",
-    "CheckpointerOptions": "saving.checkpointer",
+    "CheckpointerOptions": "saving.checkpointer_options",
     "CheckpointReader": "loading.reader",
     "Coords": "layout",
     "Exchange": "loading.exchange",

@@ -97,9 +97,11 @@ class OwnSteps:
 
 
 def set_aside(damaged: list[tuple[str, int]]) -> None:
-    """Keep the roots of steps, given by run URL and step, under another name."""
+    """Keep the roots of steps, given by run URL and step, under another name, where it is there still."""
     for url, step in damaged:
         storage, folder = open_storage(url), step_folder(step)
+        if storage.info(f"{folder}/{ROOT_KEY}") is None:
+            continue
         try:
             storage.copy(f"{folder}/{ROOT_KEY}", f"{folder}/{DAMAGED_ROOT_KEY}")
         except StorageError as error:

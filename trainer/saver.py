@@ -1,9 +1,12 @@
 """Saver: when a run saves, what it does about a save that fails, and its last save."""
 
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ckptkit.format.root import ROOT_KEY, step_folder
-from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.checkpointer_options import CheckpointerOptions
 from ckptkit.saving.save_report import SaveReport
 from ckptkit.saving.tiers import destinations, filled
 from threefold.errors import StorageError
@@ -28,11 +31,14 @@ class Saver:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, engine: Engine, log: Log, *, attempt: str, saved_step: int | None
-    ) -> None:
-        """`attempt` is one name for all ranks of this start of the run; `saved_step` is the one resumed from."""
+        self, config: Config, ranks: Ranks, engine: Engine, log: Log, *, attempt: str, saved_step: int | None,
+        newest: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        """`attempt` is one name for all ranks of this start of the run; `saved_step` is the one resumed from, `newest`
+        by URL what each tier holds."""
         self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
         self._saved_step, self._num_failed = saved_step, 0
+        self._num_known_failed = 0  # on any rank
         self._counts = dict.fromkeys(("ok", "failed", "skipped"), 0)
         self._stall_s = 0.0
         self._is_any_busy = False
@@ -58,7 +64,7 @@ class Saver:
                     stripe_count=save.stripe_count,
                     stripe_size_bytes=save.stripe_size_bytes,
                     retention=tiers.first.retention,
-                    tiers=destinations(tiers, node),
+                    tiers=tuple(replace(tier, newest=newest.get(tier.url, 0)) for tier in destinations(tiers, node)),
                     node=node,
                     code=save.code,
                 ),
@@ -121,7 +127,10 @@ class Saver:
         return self._num_failed
 
     def check(self, num_failed: int) -> None:
-        """End the run, on all ranks together, where so many saves in a row failed on any rank."""
+        """End the run, on all ranks together, where so many saves in a row failed on any rank; all ranks call it."""
+        if num_failed > self._num_known_failed and self._checkpointer is not None:
+            self._checkpointer.copy_next()  # the slower tiers have not got that step
+        self._num_known_failed = num_failed
         if num_failed >= self._config.checkpoint.max_failed_saves:
             assert self._checkpointer is not None, "a save failed"
             url = self._checkpointer.url

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,12 +69,16 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """What a start of a run begins with: where it stands, the loss of the last step, the URL it came from (if any), and
-    whether that is where the run saves to first."""
+    whether that is where the run saves to first.
+
+    `newest` is by URL the newest step of each place that holds any, none newer than the one resumed.
+    """
 
     progress: Progress
     loss: float = float("nan")
     url: str = ""
     is_own: bool = False
+    newest: Mapping[str, int] = field(default_factory=dict)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -100,7 +104,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
     ranks.say(f"resumed from step {root.step} of {url}")
     if changes:
         ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
-    return resumed
+    newest = {place: step for place, step in sorted(found) if step <= root.step}
+    return dataclasses.replace(resumed, newest=newest)
 
 
 def candidates(config: Config, of_nodes: Iterable[int] = ()) -> list[tuple[str, int]]:

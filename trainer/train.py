@@ -69,7 +69,9 @@ class Run:
         saved_step = self.progress.step if resumed.is_own else None
         attempt = ranks.broadcast(secrets.token_hex(8))
         self._saver = ranks.together(
-            lambda: Saver(config, ranks, self.engine, self._log, attempt=attempt, saved_step=saved_step)
+            lambda: Saver(
+                config, ranks, self.engine, self._log, attempt=attempt, saved_step=saved_step, newest=resumed.newest
+            )
         )
         self._evaluation = (
             ranks.together(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None

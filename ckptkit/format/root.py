@@ -25,7 +25,7 @@ DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found dama
 PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
-MAX_STEP, MAX_WRITERS = 10**15, 10**9
+MAX_WRITERS, MAX_STEP = 10**9, 10**15 - 1
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
@@ -42,6 +42,13 @@ def parse_step_folder(name: str) -> int | None:
     """The step of a folder name, None where it is not one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == step_folder(int(match[1])) else None
+
+
+def check_step(step: int) -> int:
+    """The step itself, refused where no folder name could hold it."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
+        raise UserError(f"step {step!r} is no whole number from 0 to {MAX_STEP}")
+    return step
 
 
 def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
@@ -108,7 +115,7 @@ class Root:
     def check(self) -> None:
         """UserError where a reader would refuse this root, which is told before anything is saved."""
         try:
-            _whole(self.step, MAX_STEP, "step ")
+            check_step(self.step)
             _whole(self.num_layers, MAX_LAYERS, "num_layers ")
             check_attempt(self.attempt)
             if not isinstance(self.layout, ParallelLayout):

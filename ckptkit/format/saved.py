@@ -44,6 +44,10 @@ class Saved:
         at = datetime.fromisoformat(_text(fields["saved_at"]))
         if at.tzinfo is None:
             raise ValueError(f"{fields['saved_at']!r} has no time zone")
+        try:
+            at = at.astimezone(UTC)  # so that it can be told again
+        except OverflowError:
+            raise ValueError(f"{fields['saved_at']!r} is in no year of UTC") from None
         return cls(
             saved_at=at.timestamp(),
             host=_text(fields["host"]),

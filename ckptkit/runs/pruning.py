@@ -1,7 +1,8 @@
 """Pruning: deletes what a Retention does not keep, and attempts that no root names.
 
 A step's root goes first, so that a step is whole or not listed whenever this stops; then the files that the format
-names, and nothing else: unknown names stay, with the folders that hold them. What a killed prune leaves behind are
+names, also those that a killed writer left under a hidden name on a local disk, and nothing else: unknown names stay,
+with the folders that hold them. What a killed prune leaves behind are
 attempts without a root, which a later one sweeps once they are old. Two prunes may run at once, and beside saves:
 steps newer than the newest committed one are not looked at, and pins are looked for before and after a root goes.
 """
@@ -17,6 +18,7 @@ from ckptkit.runs.catalogue import step_folders
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention, expired, reasons_to_keep
+from ckptkit.runs.temporaries import Temporary, steps_on_disk, temporaries
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
@@ -115,6 +117,8 @@ class _Pruning:
         own = [item for item, name in names if name == DAMAGED_ROOT_KEY or attempt_of(name) == record.attempt]
         self._delete(own)
         self._count(item for item, name in names if name == ROOT_KEY)
+        hidden = temporaries(self._storage, record.step)
+        self._remove([each for each in hidden if attempt_of(each.key) == record.attempt])
         known = {ROOT_KEY, DAMAGED_ROOT_KEY}
         self.report.left_alone += [item.key for item, name in names if name not in known and not attempt_of(name)]
 
@@ -143,10 +147,13 @@ class _Pruning:
     def sweep(self, found: Sequence[StepRecord], older_than_s: float) -> None:
         """Delete orphans of at least an age, given what was committed."""
         records = {record.step: record for record in found}
-        newest = max(records, default=-1)
+        newest, before_s = max(records, default=-1), time.time() - older_than_s
         for step in step_folders(self._storage):
             if step <= newest:
-                self._sweep_step(step, records.get(step), time.time() - older_than_s)
+                self._sweep_step(step, records.get(step), before_s)
+        for step in steps_on_disk(self._storage):
+            if step <= newest:
+                self._remove([each for each in temporaries(self._storage, step) if _is_older(each, before_s)])
 
     def _sweep_step(self, step: int, record: StepRecord | None, before_s: float) -> None:
         folder = step_folder(step)
@@ -185,12 +192,19 @@ class _Pruning:
             self._storage.delete([item.key for item in items])
         self._count(items)
 
-    def _count(self, items: Iterable[ObjectInfo]) -> None:
+    def _remove(self, found: Sequence[Temporary]) -> None:
+        """The same for hidden files."""
+        if not self.report.dry_run:
+            for each in found:
+                each.remove()
+        self._count(found)
+
+    def _count(self, items: Iterable[ObjectInfo | Temporary]) -> None:
         for item in items:
             self.report.num_files += 1
             self.report.num_bytes += item.size_bytes
 
 
-def _is_older(item: ObjectInfo, before_s: float) -> bool:
+def _is_older(item: ObjectInfo | Temporary, before_s: float) -> bool:
     """Whether an object was last written before a time; one whose time the storage does not tell was not."""
     return 0 < item.modified_s <= before_s

@@ -6,98 +6,35 @@ own, and the first writer finds the others' files by listing. A save that fails 
 writer outlives a killed trainer for as long as it takes to finish the save it was handed, and its copies.
 """
 
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from ckptkit.address import open_run
 from ckptkit.chunk import Piece
 from ckptkit.format.root import Root, Share, check_attempt, plain_json
-from ckptkit.io.striping import check_striping
 from ckptkit.layout import ParallelLayout, check_rank
-from ckptkit.runs.retention import Retention
+from ckptkit.saving.checkpointer_options import CheckpointerOptions
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.copies import Copies
-from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder
+from ckptkit.saving.running_save import RunningSave
+from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SkipOrder
 from ckptkit.saving.save_report import SaveCounts, SaveReport
 from ckptkit.saving.staging import Arena, Staging, check_memory
 from ckptkit.saving.structure import Structure
-from ckptkit.saving.tiers import Node, Tier, due
 from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, is_same_place
 
-WHEN_BUSY = ("wait", "skip", "abort")
+DEFAULTS = CheckpointerOptions()
+MAX_SAVES = 10**9  # whose attempts have names of their own
 GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointerOptions:
-    """How to save.
-
-    deadline_s bounds the wait for the other ranks' files; a writer that is not done after timeout_s is killed; what
-    fails for a cause that may pass is tried again for retry_s; after max_failed_saves failures in a row `save` raises;
-    after each commit, once the new step was read back, steps that `retention` does not keep are deleted. `code` is the
-    version of the code that saves, for the root; left empty it is the commit of the git tree that the program was
-    started in, if any.
-
-    The arena has room for the rank's whole state, or, with window_bytes > 0, for so much of it: then a save takes as
-    long as the storage. when_busy says what a save does that meets one before it still running: "wait" for it, "skip"
-    (the new save is not made) or "abort" (the older is not).
-
-    `tiers` are the slower places that steps are copied to in the background, each at its own interval; `node` says
-    which of the run's writers save to this URL, where it is not one place for all nodes. Where the program `lfs` is
-    there, files on Lustre get stripe_count stripes of stripe_size_bytes each (0: by their size and the number of ranks;
-    -1 stripes: one on every target).
-    """
-
-    deadline_s: float = 600.0
-    timeout_s: float = 3600.0
-    retry_s: float = 60.0
-    max_failed_saves: int = 3
-    retention: Retention = field(default_factory=Retention)
-    code: str = ""
-    num_threads: int = 2
-    window_bytes: int = 0
-    when_busy: Literal["wait", "skip", "abort"] = "wait"
-    tiers: tuple[Tier, ...] = ()
-    node: Node | None = None
-    stripe_count: int = 0
-    stripe_size_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("deadline_s", "timeout_s", "retry_s"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value >= 0:
-                raise UserError(f"{name} {value!r} is not a number of seconds from 0")
-        for name, least in (("max_failed_saves", 1), ("num_threads", 1), ("window_bytes", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise UserError(f"{name} {value!r} is not a whole number from {least}")
-        if self.when_busy not in WHEN_BUSY:
-            raise UserError(f"when_busy {self.when_busy!r} is none of {', '.join(WHEN_BUSY)}")
-        if not isinstance(self.retention, Retention):
-            raise UserError(f"retention {self.retention!r} is not a Retention", hint="Retention(keep_last=3)")
-        check_striping(self.stripe_count, self.stripe_size_bytes)
-
-
-@dataclass
-class _Running:
-    """The save that the writer works on."""
-
-    step: int
-    attempt: str
-    data_bytes: int
-    stall_s: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-    given_up: str = ""  # why, where it was
 
 
 class Checkpointer:
@@ -109,7 +46,7 @@ class Checkpointer:
 
     def __init__(
         self, url: str, *, rank: int = 0, world_size: int = 1, attempt: str,
-        options: CheckpointerOptions = CheckpointerOptions(),
+        options: CheckpointerOptions = DEFAULTS,
     ) -> None:  # fmt: skip
         check_rank(rank, world_size)
         storage = open_run(url)
@@ -118,7 +55,8 @@ class Checkpointer:
         self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
         if rank == self._first_writer and not storage.supports_if_absent:
             print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
-        self._rank, self._attempt, self._options = rank, check_attempt(attempt), options
+        check_attempt(f"{attempt}-{MAX_SAVES}")
+        self._rank, self._attempt, self._options = rank, attempt, options
         self.counts = SaveCounts()
         self._code = options.code or git_commit()
         self._closed, self._process_id = False, os.getpid()
@@ -126,29 +64,32 @@ class Checkpointer:
         # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
         places = [open_run(tier.url) for tier in options.tiers]
         _check_places([storage, *places])
-        self._tiers = [replace(tier, url=place.url) for tier, place in zip(options.tiers, places, strict=True)]
+        tiers = [replace(tier, url=place.url) for tier, place in zip(options.tiers, places, strict=True)]
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
         self._writer = WriterProcess(self._arena)
-        self._running: _Running | None = None
-        self._staging: Staging | None = None
-        self._told: SaveOutcome | EOFError | None = None  # of the running save, heard while it was staged
+        self._running: RunningSave | None = None
         self._abandoned: list[tuple[int, str]] = []
         self._reports: list[SaveReport] = []
         self._structure: Structure | None = None
-        self._copies = Copies(world_size)
+        self._copies = Copies(tiers, world_size)
         self._last_saved: SaveOrder | None = None
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
         """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
 
-        Call it once before training, or leave it out.
+        Call it once before training, or leave it out. StorageError where there is not so much memory.
         """
         self._check_usable()
         self._await_running()
         structure = self._structure_of(pieces, tensors)
-        _, _, ring = self._arena.hold(structure, self._options.window_bytes)
+        try:
+            _, _, ring = self._arena.hold(structure, self._options.window_bytes)
+        except OSError as error:
+            num_bytes = sum(file.size_bytes for file in structure.plan.files)
+            text = f"rank {self._rank}: no memory to stage saves of {num_bytes:,} bytes: {error.strerror}"
+            raise StorageError(text, hint="checkpoint.window_mib = 512, or window_bytes, takes less") from error
         if any(host_address(piece.data) is None for piece in pieces):
             sources = [*(piece.data for piece in pieces), *structure.headers]
             Staging(self._arena, structure.stream, ring, sources).warm_up()
@@ -176,13 +117,16 @@ class Checkpointer:
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        self._running = _Running(step, attempt, sum(file.size_bytes for file in structure.plan.files))
+        writer = self._running_writer()
+        num_bytes = sum(file.size_bytes for file in structure.plan.files)
+        running = RunningSave(step, attempt, num_bytes, writer, self._arena.handover, self._options.timeout_s)
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
-            self._running.stall_s = time.monotonic() - started
-            self._finish(f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
-            return self._reports[-1].stall_s
+            running.stall_s = time.monotonic() - started
+            self._copies.skipped(step)
+            self._finish(running, f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
+            return running.stall_s
         order = SaveOrder(
             url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
             first_writer=self._first_writer, share=self._share, files=tuple(files), ring=ring, draft=draft,
@@ -192,55 +136,40 @@ class Checkpointer:
             stripe_count=self._options.stripe_count, stripe_size_bytes=self._options.stripe_size_bytes,
             num_threads=self._options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
-        writer = self._running_writer()
+        staging = Staging(self._arena, structure.stream, ring, [*(each.data for each in pieces), *structure.headers])
         self._last_saved = order
-        order = replace(order, promotions=self._copies.to(due(self._tiers, step), order))
-        self._abandoned.clear()
-        self._arena.handover.reset()
-        self._told = None
-        writer.send(order.to_line())
-        sources = [*(piece.data for piece in pieces), *structure.headers]
-        try:
-            self._staging = Staging(self._arena, structure.stream, ring, sources)
-            if overlap:
-                self._staging.start(self._room)
-            else:
-                self._staging.run(self._room)
-                self._staging = None
-        except BaseException:
-            self._staging = None
-            self._arena.handover.stop.add()
-            raise
-        stall_s = time.monotonic() - started
-        self._running.stall_s = stall_s
-        return stall_s
+        line = replace(order, promotions=self._copies.due(order)).to_line()
+        self._running = running  # from here on there is somebody to wait for
+        running.order(line)
+        running.stage(staging, overlap=overlap)
+        running.stall_s = time.monotonic() - started
+        return running.stall_s
 
     def join(self) -> float:
         """Wait until all that an overlapped save copies is copied, so that values may change; the seconds that took.
 
         Without such a save it does nothing. All other methods that wait, and the next save, call it themselves.
         """
-        started = time.monotonic()
-        staging, self._staging = self._staging, None
-        if staging is None:
-            return 0.0
-        try:
-            staging.join()
-        except BaseException:
-            self._arena.handover.stop.add()
-            raise
-        assert self._running is not None, "what is staged runs"
-        seconds = time.monotonic() - started
-        self._running.stall_s += seconds
-        return seconds
+        return self._running.join() if self._running is not None else 0.0
 
     def copy_last(self) -> None:
-        """Have the step that was saved last copied to all tiers, also to those that were not due; does not block."""
+        """Have the step that was saved last copied to all tiers, also to those that were not due.
+
+        Waits for its save, and not for the copies.
+        """
         self._check_usable()
         self._await_running()
         if self._last_saved is not None:
             writer = self._running_writer()
-            writer.send(PromoteOrder(self._copies.to(self._tiers, self._last_saved)).to_line())
+            order = PromoteOrder(self._copies.all(self._last_saved))
+            writer.send(order.to_line(), self._options.timeout_s)
+
+    def copy_next(self) -> None:
+        """Have the next step copied to the tiers that the last one was due at, as it failed on some rank.
+
+        All ranks call it, as they all have to copy the same steps; a rank alone makes up for a failure by itself.
+        """
+        self._copies.make_up()
 
     @property
     def is_busy(self) -> bool:
@@ -266,15 +195,19 @@ class Checkpointer:
         if self._closed or os.getpid() != self._process_id:
             return []
         self._closed = True
-        self._await_running()
-        self._writer.end_orders()
-        deadline = time.monotonic() + self._options.timeout_s
-        while self._copies and (left_s := deadline - time.monotonic()) > 0:
-            self._collect_copies(left_s)
-        reports = self.poll()
-        self._writer.close()
-        self._arena.close()
-        return reports
+        try:
+            self._await_running()
+            deadline = time.monotonic() + self._options.timeout_s
+            while self._copies or self._copies.has_left:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    break
+                self._running_writer().end_orders()
+                self._collect_copies(left_s)
+            late = f"the writer was not done after {self._options.timeout_s:g} s"
+            return [*self.poll(), *self._copies.lost(f"rank {self._rank}: {late} while it copied step")]
+        finally:
+            self._writer.close()
+            self._arena.close()
 
     def __enter__(self) -> Self:
         return self
@@ -303,9 +236,13 @@ class Checkpointer:
     def _running_writer(self) -> WriterProcess:
         """The writer; a new one where the last one died."""
         if not self._writer.is_alive:
-            self._collect_copies(0.0)  # what it told, and what it left undone
+            self._writer.kill()  # dead already
+            while self._copies:  # what it told, and at its end what it left undone
+                self._collect_copies(0.0)
             self._writer.close()
             self._writer = WriterProcess(self._arena)
+            if self._copies.has_left:
+                self._writer.send(PromoteOrder(self._copies.take_up()).to_line(), self._options.timeout_s)
         return self._writer
 
     def _make_way(self, step: int, attempt: str) -> bool:
@@ -314,95 +251,68 @@ class Checkpointer:
         if running is None or self._options.when_busy == "wait":
             self._await_running()
         elif self._options.when_busy == "abort":
-            self._give_up(f"rank {self._rank}: step {running.step} was given up when step {step} was to be saved")
+            reason = f"step {running.step} was given up when step {step} was to be saved"
+            self._give_up(running, f"rank {self._rank}: {reason}")
         else:
             reason = f"skipped: still saving step {running.step}"
             self.join()
-            self._writer.send(SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer).to_line())
-            self._report(SaveReport(step, False, f"rank {self._rank}: {reason}", 0, 0.0, 0.0, skipped=True))
+            order = SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer)
+            self._writer.send(order.to_line(), self._options.timeout_s)
+            self._copies.skipped(step)
+            error = f"rank {self._rank}: {reason}"
+            self._report(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
             return False
         return True
 
-    def _give_up(self, reason: str) -> None:
-        """End the running save, which leaves nothing behind; by a kill where the writer does not listen."""
-        assert self._running is not None, "a save runs"
-        self._running.given_up = reason
-        self._arena.handover.stop.add()
+    def _give_up(self, running: RunningSave, reason: str) -> None:
+        """End a save, which leaves nothing behind; by a kill where the writer does not listen."""
+        running.give_up(reason)
         deadline = time.monotonic() + GIVE_UP_WITHIN_S
         while self._running is not None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                self._abandon(reason)
+                self._abandon(running, reason)
                 return
             self._collect(left_s)
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self, running: RunningSave, reason: str) -> None:
         """Kill the writer in the midst of a save; its successor cleans up."""
-        assert self._running is not None, "a save runs"
         self._writer.kill()
-        with contextlib.suppress(EOFError):
-            self.join()
-        self._abandoned.append((self._running.step, self._running.attempt))
-        self._finish(reason)
+        running.join()
+        self._abandoned.append((running.step, running.attempt))
+        self._finish(running, reason)
 
     def _await_running(self) -> None:
-        while self._running is not None:
-            left_s = self._running.started + self._options.timeout_s - time.monotonic()
+        while (running := self._running) is not None:
+            left_s = running.left_s
             if left_s <= 0:
-                self._abandon(f"the writer was not done after {self._options.timeout_s:g} s and was killed")
+                self._abandon(running, f"the writer was not done after {self._options.timeout_s:g} s and was killed")
                 return
             self._collect(left_s)
-
-    def _room(self) -> int:
-        """Wait until the writer released blocks, and give their number; 0 where it ended the save."""
-        assert self._running is not None, "what is staged runs"
-        released = self._arena.handover.released
-        while self._told is None:
-            if count := released.take():
-                return count
-            left_s = self._running.started + self._options.timeout_s - time.monotonic()
-            if left_s <= 0:
-                self._writer.kill()
-            try:
-                self._told = self._writer.receive(max(left_s, 0.0), unless=released)
-            except EOFError as death:
-                self._told = death
-        return 0
 
     def _collect(self, timeout_s: float) -> None:
         """Take what the writer says within a time; its death ends the running save."""
-        deadline = time.monotonic() + timeout_s
-        if self._staging is not None:
-            if timeout_s == 0 and self._staging.is_running:
-                return  # it hears the writer itself
-            self._staging.wait(timeout_s)
-            if self._staging.is_running:
-                return
-            self.join()
-        if self._running is None:
-            return
-        told = self._told
-        if told is None:
-            try:
-                told = self._writer.receive(max(deadline - time.monotonic(), 0.0))
-            except EOFError as death:
-                told = death
-        if isinstance(told, EOFError):
-            self._abandoned.append((self._running.step, self._running.attempt))
-            self._finish(f"rank {self._rank}: {told} while it saved step {self._running.step}")
-        elif told is not None:
-            error = told.error and (self._running.given_up or told.error)
-            self._finish(error, told.write_s, told.num_attempts, told.warning)
-
-    def _finish(self, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = "") -> None:
         running = self._running
-        assert running is not None, "a save runs"
+        told = running.outcome(timeout_s) if running is not None else None
+        if running is None or told is None:
+            return
+        if isinstance(told, EOFError):
+            self._abandoned.append((running.step, running.attempt))
+            self._finish(running, f"rank {self._rank}: {told} while it saved step {running.step}")
+        else:
+            self._abandoned.clear()  # it was told of them, and lived
+            error = told.error and (running.given_up or told.error)
+            self._finish(running, error, told.write_s, told.num_attempts, told.warning)
+
+    def _finish(
+        self, running: RunningSave, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = ""
+    ) -> None:
         self._running = None
         self._num_failed = self._num_failed + 1 if error else 0
         self._last_error = error
         if error:  # nothing to copy
             self._last_saved = None
-            self._copies.forget(running.step)
+            self._copies.failed(running.step)
         seconds = time.monotonic() - running.started if write_s is None else write_s
         self._report(
             SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts,

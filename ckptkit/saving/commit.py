@@ -18,6 +18,7 @@ from ckptkit.chunk_table import Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import xxh3_64
+from ckptkit.saving.retries import Retries
 from ckptkit.tensor import TensorInfo
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
@@ -55,28 +56,29 @@ class Holding:
 
 def wait_for_parts(
     storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
-    *, first_writer: int = 0,
+    *, first_writer: int = 0, retries: Retries | None = None,
 ) -> list[tuple[Part, Holding]]:  # fmt: skip
     """All parts of a save and what they hold, in the order of their writers, once every writer is done.
 
     StorageError names the writers that failed, or those that are missing after patience_s() seconds and the first file
     that is not there; that is asked anew all the time, as reasons to wait may go away. Each listing is of names alone;
-    they are as many as the logarithm of the wait, then one every MAX_PAUSE_S.
+    they are as many as the logarithm of the wait, then one every MAX_PAUSE_S. Each request has retries of its own.
     """
-    folder = step_folder(step)
+    folder, retries = step_folder(step), retries or Retries()
     writers = range(first_writer, first_writer + num_writers)
     started = time.monotonic()
     while True:
-        names = {key.removeprefix(f"{folder}/") for key in storage.list_keys(f"{folder}/{attempt}/")}
+        listed = retries.run(lambda: list(storage.list_keys(f"{folder}/{attempt}/")))
+        names = {key.removeprefix(f"{folder}/") for key in listed}
         _refuse_failed(storage, folder, names)
         missing = [writer for writer in writers if part_keys(attempt, writer)[1] not in names]
         if not missing:
-            return _parts(storage, folder, attempt)
+            return _parts(storage, folder, attempt, retries)
         waited_s, may_wait_s = time.monotonic() - started, patience_s()
         if waited_s >= may_wait_s:
             raise _too_late(f"{storage.url}/{folder}", attempt, names, missing, num_writers, waited_s)
         pause_s = min(max(waited_s * PAUSE_SHARE, FIRST_PAUSE_S), MAX_PAUSE_S)
-        time.sleep(min(pause_s, may_wait_s - waited_s))
+        retries.pause(min(pause_s, may_wait_s - waited_s))
 
 
 def check_complete(step: int, tensors: Sequence[TensorInfo], holdings: Iterable[Holding]) -> None:
@@ -147,9 +149,10 @@ def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
         raise StorageError(f"{_named(failed.values())} failed: {reason}")
 
 
-def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Holding]]:
+def _parts(storage: Storage, folder: str, attempt: str, retries: Retries) -> list[tuple[Part, Holding]]:
     """Every index that is listed, with the data file beside it, whose size the listing confirms."""
-    listed = {item.key.removeprefix(f"{folder}/"): item for item in storage.list(f"{folder}/{attempt}/")}
+    items = retries.run(lambda: list(storage.list(f"{folder}/{attempt}/")))
+    listed = {item.key.removeprefix(f"{folder}/"): item for item in items}
     known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many
     indexes: dict[int, list[str]] = defaultdict(list)
     for key in listed:
@@ -158,7 +161,7 @@ def _parts(storage: Storage, folder: str, attempt: str) -> list[tuple[Part, Hold
     keys = [key for writer in sorted(indexes) for key in sorted(indexes[writer])]
 
     def part(key: str) -> tuple[Part, Holding]:
-        data = storage.read(f"{folder}/{key}")
+        data = retries.run(lambda: storage.read(f"{folder}/{key}"))
         index = PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}", known)
         data_key = key.removesuffix(".index") + ".safetensors"
         found = listed[data_key].size_bytes if data_key in listed else 0

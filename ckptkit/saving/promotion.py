@@ -20,11 +20,12 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, step_folder
 from ckptkit.io.blocks import BlockReader, Columns
 from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import read_root
-from ckptkit.runs.pruning import Pruner
 from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.save_order import Promotion, SaveOutcome
 from ckptkit.saving.step_writer import PartSource, StepTarget, write_data
+from ckptkit.saving.upkeep import Upkeep
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, open_storage
 from threefold.storage.local import local_failure
@@ -36,17 +37,17 @@ MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which
 
 
 class Promoter:
-    """The lanes of one writer process; `report` is called from their threads."""
+    """The lanes of one writer process; `report` is called from their threads, and `may_prune` before they prune."""
 
-    def __init__(self, report: Callable[[SaveOutcome], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True) -> None:
+        self._report, self._may_prune = report, may_prune
         self._lanes: dict[str, _Lane] = {}
 
     def offer(self, promotions: Iterable[Promotion]) -> None:
         """Take steps that are in the first tier now; does not block."""
         for promotion in promotions:
             if promotion.target not in self._lanes:
-                self._lanes[promotion.target] = _Lane(self._report)
+                self._lanes[promotion.target] = _Lane(self._report, self._may_prune)
             self._lanes[promotion.target].offer(promotion)
 
     @property
@@ -63,8 +64,9 @@ class Promoter:
 class _Lane:
     """One place's thread, which lives while there is something to copy, and the steps that wait for it."""
 
-    def __init__(self, report: Callable[[SaveOutcome], None]) -> None:
-        self._report, self._pruner = report, Pruner()
+    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool]) -> None:
+        self._report, self._may_prune = report, may_prune
+        self._upkeep: Upkeep | None = None
         self._changed = threading.Condition()
         self._waiting: list[Promotion] = []
         self._current: Promotion | None = None
@@ -97,13 +99,13 @@ class _Lane:
     def _run(self) -> None:
         while (promotion := self._next()) is not None:
             started = time.monotonic()
-            error = self._promote(promotion)
-            warning = ""
-            if promotion.leads and not error:
-                warning = self._pruner.after_save(open_storage(promotion.target), promotion.step, promotion.retention)
+            self._upkeep = upkeep = self._upkeep or Upkeep(promotion.target, leads=promotion.leads)
+            error = self._promote(promotion, upkeep.striper)
+            if promotion.leads and not error and self._may_prune():
+                upkeep.prune(promotion.step, promotion.retention)
             with self._changed:
                 self._current = None
-            self._report(_outcome(promotion, error, time.monotonic() - started, warning))
+            self._report(_outcome(promotion, error, time.monotonic() - started, upkeep.take_warning()))
 
     def _next(self) -> Promotion | None:
         """The next step to copy; None ends the thread."""
@@ -114,16 +116,15 @@ class _Lane:
                     return None
                 waiting = list(self._waiting)
             chosen = waiting[-1] if waiting[-1].leads else _marked(waiting)
-            if chosen is not None:
-                break
-            if self._gave_up(waiting[-1]):
-                continue
             with self._changed:
-                self._changed.wait(LOOK_FOR_MARK_S)
-        with self._changed:
-            at = self._waiting.index(chosen)
-            passed_over, self._waiting = self._waiting[:at], self._waiting[at + 1 :]
-            self._current = chosen
+                if chosen is not None and chosen in self._waiting:  # not passed over for those that came meanwhile
+                    at = self._waiting.index(chosen)
+                    passed_over, self._waiting = self._waiting[:at], self._waiting[at + 1 :]
+                    self._current = chosen
+                    break
+            if chosen is None and not self._gave_up(waiting[-1]):
+                with self._changed:
+                    self._changed.wait(LOOK_FOR_MARK_S)
         self._report_passed_over(passed_over, chosen)
         return chosen
 
@@ -137,14 +138,14 @@ class _Lane:
             self._report(_outcome(promotion, f"writer {promotion.first_writer} did not begin to copy it", 0.0))
         return True
 
-    def _promote(self, promotion: Promotion) -> str:
+    def _promote(self, promotion: Promotion, striper: Striper) -> str:
         """Copy one step, however often it takes within reason; what went wrong, "" where nothing did."""
         started = time.monotonic()
         num_tries = 0
         while True:
             num_tries += 1
             try:
-                promote(promotion, resumes=num_tries > 1)
+                promote(promotion, striper)
                 return ""
             except (AlreadyExists, CheckFailed) as failure:  # no other try would end otherwise
                 error = str(failure)
@@ -172,15 +173,15 @@ class _Lane:
             self._report(_outcome(promotion, f"passed over for step {chosen.step}: the copies are slower", 0.0))
 
 
-def promote(promotion: Promotion, *, resumes: bool = False) -> None:
+def promote(promotion: Promotion, striper: Striper | None = None) -> None:
     """Copy one writer's files of a step; the leader then waits for the other writers' and commits.
 
-    With `resumes`, files that an earlier try left whole are not copied again.
+    Files that an earlier try left whole are not copied again, and nothing is touched once the step is committed.
     """
     source, storage = open_storage(promotion.source), open_storage(promotion.target)
     target = StepTarget(
         storage, promotion.step, promotion.attempt, promotion.writer, promotion.num_writers,
-        num_threads=1, first_writer=promotion.first_writer,
+        num_threads=1, first_writer=promotion.first_writer, striper=striper or Striper(),
     )  # fmt: skip
     mark = f"{target.folder}/{_mark(promotion)}"
     root: Root | None = None
@@ -188,13 +189,16 @@ def promote(promotion: Promotion, *, resumes: bool = False) -> None:
         root = read_root(source, promotion.step)
         if root.attempt != promotion.attempt:
             raise AlreadyExists(f"step {promotion.step} of {source.url} is of attempt {root.attempt} by now")
-        is_there = storage.info(f"{target.folder}/{ROOT_KEY}") is not None
-        if is_there and read_root(storage, promotion.step).attempt != promotion.attempt:
-            raise AlreadyExists(f"step {promotion.step} of {storage.url} is committed already")
-        if promotion.num_writers > 1:
-            storage.write(mark, b"")
+    if storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
+        if read_root(storage, promotion.step).attempt == promotion.attempt:
+            return  # the answer to an earlier try was lost
+        raise AlreadyExists(f"step {promotion.step} of {storage.url} is committed already")
+    if promotion.leads and promotion.num_writers > 1:
+        storage.write(mark, b"")
+    file_bytes = promotion.data_bytes // max(promotion.num_files, 1)
+    target.striper.prepare(storage, target.keys(0)[0], file_bytes, promotion.num_writers)
     for number in reversed(range(promotion.num_files)):
-        _copy_file(source, target, number, resumes=resumes)
+        _copy_file(source, target, number)
     if root is None:
         _await_own_node(promotion, storage)
         return
@@ -213,11 +217,11 @@ def promote(promotion: Promotion, *, resumes: bool = False) -> None:
         storage.delete([mark])
 
 
-def _copy_file(source: Storage, target: StepTarget, number: int, *, resumes: bool) -> None:
+def _copy_file(source: Storage, target: StepTarget, number: int) -> None:
     """Copy one data file, and then its index, byte for byte."""
     data_key, index_key = target.keys(number)
     raw = source.read(index_key)
-    if resumes and target.storage.info(index_key) is not None and target.storage.read(index_key) == raw:
+    if target.storage.info(index_key) is not None and target.storage.read(index_key) == raw:
         return
     index = PartIndex.from_bytes(raw, f"{source.url}/{index_key}")
     path = source.local_path(data_key)

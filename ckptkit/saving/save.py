@@ -25,26 +25,29 @@ from ckptkit.torch_tensors import Bytes, Transfer, byte_range, host_addresses
 from threefold.errors import UserError
 
 BOUNCE_BYTES = 64 << 20
-DEADLINE_S = 600.0
 
 
 def save(
     url: str, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
     num_layers: int, metadata: Mapping[str, Any], rank: int = 0, world_size: int = 1, attempt: str | None = None,
+    deadline_s: float = 600.0,
 ) -> Root | None:  # fmt: skip
     """Write this rank's pieces as part of a step of the run at `url`; rank 0 waits for the others, commits, and gives
     the root, other ranks give None.
 
-    `attempt` is a name that all ranks of this save share and no other save uses; one process alone needs none. Raises
-    UserError where pieces do not fit the table, AlreadyExists where the step is committed, else StorageError.
+    `attempt` is a name that all ranks of this save share and no other save uses; one process alone needs none.
+    deadline_s bounds the wait for the other ranks' files. Raises UserError where pieces do not fit the table,
+    AlreadyExists where the step is committed, else StorageError.
     """
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     if attempt is None and world_size > 1:
         raise UserError(
             f"a save of {world_size} ranks needs an attempt that they share",
             hint="give all ranks one new name, such as attempt=f'{job}-{step}'",
         )
     check_rank(rank, world_size)
-    target = StepTarget(open_run(url), step, secrets.token_hex(8) if attempt is None else attempt, rank, world_size)
+    attempt = secrets.token_hex(8) if attempt is None else attempt
+    target = StepTarget(open_run(url), step, attempt, rank, world_size)
     table = tensor_table(tensors)
     draft = Root(step, target.attempt, layout, num_layers, table, (), metadata)
     draft.check()
@@ -61,7 +64,7 @@ def save(
         for number, file in enumerate(plan.files)
     ]
     try:
-        return write_step(target, parts, None if rank else draft, lambda _: DEADLINE_S)
+        return write_step(target, parts, None if rank else draft, lambda _: deadline_s)
     finally:
         source.close()
 

@@ -9,6 +9,8 @@ from ckptkit.format.root import Share
 from ckptkit.runs.retention import Retention
 from ckptkit.torch_tensors import Bytes
 
+NO_MORE = b"no more orders\n"  # the end of the pipe says so too, but a child of the trainer may hold that open
+
 
 @dataclass(frozen=True, slots=True)
 class Area:

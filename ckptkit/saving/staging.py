@@ -81,7 +81,7 @@ class Arena:
             return
         size = -(-size // GROWTH_BYTES) * GROWTH_BYTES
         self.transfer.unlock()
-        self.memory = np.empty(0, np.uint8)
+        self.memory, self.size = np.empty(0, np.uint8), 0  # also where the next lines fail
         os.posix_fallocate(self.fd, 0, size)
         self.memory = np.frombuffer(mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
         self.size = size

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -20,15 +19,14 @@ from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
 from ckptkit.io.striping import Striper
 from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.retries import Retries
 from ckptkit.saving.stream import cut
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists, Buffer, Storage, TemporaryFailure
+from threefold.storage import AlreadyExists, Buffer, Storage
 from threefold.storage.local import local_failure, make_folders
 
 UPLOAD_BYTES = 8 << 20
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 15.0
-T = TypeVar("T")
 
 
 class GivenUp(StorageError):
@@ -79,32 +77,6 @@ class StepTarget:
         return f"{self.folder}/{data}", f"{self.folder}/{index}"
 
 
-class Retries:
-    """Tries again, after longer and longer pauses, what failed for a cause that may pass; `num_attempts` counts."""
-
-    def __init__(self, for_s: float = 0.0, check: Callable[[], None] = lambda: None) -> None:
-        """For for_s seconds after the first failure; `check` may raise before a try that is of no use any more."""
-        self.num_attempts = 1
-        self._for_s, self._check = for_s, check
-
-    def run(self, work: Callable[[], T], *, checks: bool = True) -> T:
-        """What `work` gives, or the last TemporaryFailure; any other failure at once."""
-        pause_s, deadline = FIRST_PAUSE_S, None
-        while True:
-            if checks:
-                self._check()
-            try:
-                return work()
-            except TemporaryFailure:
-                now = time.monotonic()
-                deadline = deadline or now + self._for_s
-                if now + pause_s > deadline:
-                    raise
-            self.num_attempts += 1
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-
 def write_step(
     target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float],
     retries: Retries | None = None, code: str = "",
@@ -135,7 +107,7 @@ def write_step(
                 num_removable = 0
             retries.run(partial(target.storage.write, target.keys(number)[1], content))
         write_s = time.monotonic() - started
-        root = draft and retries.run(partial(_complete, target, draft, lambda: patience_s(write_s)))
+        root = draft and _complete(target, draft, lambda: patience_s(write_s), retries)
         if root is not None:
             commit_s = time.monotonic() - started - write_s
             root = replace(root, saved=Saved.now(code=code, write_s=write_s, commit_s=commit_s))
@@ -215,11 +187,12 @@ def _memory_at(address: int, size_bytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
 
-def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float]) -> Root:
+def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float], retries: Retries) -> Root:
     """The root with all parts, once all writers are done."""
     parts = wait_for_parts(
-        target.storage, target.step, target.attempt, target.num_writers, patience_s, first_writer=target.first_writer
-    )
+        target.storage, target.step, target.attempt, target.num_writers, patience_s,
+        first_writer=target.first_writer, retries=retries,
+    )  # fmt: skip
     if draft.share is None:
         check_complete(target.step, list(draft.tensors.values()), [holding for _, holding in parts])
     return replace(draft, parts=tuple(part for part, _ in parts))

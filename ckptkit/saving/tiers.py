@@ -28,13 +28,15 @@ class Tier:
     """One place. The first takes every save; of a slower one `every` is how many steps lie between two copies, 0: each
     save is copied. `retention` says which steps stay there.
 
-    `of_node`: the URL is this node's alone, and so holds the files of this node's writers only.
+    `of_node`: the URL is this node's alone, and so holds the files of this node's writers only. `newest`: the newest
+    step that is there when a run starts, 0 for none, the same on all ranks; None where that is not known.
     """
 
     url: str
     every: int = 0
     retention: Retention = field(default_factory=Retention)
     of_node: bool = False
+    newest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,12 @@ def destinations(tiers: Tiers, node: Node | None) -> tuple[Tier, ...]:
     return (Tier(filled(tiers.replica, node), retention=tiers.first.retention, of_node=True), *tiers.slower)
 
 
-def due(tiers: Sequence[Tier], step: int) -> list[Tier]:
-    """Those of some tiers that a step is copied to."""
-    return [tier for tier in tiers if not tier.every or step % tier.every == 0]
+def is_due(every: int, step: int, after: int | None) -> bool:
+    """Whether a saved step is copied to a tier: it is the first since the interval came round.
+
+    `after` is the step up to which the tier was seen to, None where that is not known.
+    """
+    return not every or step % every == 0 or (after is not None and step // every > after // every)
 
 
 def filled(url: str, node: Node | None) -> str:

@@ -1,4 +1,4 @@
-"""Upkeep: what a writer does for the place it saves to besides saving: stripes, pruning, aborting stale uploads."""
+"""Upkeep: what a writer does for a place besides saving or copying to it: stripes, pruning, aborting stale uploads."""
 
 from collections.abc import Collection
 
@@ -11,12 +11,12 @@ from threefold.storage.stale_uploads import abort_stale_uploads
 
 
 class Upkeep:
-    """Made once, before a writer's first save; nothing here fails a save, but what went wrong is a warning, told once.
+    """Made once a place, before the first save; nothing here fails a save, but what went wrong is a warning, told once.
 
     The writer that leads aborts the unfinished uploads under the run's URL that are older than any save.
     """
 
-    def __init__(self, url: str, *, leads: bool, stripe_count: int, stripe_size_bytes: int) -> None:
+    def __init__(self, url: str, *, leads: bool, stripe_count: int = 0, stripe_size_bytes: int = 0) -> None:
         self._url = url
         self._warnings: list[str] = []
         self._pruner = Pruner()
@@ -27,7 +27,7 @@ class Upkeep:
             except UserError as error:
                 self._warnings.append(str(error))
 
-    def prune(self, step: int, retention: Retention, needed: Collection[int]) -> None:
+    def prune(self, step: int, retention: Retention, needed: Collection[int] = ()) -> None:
         """Delete what is not to be kept once a step is committed, but no step that is still `needed`."""
         warning = self._pruner.after_save(open_storage(self._url), step, retention, needed=needed)
         if warning:

@@ -2,8 +2,8 @@
 
 It maps the trainer's arena, takes SaveOrders as lines on its standard input and answers each with a SaveOutcome on its
 standard output. When the trainer dies it finishes the save that it was handed (the first writer: with the commit), and
-what it still has to copy to slower tiers, and ends. A
-fault in a save is an outcome, never the writer's end. It never imports torch, and runs behind the trainer.
+what it still has to copy to slower tiers, prunes nothing more, and ends. A fault in a save is an outcome, never the
+writer's end. It never imports torch, and runs behind the trainer.
 """
 
 import argparse
@@ -25,12 +25,13 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.layout import ParallelLayout
-from ckptkit.saving.handover import Handover
+from ckptkit.saving.handover import Handover, readable
 from ckptkit.saving.priority import step_back
 from ckptkit.saving.promotion import Promoter
-from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.saving.retries import Retries
+from ckptkit.saving.save_order import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.saving.staged_blocks import StagedBlocks
-from ckptkit.saving.step_writer import PartSource, Retries, StepTarget, clear_abandoned, tell_failed, write_step
+from ckptkit.saving.step_writer import PartSource, StepTarget, clear_abandoned, tell_failed, write_step
 from ckptkit.saving.upkeep import Upkeep
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError, UserError
@@ -48,8 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--handover-fds", type=int, nargs=3, required=True, help="file descriptors of the handover")
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a library prints does not come between the answers
     step_back()
-    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer)
+    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer, answers)
     with ThreadPoolExecutor(1) as saving:  # beside the loop, so that a skipped save is told while another is written
         for line in _lines(arguments.trainer):
             order = order_of(line)
@@ -67,19 +70,20 @@ def main(argv: list[str] | None = None) -> int:
 class _Server:
     """Does one save after the other out of the trainer's arena."""
 
-    def __init__(self, arena_fd: int, handover: Handover, trainer: int) -> None:
-        self._arena_fd, self._handover, self._trainer = arena_fd, handover, trainer
+    def __init__(self, arena_fd: int, handover: Handover, trainer: int, answers: int) -> None:
+        self._arena_fd, self._handover, self._trainer, self._answers = arena_fd, handover, trainer, answers
         self._arena = np.empty(0, np.uint8)
         self._told = threading.Lock()
         self._upkeep: Upkeep | None = None
-        self.promoter = Promoter(self._tell)
+        self._failed_tries: list[SaveOrder] = []  # of the step that was to be saved last
+        self.promoter = Promoter(self._tell, self._has_trainer)
 
     def save(self, order: SaveOrder) -> None:
         """Do what an order says, and answer it."""
         started = time.monotonic()
         error = warning = ""
         blocks: StagedBlocks | None = None
-        retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None)
+        retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
         try:
             if order.arena_bytes != len(self._arena):
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
@@ -87,7 +91,9 @@ class _Server:
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
             upkeep = self._upkeep or self._begin(order)
             if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
-                upkeep.prune(order.step, order.retention, self.promoter.steps)
+                self._clear_failed_tries(order)
+                if self._has_trainer():
+                    upkeep.prune(order.step, order.retention, self.promoter.steps)
             warning = upkeep.take_warning()
             self.promoter.offer(order.promotions)
         except (UserError, OSError) as failure:
@@ -95,6 +101,8 @@ class _Server:
         except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
+        if error:
+            self._failed_tries = [each for each in (*self._failed_tries, order) if each.step == order.step]
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
         self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
@@ -111,20 +119,31 @@ class _Server:
         )  # fmt: skip
         return self._upkeep
 
+    def _clear_failed_tries(self, order: SaveOrder) -> None:
+        """Remove what failed tries of a step that is committed now left: others' `.failed` came later."""
+        for each in self._failed_tries:
+            if each.step == order.step:
+                clear_abandoned(_target(each))
+        self._failed_tries.clear()
+
+    def _has_trainer(self) -> bool:
+        """Whether there is one still: else the next one may be reading an older step, and nothing is pruned."""
+        return os.getppid() == self._trainer
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the trainer gives the save up."""
+        readable([self._handover.stop], seconds)
+
     def _tell(self, outcome: SaveOutcome) -> None:
         with self._told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
-            os.write(sys.stdout.fileno(), outcome.to_line())
+            os.write(self._answers, outcome.to_line())
 
 
 def run_save(
     order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, upkeep: Upkeep, trainer: int
 ) -> Root | None:
     """Write what an order says; the first writer commits, and gives the root."""
-    storage = open_storage(order.url)
-    target = StepTarget(
-        storage, order.step, order.attempt, order.writer, order.num_writers, order.num_threads, order.first_writer,
-        upkeep.striper,
-    )  # fmt: skip
+    target = replace(_target(order), striper=upkeep.striper)
     abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
     if not target.leads:
         for each in abandoned:
@@ -147,6 +166,13 @@ def run_save(
         if target.leads:  # last of all: what the killed writer had sent has arrived by now
             for each in abandoned:
                 clear_abandoned(each)
+
+
+def _target(order: SaveOrder) -> StepTarget:
+    return StepTarget(
+        open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers, order.num_threads,
+        order.first_writer,
+    )  # fmt: skip
 
 
 def _draft(order: SaveOrder, arena: Bytes) -> Root:
@@ -172,7 +198,7 @@ def _tell_skipped(order: SkipOrder) -> None:
 
 
 def _lines(trainer: int) -> Iterator[bytes]:
-    """The lines of standard input until its end, or until the trainer is gone.
+    """The orders on standard input until there are no more, or until the trainer is gone.
 
     Both are asked for: a child of the trainer may hold the other end of the pipe open after the trainer's death.
     """
@@ -184,7 +210,10 @@ def _lines(trainer: int) -> Iterator[bytes]:
             if not data:
                 return
             *lines, pending = (pending + data).split(b"\n")
-            yield from lines
+            for line in lines:
+                if line == NO_MORE.strip():
+                    return
+                yield line
         elif os.getppid() != trainer:
             return
 

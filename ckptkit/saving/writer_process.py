@@ -1,7 +1,11 @@
-"""WriterProcess: the trainer's end of its writer, `python -m ckptkit.saving.writer`, and the two pipes between them."""
+"""WriterProcess: the trainer's end of its writer, `python -m ckptkit.saving.writer`, and the two pipes between them.
+
+No call waits for ever, whatever state the writer is in.
+"""
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,10 +16,12 @@ from typing import IO
 
 import ckptkit
 from ckptkit.saving.handover import Signal, readable
-from ckptkit.saving.save_order import SaveOutcome
+from ckptkit.saving.save_order import NO_MORE, SaveOutcome
 from ckptkit.saving.staging import Arena
 
 CLOSE_WITHIN_S = 10.0
+DIE_WITHIN_S = 10.0  # once killed; a process that hangs in a dead file system takes for ever
+EXIT_WITHIN_S = 1.0  # once it closed its end
 READ_BYTES = 1 << 16
 MAX_TOLD_BYTES = 2000  # of what a dead writer said
 
@@ -39,10 +45,13 @@ class WriterProcess:
             pass_fds=[arena.fd, *arena.handover.fds],
             start_new_session=True,  # torchrun and terminals kill the trainer's process group
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            bufsize=0,
         )  # fmt: skip
         assert self._process.stdin is not None, "a pipe"
         assert self._process.stdout is not None, "a pipe"
         self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._input.fileno(), False)
+        self._was_killed = False
         self._pending = b""
         self._copied: list[SaveOutcome] = []
 
@@ -52,15 +61,22 @@ class WriterProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._was_killed and self._process.poll() is None
 
-    def send(self, line: bytes) -> None:
-        """Tell the writer what to do; where it just died, `receive` tells that."""
+    def send(self, line: bytes, timeout_s: float) -> None:
+        """Tell the writer what to do; one that does not take it within the time is killed, which `receive` tells."""
+        deadline, left = time.monotonic() + timeout_s, memoryview(line)
+        poll = select.poll()
+        poll.register(self._input, select.POLLOUT)
         try:
-            self._input.write(line)
-            self._input.flush()
+            while left:
+                if not poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+                    self.kill()
+                    return
+                with contextlib.suppress(BlockingIOError):  # there is room, but not for PIPE_BUF bytes at once
+                    left = left[os.write(self._input.fileno(), left) :]
         except BrokenPipeError:
-            self._process.wait()
+            self.kill()
 
     def receive(
         self, timeout_s: float, *, unless: Signal | None = None, until_copied: bool = False
@@ -83,6 +99,8 @@ class WriterProcess:
                 return None
             ready = readable(awaited, max(deadline - time.monotonic(), 0.0))
             if self._output not in ready:
+                if self._was_killed:
+                    raise EOFError(self._obituary())
                 return None
             data = os.read(self._output.fileno(), READ_BYTES)
             if not data:
@@ -91,32 +109,40 @@ class WriterProcess:
 
     def take_copied(self) -> list[SaveOutcome]:
         """The outcomes of copies that were received since the last call."""
-        copied, self._copied = self._copied, []
-        return copied
+        return [self._copied.pop(0) for _ in range(len(self._copied))]  # a thread that stages may add to them
 
     def end_orders(self) -> None:
         """Tell the writer that no order follows; it copies what it has to, and ends."""
-        with contextlib.suppress(BrokenPipeError):
+        if not self._input.closed:
+            self.send(NO_MORE, CLOSE_WITHIN_S)
             self._input.close()
 
     def kill(self) -> None:
         """End it at once; a save it was told remains uncommitted."""
         self._process.kill()
-        self._process.wait()
+        self._was_killed = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(DIE_WITHIN_S)
 
     def close(self) -> None:
-        """Let it end by itself, and wait for that."""
+        """Let it end by itself, and wait for that; not for one that was killed."""
         self.end_orders()
-        try:
-            self._process.wait(CLOSE_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if not self._was_killed:
+            try:
+                self._process.wait(CLOSE_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
         self._output.close()
         self._said.close()
 
     def _obituary(self) -> str:
-        code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_WITHIN_S)
+        code = self._process.poll()
+        if code is None:
+            how = "was killed and does not end" if self._was_killed else "no longer answers"
+        else:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._said.seek(0)
         said = self._said.read().decode(errors="replace").strip()[-MAX_TOLD_BYTES:]
         return f"the writer process {how}" + (f" ({said})" if said else "")

@@ -1,7 +1,7 @@
 """A trainer of one rank for the tests: saves steps of a table's values and does to itself what the test asks for.
 
     python -m tests.ckptkit.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2] [--then kill|fork-kill|hold|exit]
-        [--tier URL,every=2] [--nodes 2] [--window-blocks N]
+        [--tier URL,every=2] [--nodes 2] [--window-blocks N] [--keep-last N]
 
 Prints `writer PID`, then a JSON report a save (unless it is killed first); with `--then hold` `told` once its writer
 knows of the save, and then nothing.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from ckptkit.layout import ParallelLayout
+from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
 from ckptkit.saving.stream import BLOCK_BYTES
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--tier", action="append", default=[], help="a slower tier")
     parser.add_argument("--nodes", type=int, default=0, help="how many nodes the ranks are on, n0, n1, ...")
     parser.add_argument("--then", default="exit", choices=["exit", "kill", "fork-kill", "kill-within", "hold"])
+    parser.add_argument("--keep-last", type=int, default=0, help="in the first tier")
     parser.add_argument("--window-blocks", type=int, default=0)
     arguments = parser.parse_args()
     layout = ParallelLayout.parse(arguments.layout)
@@ -57,7 +59,7 @@ def main() -> None:
         filled(tiers.first.url, node), rank=arguments.rank, world_size=layout.world_size, attempt=arguments.attempt,
         options=CheckpointerOptions(
             deadline_s=20.0, window_bytes=arguments.window_blocks * BLOCK_BYTES, tiers=destinations(tiers, node),
-            node=node,
+            node=node, retention=Retention(keep_last=arguments.keep_last),
         ),
     )  # fmt: skip
     if arguments.then == "kill-within":

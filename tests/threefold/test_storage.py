@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from threefold.errors import UserError
-from threefold.storage import Storage, open_storage
+from threefold.storage import Storage, open_storage, temporary_name, written_name
 from threefold.storage.conformance import StorageConformance
 
 
@@ -83,3 +83,9 @@ open_storage("/tmp/x")
 assert not {"obstore", "fsspec", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_temporary_name_tells_what_it_is_for() -> None:
+    assert written_name(temporary_name("part-00000.index")) == "part-00000.index"
+    for name in ("part-00000.index", ".notes.tmp", ".a.0123456789abcde.tmp", "..0123456789abcdef.tmp"):
+        assert written_name(name) is None

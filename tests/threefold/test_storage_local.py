@@ -139,3 +139,38 @@ def test_a_file_in_a_folders_place_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(NotADirectoryError, match=r"/run is not a folder"):
         make_folders(tmp_path / "run" / "step")
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a deletion does that empties it."""
+    usual, removed = Path.mkdir, list[Path]()
+
+    def mkdir(path: Path, *, exist_ok: bool) -> None:
+        if path.name == "attempt" and len(removed) < 2:
+            removed.append(path.parent)
+            path.parent.rmdir()
+        usual(path, exist_ok=exist_ok)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    LocalStorage(tmp_path).write("step/attempt/key", b"x")
+    assert (tmp_path / "step/attempt/key").read_bytes() == b"x"
+    assert len(removed) == 2
+    with pytest.raises(FileNotFoundError):
+        make_folders(Path("/proc/none/at/all"))
+
+
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")  # as FAT does
+
+    monkeypatch.setattr(os, "link", refuse)
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(
+        StorageError, match=r"root\.json once and only once: its file system has no hard links"
+    ) as raised:
+        storage.write("root.json", b"x", if_absent=True)
+    assert raised.value.hint
+    assert list(tmp_path.iterdir()) == []
+    storage.write("plain", b"x")

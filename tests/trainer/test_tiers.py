@@ -72,6 +72,20 @@ def test_a_run_comes_back_from_the_newest_sound_step_of_any_tier(
     assert hash_of(fast, 10) == hash_of(slow, 10)
 
 
+def test_a_copy_that_a_killed_run_still_owed_is_made_up_for_by_the_next_save(
+    job_config: Path, tmp_path: Path, capsys: Console
+) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    flags = ["--save", fast, "--save", f"{slow},every=4", "--save-interval", 2, "--optim.decay-steps", 12]
+    assert call("train", job_config, *flags, "--train-steps", 4) == 0
+    shutil.rmtree(slow)
+    assert call("train", job_config, *flags, "--train-steps", 7, "--metrics", tmp_path / "m.jsonl") == 0
+    assert f"resumed from step 4 of {fast}" in capsys.readouterr().err
+    assert steps(fast) == [2, 4, 6, 7]
+    copied = [line["step"] for line in lines(tmp_path / "m.jsonl", "copy")]
+    assert copied == [6, 7], "6 in the place of 4, 7 as the last one"
+
+
 @pytest.mark.slow
 def test_a_tier_that_is_gone_is_told_and_ends_nothing(job_config: Path, tmp_path: Path, capsys: Console) -> None:
     (tmp_path / "file").touch()

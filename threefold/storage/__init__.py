@@ -18,6 +18,7 @@ from threefold.errors import StorageError, UserError
 
 # no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
 _BROKEN_URL = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss|hf|http|https):(?!//)")
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 OBJECT_STORES = {  # URL schemes, and whose client serves them
     "s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "abfs": "azure", "abfss": "azure",
 }  # fmt: skip
@@ -55,7 +56,8 @@ class Storage(Protocol):
         With if_absent, of all writers of different bytes exactly one returns, the others get AlreadyExists; writing
         the very bytes that are there succeeds, so that a write whose answer was lost may be repeated. Without
         supports_if_absent that holds for writers that come one after the other only. `size_bytes` tells the size of an
-        iterable's bytes where it is known: object stores size the parts of an upload by it.
+        iterable's bytes where it is known: object stores size the parts of an upload by it. Buffers are not copied:
+        they must stay as they are until `write` returns, also those that an iterable gave before its last one.
         """
 
     def read(self, key: str) -> bytes:
@@ -151,6 +153,12 @@ def temporary_name(name: str) -> str:
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
+def written_name(temporary: str) -> str | None:
+    """The name that a file under a `temporary_name` was to get, None for a name that was made otherwise."""
+    match = _TEMPORARY.fullmatch(temporary)
+    return match[1] if match else None
+
+
 def is_temporary(name: str) -> bool:
-    """Whether a file name was made by `temporary_name`."""
+    """Whether a file name is hidden from listings as those of `temporary_name` are."""
     return name.startswith(".") and name.endswith(".tmp")

@@ -16,6 +16,8 @@ from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
 
 COPY_BYTES = 16 << 20
+MAX_RACES = 5  # with deletions that leave a folder empty
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) says on FAT and on some network mounts
 
 
 class LocalStorage:
@@ -49,7 +51,7 @@ class LocalStorage:
                 temporary.unlink(missing_ok=True)
                 raise
             if if_absent:
-                temporary.unlink()
+                temporary.unlink(missing_ok=True)
             sync_folder(target.parent)
         except OSError as error:
             raise local_failure(error, "write", target) from error
@@ -171,7 +173,17 @@ class LocalStorage:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its missing parents, durably."""
+    """Create a folder and its missing parents, durably, though others may remove empty ones meanwhile."""
+    for tries_left in reversed(range(MAX_RACES)):
+        try:
+            _make_missing(folder)
+            return
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+
+
+def _make_missing(folder: Path) -> None:
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -248,6 +260,11 @@ def _link(temporary: Path, target: Path) -> None:
     except FileExistsError:
         if not filecmp.cmp(temporary, target, shallow=False):
             raise AlreadyExists(f"{target} exists already: another writer won") from None
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        text = f"cannot write {target} once and only once: its file system has no hard links ({error.strerror})"
+        raise StorageError(text, hint="choose a place on another file system") from error
 
 
 def _read_range(descriptor: int, path: Path, start: int, stop: int) -> bytes:

@@ -147,6 +147,54 @@ def test_orphans_are_swept_past_an_age_only(tmp_path: Path) -> None:
     assert "step-000000009/a/part-00000.safetensors" in keys(storage), "a newer step may still be written"
 
 
+def hidden(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in run.rglob(".*"))
+
+
+def test_what_killed_writers_left_under_hidden_names_goes(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    write_steps(storage, 2, 3, 4)
+    left = [
+        "step-000000001/.root.json.0123456789abcdef.tmp", "step-000000001/b/.part-00001.index.0123456789abcdef.tmp",
+        "step-000000002/a1/.part-00000.failed.0123456789abcdef.tmp", "step-000000004/.pin.json.0123456789abcdef.tmp",
+    ]  # fmt: skip
+    mine = [
+        "step-000000003/.root.json.tmp", "step-000000003/a1/.notes.txt.0123456789abcdef.tmp",
+        "step-000000004/a1/.part-00000.index.0123456789ABCDEF.tmp", "other/.root.json.0123456789abcdef.tmp",
+    ]  # fmt: skip
+    newer = ["step-000000005/.root.json.0123456789abcdef.tmp"]
+    for name in (*left, *mine, *newer):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+    told = prune(storage, LAST, dry_run=True)
+    assert hidden(tmp_path) == sorted((*left, *mine, *newer))
+    report = prune(storage, LAST)
+    assert report.deleted == told.deleted == [2, 3]
+    assert report.num_files == told.num_files == 2 * 5 + 1, "young ones may be in use, but not those of a deleted step"
+    assert not (tmp_path / "step-000000002").exists()
+    assert hidden(tmp_path) == sorted(each for each in (*left, *mine, *newer) if each != left[2])
+    age(tmp_path, DAY_S + 60)
+    assert prune(storage, LAST).num_files == 3
+    assert hidden(tmp_path) == sorted((*mine, *newer))
+    assert not (tmp_path / "step-000000001").exists()
+
+
+@needs_strace
+def test_a_writer_killed_at_a_commit_leaves_no_folder_behind(tmp_path: Path) -> None:
+    writing = (
+        "from threefold.storage import open_storage;"
+        f"open_storage({str(tmp_path)!r}).write('step-000000001/root.json', b'x', if_absent=True)"
+    )
+    died = subprocess.run([*strace("link,linkat:signal=KILL:when=1"), sys.executable, "-c", writing], cwd=ROOT,
+                          check=False, timeout=60)  # fmt: skip
+    assert died.returncode == -signal.SIGKILL
+    storage = open_storage(tmp_path)
+    assert hidden(tmp_path) != []
+    write_steps(storage, 2)
+    prune(storage, LAST, orphans_older_than_s=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
+
+
 def test_orphans_of_a_pinned_or_unreadable_step_and_of_an_empty_run_stay(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     storage.write("step-000000001/a/part-00000.index", b"")

@@ -39,7 +39,7 @@ def test_a_save_that_meets_another_is_skipped(s3_proxy: FaultProxy, s3_url: str)
         stall_s = save_one(checkpointer, 2, SMALL)
         reports = {report.step: report for report in checkpointer.wait()}
         assert (reports[1].ok, reports[2].ok, reports[2].skipped) == (True, False, True)
-        assert reports[2].error == "rank 0: skipped: still saving step 1"
+        assert (reports[2].error, reports[2].url) == ("rank 0: skipped: still saving step 1", checkpointer.url)
         assert stall_s < reports[1].write_s
         save_one(checkpointer, 3, SMALL, scale=3)
         checkpointer.wait()
@@ -89,6 +89,23 @@ def test_an_older_save_is_given_up_for_a_newer(
     storage = open_storage(s3_url)
     assert committed_steps(storage) == [2]
     assert list(storage.list("step-000000001/")) == []
+    assert_holds(s3_url, 2, SMALL, scale=2)
+
+
+def test_a_writer_that_pauses_before_another_try_hears_that_it_is_given_up(
+    s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    options = CheckpointerOptions(when_busy="abort", retry_s=60.0)
+    with Checkpointer(s3_url, attempt="a", options=options) as checkpointer:
+        writer = checkpointer.writer_pid
+        s3_proxy.fault = Fault("503", method="PUT")
+        save_one(checkpointer, 1, SMALL)
+        wait_until(lambda: s3_proxy.num_faults == 5)  # the next pause is longer than a writer may take to listen
+        s3_proxy.fault = Fault()
+        save_one(checkpointer, 2, SMALL, scale=2)
+        assert [report.ok for report in checkpointer.wait()] == [False, True]
+        assert checkpointer.writer_pid == writer
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 

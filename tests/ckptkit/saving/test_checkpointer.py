@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.placement import Placement
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
+from ckptkit.saving import writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
+from ckptkit.saving.staging import Staging
 from ckptkit.tensor import TensorInfo
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
@@ -30,6 +33,7 @@ from tests.ckptkit.saves import (
     is_running,
     pieces_of,
     save_one,
+    save_whole,
     start_rank,
     strace,
     wait_until,
@@ -204,6 +208,42 @@ def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == [2]
 
 
+def test_a_writer_that_takes_no_order_is_killed(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=2.0)) as checkpointer:
+        os.kill(checkpointer.writer_pid, signal.SIGSTOP)
+        save_one(checkpointer, 1, SMALL, note="x" * (1 << 20))  # more than a pipe holds
+        assert checkpointer.wait()[0].error == "the writer was not done after 2 s and was killed"
+
+
+def test_a_writer_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that hangs in a dead file system."""
+    monkeypatch.setattr(writer_process, "DIE_WITHIN_S", 0.1)
+    with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=5.0)) as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].ok
+        hanging = checkpointer.writer_pid
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess.Popen, "kill", lambda process: None)
+            os.kill(hanging, signal.SIGSTOP)
+            save_one(checkpointer, 2, SMALL)
+            assert checkpointer.wait()[0].error == "the writer was not done after 5 s and was killed"
+            save_one(checkpointer, 3, SMALL)
+            assert checkpointer.wait()[0].ok
+        assert checkpointer.writer_pid != hanging
+        os.kill(hanging, signal.SIGKILL)
+    assert committed_steps(open_storage(tmp_path)) == [1, 3]
+
+
+def test_what_a_library_prints_does_not_come_between_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.nice = lambda by: print('niced', by, flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Checkpointer(str(tmp_path / "run"), attempt="a") as checkpointer:
+        save_one(checkpointer, 1, SMALL)
+        assert checkpointer.wait()[0].ok
+
+
 def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=1.0)
     num_steps = 0
@@ -215,6 +255,28 @@ def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s
     assert s3_proxy.num_faults >= 3, "data, index and root were held back"
     assert num_steps > 100
     assert reports[0].stall_s < 0.2 * reports[0].write_s
+
+
+def test_a_writer_whose_trainer_died_in_the_save_prunes_nothing(s3_proxy: FaultProxy, s3_url: str) -> None:
+    assert all(report.ok for report in [save_whole(s3_url, step, SMALL, attempt=f"a{step}") for step in (1, 2)])
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    trainer = start_rank(s3_url, "--steps", 7, "--keep-last", 1, "--then", "kill")
+    writer = int(trainer.communicate(timeout=30)[0].split()[1])
+    wait_until(lambda: not is_running(writer))
+    assert committed_steps(open_storage(s3_url)) == [1, 2, 7]
+
+
+def test_a_process_that_holds_the_pipe_open_does_not_keep_a_writer_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As forked workers of a data loader do."""
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        held = os.dup(checkpointer._writer._input.fileno())
+        save_one(checkpointer, 1, SMALL)
+        checkpointer.wait()
+        monkeypatch.setattr(writer_process, "CLOSE_WITHIN_S", 30.0)
+        monkeypatch.delattr(subprocess.Popen, "kill")
+    os.close(held)
 
 
 def test_a_rank_that_never_saves_is_named(tmp_path: Path) -> None:
@@ -246,6 +308,28 @@ def test_a_rank_that_fails_is_told_to_rank_0_at_once(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == []
 
 
+def test_a_committed_step_keeps_no_word_of_failed_tries(tmp_path: Path) -> None:
+    layout, options = ParallelLayout(dp=2), CheckpointerOptions(deadline_s=0.5)
+    for attempt in ("a-0001", "a-0002"):  # in the way of the second rank's file
+        (tmp_path / f"step-000000001/{attempt}/part-00001.safetensors").mkdir(parents=True)
+    with (
+        Checkpointer(str(tmp_path), rank=0, world_size=2, attempt="a", options=options) as first,
+        Checkpointer(str(tmp_path), rank=1, world_size=2, attempt="a") as second,
+    ):
+        for _ in range(2):
+            save_one(first, 1, SMALL, layout, 0)
+            assert "writer 1 of 2 was not done" in first.wait()[0].error
+            save_one(second, 1, SMALL, layout, 1)
+            assert "Is a directory" in second.wait()[0].error
+        assert len([key for key in open_storage(tmp_path).list_keys() if key.endswith(".failed")]) == 2
+        save_one(second, 1, SMALL, layout, 1)
+        assert second.wait()[0].ok
+        save_one(first, 1, SMALL, layout, 0)
+        assert first.wait()[0].ok
+    assert {key.split("/")[1] for key in open_storage(tmp_path).list_keys()} == {"root.json", "a-0003"}
+    assert_holds(tmp_path, 1, SMALL)
+
+
 def test_tensors_that_no_rank_holds_whole_are_not_committed(tmp_path: Path) -> None:
     pieces = [piece for piece in pieces_of(SMALL, ONE, 0, values(SMALL)) if piece.name != "layers.1.attn.q.weight"]
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
@@ -269,7 +353,7 @@ def test_what_no_reader_would_take_is_refused_before_anything_is_written(tmp_pat
     with pytest.raises(UserError, match="names one step"):
         Checkpointer(f"{tmp_path}/step-000000001", attempt="a")
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
-        with pytest.raises(UserError, match="no reader would take this checkpoint: step -1"):
+        with pytest.raises(UserError, match="step -1 is no whole number from 0"):
             save_one(checkpointer, -1, SMALL)
         with pytest.raises(UserError, match=r"no reader would take this checkpoint: w: dtype 'float32'"):
             checkpointer.prepare([], [TensorInfo("w", "float32", (), Placement("first"))])
@@ -318,6 +402,20 @@ def test_options_that_cannot_be_are_refused(given: dict[str, Any]) -> None:
         CheckpointerOptions(**given)
 
 
+def test_a_shortage_of_memory_at_the_start_is_told_with_a_way_out(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        try:
+            with pytest.raises(
+                StorageError, match=r"no memory to stage saves of 9[0-9],[0-9]{3} bytes: File too"
+            ) as told:
+                checkpointer.prepare(pieces_of(SMALL, ONE, 0), SMALL)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert told.value.hint
+
+
 def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
@@ -329,7 +427,17 @@ def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None
         assert checkpointer.wait()[0].error == "rank 0: no memory to stage step 1: File too large"
         save_one(checkpointer, 2, SMALL)
         assert checkpointer.wait()[0].ok
-    assert committed_steps(open_storage(tmp_path)) == [2]
+        larger = gpt_tensors(hidden=256, ffn=1024, vocab=5000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limit[1]))
+        try:
+            save_one(checkpointer, 3, larger)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert "no memory to stage step 3" in checkpointer.wait()[0].error
+        save_one(checkpointer, 4, SMALL)  # there is memory for that, as before
+        assert checkpointer.wait()[0].ok
+    assert committed_steps(open_storage(tmp_path)) == [2, 4]
+    assert_holds(tmp_path, 4, SMALL)
 
 
 def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -341,6 +449,33 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="2 saves in a row failed, the last: cannot"):
             save_one(checkpointer, 3, SMALL)
         assert len(checkpointer.poll()) == 2
+
+
+def test_what_cannot_be_ordered_leaves_nobody_waiting(tmp_path: Path) -> None:
+    pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
+    with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
+        with pytest.raises(TypeError, match="dataclass"):
+            checkpointer.save(1, pieces, tensors=SMALL, layout=None, num_layers=NUM_LAYERS, metadata={})  # type: ignore[arg-type]
+        assert not checkpointer.is_busy
+        save_one(checkpointer, 2, SMALL)
+        assert checkpointer.wait()[0].ok
+
+
+def test_closing_after_a_failed_copy_of_the_state_ends_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a device is gone")
+
+    checkpointer = Checkpointer(str(tmp_path), attempt="a")
+    writer = checkpointer.writer_pid
+    pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
+    monkeypatch.setattr(Staging, "_copy", fail)
+    checkpointer.save(1, pieces, tensors=SMALL, layout=ONE, num_layers=NUM_LAYERS, metadata={}, overlap=True)
+    with pytest.raises(RuntimeError, match="a device is gone"):
+        checkpointer.close()
+    assert not is_running(writer)
+    assert committed_steps(open_storage(tmp_path)) == []
 
 
 def test_older_steps_go_after_a_newer_commit(url: str) -> None:

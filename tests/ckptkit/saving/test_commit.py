@@ -1,6 +1,8 @@
 """Commit waits for every writer, refuses what is not whole, and happens once."""
 
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +19,11 @@ from ckptkit.partition import rank_chunks
 from ckptkit.plan import plan_files
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.commit import Holding, check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.retries import Retries
 from tests.ckptkit.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
-from threefold.storage import AlreadyExists, Storage, open_storage
+from threefold.storage import AlreadyExists, Storage, TemporaryFailure, open_storage
+from threefold.storage.local import LocalStorage
 
 LAYOUT = ParallelLayout(tp=2, dp=2)
 
@@ -67,6 +71,32 @@ def test_it_waits_for_the_last_writer(storage: Storage) -> None:
     late.start()
     assert len(wait_for_parts(storage, 7, "a", 4, lambda: 30.0)) == 4
     late.join()
+
+
+def test_requests_that_fail_now_and_then_end_no_long_wait(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fails once, at times that are further apart than one may be tried again for."""
+    passed: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + sum(passed))
+    for writer in range(3):
+        for number, index in enumerate(indexes_of(writer)):
+            put(storage, writer, number, index)
+    usual, failed = LocalStorage.list_keys, list[float]()
+
+    def list_keys(self: LocalStorage, prefix: str) -> Iterator[str]:
+        if len(failed) < 4 and sum(passed) > 50.0 * (len(failed) + 1):
+            failed.append(sum(passed))
+            raise TemporaryFailure("busy")
+        if len(failed) == 4:
+            put(storage, 3, 0, indexes_of(3)[0])
+        return usual(self, prefix)
+
+    monkeypatch.setattr(LocalStorage, "list_keys", list_keys)
+    retries = Retries(1.0, sleep=passed.append)
+    assert len(wait_for_parts(storage, 7, "a", 4, lambda: 600.0, retries=retries)) == 4
+    assert len(failed) == 4
+    assert retries.num_attempts == 5
 
 
 def test_missing_and_failed_writers_are_named(storage: Storage) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import queue
 import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,11 @@ from ckptkit.passes.hashing import hash_checkpoint
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
+from ckptkit.saving import promotion as promotion_module
+from ckptkit.saving import writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from ckptkit.saving.promotion import promote
-from ckptkit.saving.save_order import Promotion
+from ckptkit.saving.promotion import Promoter, promote
+from ckptkit.saving.save_order import Promotion, SaveOutcome
 from ckptkit.saving.tiers import Tier
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import (
@@ -157,26 +162,103 @@ def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
         assert_holds(url, 7, SMALL, scale=7)
 
 
-def test_a_writer_killed_while_it_copies_leaves_nothing_listed(
+def test_a_writer_without_a_trainer_prunes_nothing(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
+    """The job's next start may be reading an older step."""
+    save_whole(tmp_path, 1, SMALL)
+    save_whole(s3_url, 1, SMALL)
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    slow = f"{s3_url},keep_last=1"
+    trainer = start_rank(str(tmp_path), "--steps", 7, "--keep-last", 1, "--tier", slow, "--then", "hold")
+    writer = int(trainer.stdout.readline().split()[1])
+    assert trainer.stdout.readline() == "told\n"
+    wait_until(lambda: s3_proxy.num_faults > 0)
+    assert committed_steps(open_storage(tmp_path)) == [7], "as long as there is one it does"
+    trainer.kill()
+    trainer.communicate(timeout=30)
+    wait_until(lambda: not is_running(writer))
+    assert committed_steps(open_storage(s3_url)) == [1, 7]
+
+
+def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor_copies_the_step(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
     fast = tmp_path / "fast"
     s3_proxy.fault = Fault("delay", method="PUT", skip=1, delay_s=30.0)
-    with saver(fast, Tier(s3_url)) as checkpointer:
-        save_one(checkpointer, 1, SMALL)
-        assert copies(checkpointer.wait(), str(fast)) == {1: ""}
+    with saver(fast, Tier(s3_url, every=10)) as checkpointer:
+        save_one(checkpointer, 10, SMALL)
+        assert copies(checkpointer.wait(), str(fast)) == {10: ""}
         wait_until(lambda: s3_proxy.num_faults > 0)  # the index is on its way
         os.kill(checkpointer.writer_pid, signal.SIGKILL)
         reports: list = []
         wait_until(lambda: bool(reports.extend(checkpointer.poll()) or reports))
-        assert copies(reports, s3_url) == {1: "rank 0: the writer process was killed by SIGKILL while it copied step 1"}
+        killed = "rank 0: the writer process was killed by SIGKILL while it copied step 10"
+        assert copies(reports, s3_url) == {10: killed}
         assert committed_steps(open_storage(s3_url)) == []
-        assert "step-000000001/a-0001/part-00000.safetensors" in contents(s3_url)
+        assert "step-000000010/a-0001/part-00000.safetensors" in contents(s3_url)
         s3_proxy.fault = Fault()
-        save_one(checkpointer, 2, SMALL, scale=2)
-        assert copies(checkpointer.close(), s3_url) == {2: ""}
-    assert committed_steps(open_storage(s3_url)) == [2]
-    assert committed_steps(open_storage(fast)) == [1, 2]
+        save_one(checkpointer, 13, SMALL, scale=13)
+        assert copies(checkpointer.close(), s3_url) == {10: ""}
+    assert committed_steps(open_storage(s3_url)) == [10]
+    assert_holds(s3_url, 10, SMALL)
+    assert committed_steps(open_storage(fast)) == [10, 13]
+
+
+def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
+) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=30.0)
+    killed: list[int] = []
+    with saver(tmp_path, Tier(s3_url)) as checkpointer:
+
+        def kill() -> None:
+            wait_until(lambda: s3_proxy.num_faults > len(killed) and checkpointer.writer_pid not in killed)
+            killed.append(checkpointer.writer_pid)
+            os.kill(killed[-1], signal.SIGKILL)
+
+        save_one(checkpointer, 1, SMALL)
+        checkpointer.wait()
+        killer = threading.Thread(target=lambda: (kill(), kill()))
+        killer.start()
+        errors = [report.error for report in checkpointer.close() if report.url == s3_url]
+        killer.join()
+    assert errors == ["rank 0: the writer process was killed by SIGKILL while it copied step 1"] * 2
+    assert len(set(killed)) == 2
+
+
+def test_a_tier_gets_the_step_after_one_that_was_skipped(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
+    slow = str(tmp_path)
+    options = CheckpointerOptions(tiers=(Tier(slow, every=20),), when_busy="skip")
+    with Checkpointer(s3_url, attempt="a", options=options) as checkpointer:
+        save_one(checkpointer, 10, SMALL)
+        checkpointer.wait()
+        s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+        for step in (15, 20):
+            save_one(checkpointer, step, SMALL)
+        assert [report.skipped for report in checkpointer.wait()] == [True, False]
+        s3_proxy.fault = Fault()
+        save_one(checkpointer, 30, SMALL)
+        assert copies(checkpointer.close(), slow) == {30: ""}
+
+
+def test_a_tier_gets_the_step_after_one_whose_save_failed(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", str(tmp_path / "slow")
+    save_whole(fast, 20, SMALL, attempt="other")
+    with saver(fast, Tier(slow, every=20)) as checkpointer:
+        for step in (10, 20, 30):
+            save_one(checkpointer, step, SMALL)
+        reports = checkpointer.close()
+    assert [report.ok for report in reports if report.url == str(fast)] == [True, False, True]
+    assert copies(reports, slow) == {30: ""}
+
+
+def test_a_run_that_was_killed_before_its_copy_copies_its_next_step(tmp_path: Path) -> None:
+    slow = str(tmp_path / "slow")
+    with saver(tmp_path / "fast", Tier(slow, every=100, newest=100)) as checkpointer:  # 200 was not copied any more
+        for step in (210, 220):
+            save_one(checkpointer, step, SMALL)
+            checkpointer.wait()
+        checkpointer.close()
+    assert committed_steps(open_storage(slow)) == [210]
 
 
 def test_the_last_step_is_copied_although_it_is_not_due(tmp_path: Path) -> None:
@@ -202,6 +284,19 @@ def test_a_writer_that_died_after_its_save_does_not_keep_the_last_step_from_its_
         checkpointer.copy_last()
         assert copies(checkpointer.close(), slow) == {3: ""}
     assert_holds(slow, 3, SMALL)
+
+
+def test_a_copy_that_is_not_done_when_the_time_for_closing_is_over_is_told(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "CLOSE_WITHIN_S", 0.1)
+    options = CheckpointerOptions(timeout_s=3.0, tiers=(Tier(s3_url),))
+    with Checkpointer(str(tmp_path), attempt="a", options=options) as checkpointer:
+        s3_proxy.fault = Fault("delay", method="PUT", delay_s=30.0)
+        save_one(checkpointer, 1, SMALL)
+        reports = checkpointer.close()
+    late = "rank 0: the writer was not done after 3 s while it copied step 1"
+    assert [(report.step, report.error) for report in reports] == [(1, ""), (1, late)]
 
 
 def test_a_tier_whose_url_is_none_is_refused_before_the_first_save(tmp_path: Path) -> None:
@@ -261,11 +356,50 @@ def test_another_try_copies_only_what_is_missing(tmp_path: Path) -> None:
     data = slow / "step-000000001/a-0001/part-00000.safetensors"
     (slow / "step-000000001/root.json").unlink()
     before = data.stat().st_mtime_ns
-    promote(promotion_of(fast, slow), resumes=True)
+    promote(promotion_of(fast, slow))
     assert data.stat().st_mtime_ns == before
     assert contents(slow) == contents(fast)
-    promote(promotion_of(fast, slow))  # the answer to its last request may have been lost
-    assert contents(slow) == contents(fast)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_files_of_a_committed_step_are_not_written_again(tmp_path: Path, writer: int) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    save_whole(fast, 1, SMALL)
+    promote(promotion_of(fast, slow))
+    for path in (slow / "step-000000001/a-0001").iterdir():
+        path.unlink()  # nobody may write these under a root that readers see
+    promote(replace(promotion_of(fast, slow), writer=writer))  # the answer to its last request was lost
+    assert list(contents(slow)) == ["step-000000001/root.json"]
+
+
+def test_a_choice_that_is_passed_over_meanwhile_ends_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, copied = queue.SimpleQueue[SaveOutcome](), list[int]()
+    orders = [replace(promotion_of("fast", tmp_path, step), writer=1) for step in range(1, 8)]
+    promoter = Promoter(told.put)
+
+    def slow_look(waiting: list[Promotion]) -> Promotion:
+        if len(copied) == 0 and waiting[0].step == 1:
+            promoter.offer(orders[1:])
+        return waiting[0]
+
+    monkeypatch.setattr(promotion_module, "_marked", slow_look)
+    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: copied.append(order.step))
+    promoter.offer(orders[:1])
+    outcomes = [told.get(timeout=10) for _ in orders]
+    assert copied == [4, 5, 6, 7]
+    assert {outcome.step for outcome in outcomes if outcome.error} == {1, 2, 3}
+    promoter.finish()
+
+
+def test_the_leader_aborts_stale_uploads_to_its_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, asked = queue.SimpleQueue[SaveOutcome](), list[str]()
+    monkeypatch.setattr("ckptkit.saving.upkeep.abort_stale_uploads", lambda storage: asked.append(storage.url))
+    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: None)
+    promoter = Promoter(told.put)
+    for step in (1, 2):
+        promoter.offer([promotion_of("fast", tmp_path / "slow", step)])
+        assert told.get(timeout=10).error == ""
+    assert asked == [str(tmp_path / "slow")]
 
 
 def test_a_step_that_another_attempt_committed_is_left_as_it_is(tmp_path: Path) -> None:

@@ -71,6 +71,35 @@ def test_ranks_share_an_attempt(tmp_path: Path) -> None:
     assert_holds(tmp_path, 1, SMALL)
 
 
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"writer 1 of 2 was not done within 0\.[0-9] s"):
+        save(tmp_path, 1, ParallelLayout(dp=2), attempt="x", deadline_s=0.2)
+    assert list(open_storage(tmp_path).list()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attempt": "../x"}, "attempt '../x' is not a name"),
+        ({"step": -1}, "step -1 is no whole number from 0"),
+        ({"step": 10**15}, "is no whole number from 0"),
+        ({"metadata": {"seen": {1}}}, "the metadata of a save is not JSON"),
+    ],
+)
+def test_what_no_root_could_name_is_refused_before_anything_is_written(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    arguments = {"step": 1, "tensors": SMALL, "layout": ONE, "num_layers": NUM_LAYERS, "metadata": {}} | change
+    with pytest.raises(UserError, match=message):
+        ckptkit.save(str(tmp_path), pieces=pieces_of(SMALL, ONE, 0, values(SMALL)), **arguments)
+    assert list(tmp_path.iterdir()) == []
+    if "attempt" not in change:
+        with ckptkit.Checkpointer(str(tmp_path), attempt="a") as checkpointer, pytest.raises(UserError, match=message):
+            checkpointer.save(pieces=pieces_of(SMALL, ONE, 0, values(SMALL)), **arguments)
+    with pytest.raises(UserError, match="is not a name"):
+        ckptkit.Checkpointer(str(tmp_path), attempt="x" * 128)  # no room for the number of a save
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
     common = {"tensors": SMALL, "layout": ONE, "num_layers": NUM_LAYERS, "metadata": {}}

@@ -12,8 +12,8 @@ from ckptkit.saving.tiers import (
     agreed_steps,
     check_intervals,
     destinations,
-    due,
     filled,
+    is_due,
     node_name,
     nodes_of,
     parse_tiers,
@@ -63,12 +63,24 @@ def test_what_is_not_well_written_is_refused_with_a_hint(texts: list[str], messa
 def test_a_slower_tier_is_due_at_saved_steps_only() -> None:
     tiers = parse_tiers(["/a", "/b,every=1000", "/c"])
     check_intervals(tiers, 500)
-    assert [[tier.url for tier in due(tiers.slower, step)] for step in (500, 1000)] == [["/c"], ["/b", "/c"]]
     with pytest.raises(UserError, match="every=1000 of /b is not a multiple of checkpoint") as raised:
         check_intervals(tiers, 300)
     assert raised.value.hint == "every=1200"
     with pytest.raises(UserError, match="save_interval 0"):
         check_intervals(tiers, 0)
+
+
+@given(every=st.integers(1, 20), saved=st.sets(st.integers(1, 200), min_size=1))
+def test_of_the_steps_that_are_saved_the_first_of_each_interval_is_due(every: int, saved: set[int]) -> None:
+    after, due = 0, []
+    for step in sorted(saved):
+        if is_due(every, step, after):
+            due.append(step)
+        after = step
+    first = {step // every: step for step in sorted(saved, reverse=True) if step >= every}
+    assert due == sorted(first.values())
+    assert all(is_due(0, step, None) for step in saved)
+    assert [step for step in saved if is_due(every, step, None)] == [step for step in saved if step % every == 0]
 
 
 @given(every=st.integers(1, 50), interval=st.integers(1, 50))

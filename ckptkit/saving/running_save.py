@@ -1,0 +1,102 @@
+"""RunningSave: the one save that the writer works on, as the trainer sees it: the copies of its state, and its end.
+
+While a thread copies, that thread alone listens to the writer, and keeps what it hears. Whatever the writer does, all
+is over `timeout_s` after the begin.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptkit.saving.handover import Handover, Signal
+from ckptkit.saving.save_order import SaveOutcome
+from ckptkit.saving.staging import Staging
+from ckptkit.saving.writer_process import WriterProcess
+
+
+class RunningSave:
+    """One save, from its order to its outcome; `given_up` says why it is not wanted any more, where it is not."""
+
+    def __init__(
+        self, step: int, attempt: str, data_bytes: int, writer: WriterProcess, handover: Handover, timeout_s: float
+    ) -> None:
+        self.step, self.attempt, self.data_bytes = step, attempt, data_bytes
+        self.started, self.stall_s, self.given_up = time.monotonic(), 0.0, ""
+        self._writer, self._handover = writer, handover
+        self._deadline = self.started + timeout_s
+        self._staging: Staging | None = None  # while a thread copies
+        self._told: SaveOutcome | EOFError | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the writer has to be done."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def order(self, line: bytes) -> None:
+        """Tell the writer of it."""
+        self._handover.reset()
+        self._writer.send(line, self.left_s)
+
+    def stage(self, staging: Staging, *, overlap: bool) -> None:
+        """Copy the state; with `overlap` on a thread, until `join`."""
+        with self._given_up_on_failure():
+            if overlap:
+                staging.start(self._room)
+                self._staging = staging
+            else:
+                staging.run(self._room)
+
+    def join(self) -> float:
+        """Wait until all is copied; the seconds that took."""
+        started = time.monotonic()
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return 0.0
+        with self._given_up_on_failure():
+            staging.join()
+        seconds = time.monotonic() - started
+        self.stall_s += seconds
+        return seconds
+
+    def give_up(self, reason: str) -> None:
+        """Let the writer know, as soon as it listens, that nobody wants this save any more."""
+        self.given_up = reason
+        self._handover.stop.add()
+
+    def outcome(self, timeout_s: float) -> SaveOutcome | EOFError | None:
+        """How it ended in the writer, or how the writer died; None where it runs on after so many seconds."""
+        deadline = time.monotonic() + timeout_s
+        if self._staging is not None:
+            if timeout_s > 0:
+                self._staging.wait(timeout_s)
+            if self._staging.is_running:
+                return None
+            self.join()
+        if self._told is None:
+            self._listen(max(deadline - time.monotonic(), 0.0))
+        return self._told
+
+    def _listen(self, timeout_s: float, *, unless: Signal | None = None) -> None:
+        """Keep what the writer says of the save."""
+        try:
+            self._told = self._writer.receive(timeout_s, unless=unless)
+        except EOFError as death:
+            self._told = death
+
+    def _room(self) -> int:
+        """Wait until the writer released blocks, and give their number; 0 where it ended the save."""
+        while self._told is None:
+            if count := self._handover.released.take():
+                return count
+            if self.left_s <= 0:
+                self._writer.kill()
+            self._listen(self.left_s, unless=self._handover.released)
+        return 0
+
+    @contextmanager
+    def _given_up_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._handover.stop.add()
+            raise
