@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from ckptkit.run_verbs import add_run_verbs, count
-from threefold.cli import Parser, print_json, run
-from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
+from threefold.cli import Handler, Parser, print_json, run
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 CKPT_HELP = "run URL (its newest committed step) or step URL: a path, s3://..., or any fsspec URL"
 
@@ -96,7 +96,23 @@ def build_parser() -> Parser:
 
     for verb in (inspect, verify, hash_, copy, reshard):
         verb.add_argument("--json", action="store_true", help="print one JSON document")
+        verb.set_defaults(handler=pointing_to_other_steps(verb.get_default("handler")))
     return parser
+
+
+def pointing_to_other_steps(verb: Handler) -> Handler:
+    """The verb; where damage ends it, the hint says how to find another step."""
+
+    def run_verb(arguments: argparse.Namespace) -> int | None:
+        try:
+            return verb(arguments)
+        except CheckFailed as damage:
+            from ckptkit.address import split_address
+
+            run_url = split_address(getattr(arguments, "checkpoint", "") or arguments.source)[0]
+            raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
+
+    return run_verb
 
 
 def size(text: str) -> int:
@@ -202,7 +218,6 @@ def copy_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.passes.copying import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
     from ckptkit.runs.catalogue import committed_steps, resolve
     from threefold.cli import report
-    from threefold.errors import CheckFailed
 
     return_large_frees()
     source, step = resolve(arguments.source)

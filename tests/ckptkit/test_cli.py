@@ -148,6 +148,7 @@ def test_what_is_not_a_root_is_told(capsys: Capture, run_url: str) -> None:
     code, _, err = call(capsys, "inspect", run_url)
     assert code == 1
     assert "root.json is not a checkpoint's root" in err
+    assert err.endswith(f"hint: ckptkit ls {run_url}\n")
 
 
 def test_layouts_that_cannot_be(capsys: Capture, run_url: str, tmp_path: Path) -> None:
