@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ckptkit.run_verbs import add_run_verbs
 from ckptkit.verb import add_verb, whole_number
-from threefold.cli import Parser, print_json, report, run
+from threefold.cli import Handler, Parser, print_json, report, run
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 CKPT_HELP = "run URL (its newest committed step) or step URL: a path, s3://..., or any fsspec URL"
@@ -101,7 +101,24 @@ def build_parser() -> Parser:
         default=argparse.SUPPRESS,
         help="refuse a source of another layout; written like tp8-pp4, axes left out may be any",
     )
+    for verb in (inspect, verify, hash_, copy, reshard):
+        verb.set_defaults(handler=pointing_to_other_steps(verb.get_default("handler")))
     return parser
+
+
+def pointing_to_other_steps(verb: Handler) -> Handler:
+    """The verb; where damage ends it, the hint says how to find another step."""
+
+    def run_verb(arguments: argparse.Namespace) -> int | None:
+        try:
+            return verb(arguments)
+        except CheckFailed as damage:
+            from ckptkit.address import split_address
+
+            run_url = split_address(getattr(arguments, "checkpoint", "") or arguments.source)[0]
+            raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
+
+    return run_verb
 
 
 def share(text: str) -> float:

@@ -242,11 +242,11 @@ def each_step(
     act: "Callable[[Storage, int], bool]",
 ) -> int:
     """Find the steps that URLs name, all before the first is changed, act on each, and report to which it was done."""
-    from ckptkit.address import split_address
+    from ckptkit.address import open_address
     from ckptkit.format.root import step_folder
 
     for url in arguments.steps:
-        if split_address(url)[1] is None:
+        if open_address(url)[1] is None:
             raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {url}")
     addresses = [(storage, step) for storage, step in map(find, arguments.steps) if step is not None]
     urls = []

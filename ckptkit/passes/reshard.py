@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
 
 PAGE_BYTES = 4096
+MAX_RANKS = 1 << 17  # each has a file
 UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
 
 
@@ -94,6 +95,12 @@ def reshard(
     root = source.root
     tensors = list(root.tensors.values())
     step = root.step if step is None else step
+    replace(root, step=step).check()
+    if layout.cp * layout.ep * layout.virtual > 1:
+        raise UserError(f"cannot reshard to {layout}: a checkpoint is cut by tp, dp and pp only")
+    if layout.world_size > MAX_RANKS:
+        text = f"{layout} has {layout.world_size:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
+        raise UserError(text, hint="a run reads any layout: fewer ranks do")
     attempt = f"reshard-{secrets.token_hex(6)}"
     folder = step_folder(step)
     if storage.info(f"{folder}/{ROOT_KEY}") is not None:

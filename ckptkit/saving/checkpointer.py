@@ -337,7 +337,12 @@ class Checkpointer:
 
 
 def _check_places(places: Sequence[Storage]) -> None:
-    """UserError where two tiers are one place: a file would be copied onto itself, and lost."""
+    """UserError where two tiers are one place: a file would be copied onto itself, and lost; or where one is fsspec's
+    memory, which a writer process fills with what nobody else sees."""
     for number, place in enumerate(places):
+        if place.url.startswith("memory:"):
+            raise UserError(
+                f"{place.url} is lost with the process that writes it", hint="/dev/shm/run is memory that stays"
+            )
         if any(is_same_place(place, other) for other in places[:number]):
             raise UserError(f"{place.url} is named twice as a tier", hint="name each tier once, the fastest first")

@@ -148,6 +148,7 @@ def test_what_is_not_a_root_is_told(capsys: Capture, run_url: str) -> None:
     code, _, err = call(capsys, "inspect", run_url)
     assert code == 1
     assert "root.json is not a checkpoint's root" in err
+    assert err.endswith(f"hint: ckptkit ls {run_url}\n")
 
 
 def test_layouts_that_cannot_be(capsys: Capture, run_url: str, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def test_layouts_that_cannot_be(capsys: Capture, run_url: str, tmp_path: Path) -
         "hint: choose tp from",
     )
     assert_refused(call(capsys, "reshard", run_url, target, "--tp", "0"), 2, "'0' is not a whole number >= 1")
+    assert_refused(call(capsys, "reshard", run_url, target, "--dp", "9" * 9), 2, "has 999,999,999 ranks")
     assert_refused(call(capsys, "reshard", run_url, target, "--pt", "2"), 2, "unknown argument --pt")
     assert_refused(
         call(capsys, "reshard", run_url, target, "--from", "tp4-pp2"), 2, "was saved as tp2-pp2, not as tp4-pp2"

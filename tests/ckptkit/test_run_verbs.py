@@ -161,6 +161,7 @@ def test_what_cannot_be_pinned(capsys: Capture, run: str) -> None:
     first = f"{run}/step-000000001"
     assert_refused(call(capsys, "pin", first, f"{run}/step-000000009"), 2, "holds no committed step 9")
     assert_refused(call(capsys, "pin", first, run), 2, "is not the URL of a step", f"ckptkit ls {run}")
+    assert_refused(call(capsys, "pin", first, ""), 2, "an empty storage URL")
     assert_refused(call(capsys, "pin", first, "--note", "x" * 20_000), 2, "a note of 20,000 bytes")
     assert_refused(call(capsys, "pin", first, "--note", "caf\udce9"), 2, "is not UTF-8")
     assert not any(row["pinned"] for row in rows(capsys, "ls", run))

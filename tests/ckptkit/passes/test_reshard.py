@@ -85,6 +85,24 @@ def test_a_layout_that_does_not_divide_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize(
+    ("layout", "step", "said"),
+    [
+        (ParallelLayout(cp=2), None, "cannot reshard to cp2"),
+        (ParallelLayout(virtual=2), None, "cannot reshard to virtual2"),
+        (ParallelLayout(dp=1_000_000), None, "has 1,000,000 ranks"),
+        (ParallelLayout(), -1, "no reader would take this checkpoint: step -1"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(layout: ParallelLayout, step: int | None, said: str, tmp_path: Path) -> None:
+    tensors = gpt_tensors(1)
+    source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
+    write_checkpoint(source, 1, ParallelLayout(), 1, tensors, values(tensors))
+    with CheckpointReader(source, 1) as reader, pytest.raises(UserError, match=said):
+        reshard(reader, target, layout, step=step)
+    assert not (tmp_path / "target").exists()
+
+
 def test_a_step_that_is_there_is_not_touched(tmp_path: Path) -> None:
     source = make_source(tmp_path / "source")
     before = source.read("step-000000003/root.json")

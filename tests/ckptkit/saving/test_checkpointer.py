@@ -22,6 +22,7 @@ from ckptkit.runs.retention import Retention
 from ckptkit.saving import writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
+from ckptkit.saving.tiers import Tier
 from ckptkit.tensor import TensorInfo
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
@@ -490,6 +491,13 @@ def test_older_steps_go_after_a_newer_commit(url: str) -> None:
     assert_holds(url, 3, SMALL, scale=3)
 
 
-def test_a_storage_without_exclusive_writes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    Checkpointer("memory://somewhere", attempt="a").close()
-    assert "warning: memory://somewhere cannot commit exclusively" in capsys.readouterr().err
+def test_a_storage_without_exclusive_writes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Checkpointer(f"local://{tmp_path}", attempt="a").close()
+    assert f"warning: local://{tmp_path} cannot commit exclusively" in capsys.readouterr().err
+
+
+def test_memory_that_the_writer_alone_would_see_is_refused(tmp_path: Path) -> None:
+    for url, tiers in (("memory://run", ()), (str(tmp_path), (Tier("memory://run"),))):
+        with pytest.raises(UserError, match="memory://run is lost with the process") as caught:
+            Checkpointer(url, attempt="a", options=CheckpointerOptions(tiers=tiers))
+        assert caught.value.hint == "/dev/shm/run is memory that stays"
