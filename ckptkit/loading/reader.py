@@ -224,7 +224,7 @@ class CheckpointReader:
             fault = "cannot be read (Input/output error)" if is_broken else self._size_fault(key, num_bytes)
             if fault is None:
                 raise
-            names = self.read_index(part).chunks.names if part else ()
+            names = self.read_index(part).tensors_between(0, part.data_bytes) if part else ()
             held = f", where {shown_names(names)} is stored" if names else ""
             raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
 
