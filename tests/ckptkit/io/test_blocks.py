@@ -23,7 +23,6 @@ from ckptkit.io.blocks import (
     checksums,
     copy_many,
     num_granules,
-    write_file,
     xxh3_64,
 )
 from tests.ckptkit.saves import ROOT, strace
@@ -35,6 +34,12 @@ RANDOM = np.random.default_rng(0).integers(0, 256, 30 << 20, dtype=np.uint8)
 
 def expected_checksums(data: bytes) -> list[int]:
     return [xxhash.xxh3_64_intdigest(data[i : i + GRANULE_BYTES]) for i in range(0, len(data), GRANULE_BYTES)]
+
+
+def write_file(path: Path, segments: list[tuple[int, int]], *, direct: bool = True, num_threads: int = 2) -> np.ndarray:
+    """Write one durable file; the checksum of each granule."""
+    with BlockWriter(path, sum(size for _, size in segments), direct=direct) as writer:
+        return writer.write(0, segments, num_threads=num_threads)
 
 
 def segments_of(*arrays: np.ndarray) -> list[tuple[int, int]]:
@@ -232,7 +237,8 @@ def test_calls_that_a_signal_interrupts_are_made_again(tmp_path: Path) -> None:
     program = (
         "import sys; import numpy as np; from ckptkit.io.blocks import *;"
         "path, data, back = sys.argv[1], np.arange(9_000_001).astype(np.uint8), np.zeros(9_000_001, np.uint8);"
-        "found = write_file(path, [(data.ctypes.data, len(data))]);"
+        "writer = BlockWriter(path, len(data));"
+        "found = writer.write(0, [(data.ctypes.data, len(data))]); writer.close();"
         "reader = BlockReader(path, len(data), found);"
         "reader.read([(0, len(back), back.ctypes.data)]); assert (data == back).all(); print('same')"
     )
