@@ -34,6 +34,7 @@ CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checks
 CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
 
 // Create `path` and reserve its size (so that a full disk shows at once); O_DIRECT where `direct` and the file system agree.
+// What a file that is there holds within that size stays until it is overwritten.
 CK_API int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer);
 // Write the segments, one after the other, at `offset_bytes` (a granule's begin); they end at a granule's end or the file's.
 // `checksums` gets one value for each granule written.

@@ -130,6 +130,25 @@ def test_a_file_written_in_windows_in_any_order(place: tuple[Path, bool]) -> Non
     assert found.tolist() == expected_checksums(data.tobytes())
 
 
+def test_a_file_that_is_there_is_overwritten_and_cut(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    for old in (0, 100, 5000, GRANULE_BYTES, 2 * GRANULE_BYTES + 1):
+        (folder / "f").write_bytes(RANDOM[-old:].tobytes() if old else b"")
+        for size in (0, 5000, GRANULE_BYTES + 3):
+            write_file(folder / "f", segments_of(RANDOM[:size]), direct=direct)
+            assert (folder / "f").read_bytes() == RANDOM[:size].tobytes()
+
+
+def test_one_that_begins_the_same_file_and_dies_takes_nothing_from_another(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    data = RANDOM[: GRANULE_BYTES + 77]
+    with BlockWriter(folder / "f", len(data), direct=direct) as writer:
+        writer.write(0, segments_of(data[:GRANULE_BYTES]))
+        BlockWriter(folder / "f", len(data), direct=direct).close(durable=False)
+        writer.write(GRANULE_BYTES, segments_of(data[GRANULE_BYTES:]))
+    assert (folder / "f").read_bytes() == data.tobytes()
+
+
 def test_windows_must_be_whole_granules(tmp_path: Path) -> None:
     with BlockWriter(tmp_path / "f", 2 * GRANULE_BYTES) as writer:
         for offset, size in [(1, 10), (0, 10), (GRANULE_BYTES, GRANULE_BYTES + 1)]:
