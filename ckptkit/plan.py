@@ -79,17 +79,6 @@ class StoredChunks:
     part: Ints
     offset: Ints
 
-    @classmethod
-    def of(
-        cls, indexes: Sequence[PartIndex], tensors: Sequence[TensorInfo], bounds: Bounds | None = None
-    ) -> "StoredChunks":
-        """The chunks of all parts, or of those only that lie within bounds, sorted by tensor.
-
-        CheckFailed where a part names a tensor that is not in the table.
-        """
-        join = PartJoin(tensors, bounds)
-        return join.joined([join.of(number, index, f"part {number}") for number, index in enumerate(indexes)])
-
 
 class PartJoin:
     """Joins part indexes one by one over a checkpoint's tensor table; what lies out of bounds is never held."""

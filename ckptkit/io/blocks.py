@@ -142,15 +142,6 @@ class BlockWriter:
         self.close(durable=kind is None)
 
 
-def write_file(
-    path: str | os.PathLike[str], segments: npt.ArrayLike, *, direct: bool = True, num_threads: int = 2
-) -> Columns:
-    """Write one durable file from segments (rows of address, bytes); give the checksum of each granule."""
-    rows = _rows(segments, 2)
-    with BlockWriter(path, int(rows[:, 1].sum()), direct=direct) as writer:
-        return writer.write(0, rows, num_threads=num_threads)
-
-
 class BlockReader:
     """One file open for verified reads; ranges read in ascending order over several calls read each granule once.
 

@@ -155,7 +155,7 @@ class NodeExchange:
                     missing = [rank for rank in range(self.size) if rank not in descriptors]
                     self._give_up(_why_no_answer(missing, error, self._deadline_s, self.size))
                 except OSError as error:
-                    self._give_up(f"rank 0 cannot take in the others: {error}")
+                    self._give_up(f"rank 0 cannot let the others join: {error}")
                 self._sockets[rank], descriptors[rank] = other, descriptor
         self._memory += [_Memory(descriptors[rank]) for rank in range(1, self.size)]
         for rank, other in self._sockets.items():

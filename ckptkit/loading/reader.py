@@ -6,7 +6,7 @@ calls (all passes in storage order do) read every granule once.
 
 import errno
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -227,7 +227,7 @@ class CheckpointReader:
             fault = "cannot be read (Input/output error)" if is_broken else self._size_fault(key, num_bytes)
             if fault is None:
                 raise
-            names = self.read_index(part).chunks.names if part else ()
+            names = self.read_index(part).tensors_between(0, part.data_bytes) if part else ()
             held = f", where {shown_names(names)} is stored" if names else ""
             raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
 
@@ -306,8 +306,3 @@ def _as_storage_error(name: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise local_failure(error, "read", name) from error
-
-
-def addresses_of(arrays: Iterable[np.ndarray]) -> Columns:
-    """The addresses of contiguous arrays, for `read` and `execute`; the caller keeps the arrays alive."""
-    return np.array([array.ctypes.data for array in arrays], np.uint64)

@@ -88,7 +88,7 @@ def check_data(
         with reader.loss_as_damage(part.data, part.data_bytes):
             source = reader.open_part(number, None)
     except CheckFailed as error:
-        return 0, [Fault(part.data, error.message, None, index.chunks.names)]
+        return 0, [Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes))]
     buffer = np.empty(WINDOW_BYTES, np.uint8)
     try:
         for first, stop in _stretches(np.arange(len(index.checksums)) if granules is None else granules):
@@ -105,7 +105,7 @@ def check_data(
                 what = "its safetensors header is not the one that its index describes"
                 faults.append(Fault(part.data, what, start))
     except CheckFailed as error:
-        faults.append(Fault(part.data, error.message, None, index.chunks.names))
+        faults.append(Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes)))
     finally:
         source.close()
     return source.bytes_read, faults
@@ -125,7 +125,7 @@ def _check_part(
     try:
         reader.check_size(part)
     except CheckFailed as error:
-        return index, 0, [Fault(part.data, error.message, None, index.chunks.names)]
+        return index, 0, [Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes))]
     return index, 0, []
 
 

@@ -113,14 +113,20 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
 using namespace ckptkit;
 
 int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer) {
-  const int flags = O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC;
+  const int flags = O_CREAT | O_WRONLY | O_CLOEXEC;
   int file = direct ? uninterrupted([&] { return open(path, flags | O_DIRECT, 0666); }) : -1;
   const bool is_direct = file >= 0;
   if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags, 0666); });
   if (file < 0) return -errno;
+  const auto end = static_cast<off_t>(size_bytes);
+  struct stat status;
+  bool is_ready = fstat(file, &status) == 0;
+  // Only what is too much is cut off: another process that copies the same bytes to this place keeps what it wrote.
+  if (is_ready && status.st_size > end) is_ready = uninterrupted([&] { return ftruncate(file, end); }) == 0;
   // Reserving blocks lets writes run in parallel (they no longer extend the file) and shows a full disk at once.
-  if (size_bytes > 0 && uninterrupted([&] { return fallocate(file, 0, 0, static_cast<off_t>(size_bytes)); }) < 0 &&
-      errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
+  if (is_ready && size_bytes > 0 && uninterrupted([&] { return fallocate(file, 0, 0, end); }) < 0)
+    is_ready = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
+  if (!is_ready) {
     const int failure = -errno;
     close(file);
     return failure;

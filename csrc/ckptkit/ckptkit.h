@@ -39,6 +39,7 @@ CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_
                          uint64_t num_ranges, const uint64_t* checksums);
 
 // Create `path` and reserve its size (so that a full disk shows at once); O_DIRECT where `direct` and the file system agree.
+// What a file that is there holds within that size stays until it is overwritten.
 CK_API int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer);
 // Write the segments, one after the other, at `offset_bytes` (a granule's begin); they end at a granule's end or the file's.
 // `checksums` gets one value for each granule written.

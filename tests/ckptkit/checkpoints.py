@@ -1,16 +1,17 @@
 """Writes small checkpoints to any storage in the plainest way, so that readers are tested without the Checkpointer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ckptkit.chunk import Box, Piece
+from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import checksums, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
-from ckptkit.plan import plan_save
+from ckptkit.plan import Bounds, PartJoin, StoredChunks, plan_save
 from ckptkit.tensor import TensorInfo
 from threefold.storage import Storage
 
@@ -19,6 +20,14 @@ def cut(array: np.ndarray, box: Box, start: int, stop: int) -> np.ndarray:
     """The elements [start, stop) of a box of an array."""
     window = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
     return np.ascontiguousarray(array[window]).reshape(-1)[start:stop]
+
+
+def stored_chunks(
+    indexes: Sequence[PartIndex], tensors: Sequence[TensorInfo], bounds: Bounds | None = None
+) -> StoredChunks:
+    """The chunks of all parts, or those only that may meet the bounds."""
+    join = PartJoin(tensors, bounds)
+    return join.joined([join.of(number, index, f"part {number}") for number, index in enumerate(indexes)])
 
 
 def write_checkpoint(

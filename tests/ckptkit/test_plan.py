@@ -15,8 +15,9 @@ from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import RankChunk, rank_chunks
 from ckptkit.placement import Placement
-from ckptkit.plan import Bounds, LoadPlan, StoredChunks, plan_load, plan_save
+from ckptkit.plan import Bounds, LoadPlan, plan_load, plan_save
 from ckptkit.tensor import TensorInfo, storage_order
+from tests.ckptkit.checkpoints import stored_chunks
 from tests.ckptkit.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, UserError
 
@@ -48,8 +49,8 @@ def save(ranks: list[list[RankChunk]], tensors: list[TensorInfo], arrays: dict[s
 
 def load(wanted: list[RankChunk], tensors: list[TensorInfo], files: list[np.ndarray], indexes: list[PartIndex]):  # type: ignore[no-untyped-def]
     table = ChunkTable.of(wanted)
-    everything = StoredChunks.of(indexes, tensors)
-    near = StoredChunks.of(indexes, tensors, Bounds.of(table, everything.chunks.tensors))
+    everything = stored_chunks(indexes, tensors)
+    near = stored_chunks(indexes, tensors, Bounds.of(table, everything.chunks.tensors))
     assert len(near.chunks) <= len(everything.chunks)
     plan = plan_load(table, near)
     assert_equal(plan, plan_load(table, everything))
@@ -159,7 +160,7 @@ def test_granules_read_are_within_a_twentieth_of_the_bytes_needed(second: str) -
         for chunks in all_ranks(tensors, 8, source)
         for file in plan_save([Piece(i.name, box, a, b, None) for i, box, a, b in chunks], tensors).files
     ]
-    stored = StoredChunks.of(indexes, tensors)
+    stored = stored_chunks(indexes, tensors)
     wanted = ChunkTable.of([chunk for chunks in all_ranks(tensors, 8, target) for chunk in chunks])
     plan = plan_load(wanted, stored)
     granules = {
@@ -218,9 +219,9 @@ def test_bounds_leave_out_what_is_elsewhere() -> None:
     ranks = all_ranks(tensors, 4, ParallelLayout(tp=2, dp=4))
     _, indexes = save(ranks, tensors, values(tensors), max_chunks=1000)
     wanted = ChunkTable.of(ranks[5])
-    near = StoredChunks.of(indexes, tensors, Bounds.of(wanted, TensorColumns.of(tensors)))
+    near = stored_chunks(indexes, tensors, Bounds.of(wanted, TensorColumns.of(tensors)))
     assert len(wanted) <= len(near.chunks) <= 2 * len(wanted)
-    assert len(StoredChunks.of(indexes, tensors).chunks) >= 4 * len(wanted)
+    assert len(stored_chunks(indexes, tensors).chunks) >= 4 * len(wanted)
 
 
 def test_missing_and_doubled_elements_are_reported() -> None:
@@ -233,14 +234,14 @@ def test_missing_and_doubled_elements_are_reported() -> None:
     ):
         _, indexes = save([list(stored)], [info], values([info]))
         with pytest.raises(CheckFailed, match=r"attn.q.weight .*64 bytes wanted, \d+ stored"):
-            plan_load(ChunkTable.of([(info, box, 0, 16)]), StoredChunks.of(indexes, [info]))
+            plan_load(ChunkTable.of([(info, box, 0, 16)]), stored_chunks(indexes, [info]))
 
 
 def test_many_faults_are_counted_not_listed() -> None:
     tensors = [TensorInfo(f"t{i}", "F32", (4,), Placement(0)) for i in range(50)]
     wanted = ChunkTable.of([(info, Box((0,), (4,)), 0, 4) for info in tensors])
     with pytest.raises(CheckFailed, match="and 20 more"):
-        plan_load(wanted, StoredChunks.of([], tensors))
+        plan_load(wanted, stored_chunks([], tensors))
 
 
 def test_pieces_that_do_not_fit_are_refused_in_one_report() -> None:
@@ -262,7 +263,7 @@ def test_an_index_of_another_model_is_refused() -> None:
     _, indexes = save([[(info, Box((0,), (4,)), 0, 4)]], [info], values([info]))
     for tensors in ([other], []):
         with pytest.raises(CheckFailed, match="unlike the tensor table"):
-            StoredChunks.of(indexes, tensors)
+            stored_chunks(indexes, tensors)
 
 
 def test_a_writer_past_the_limit_of_a_file_starts_another() -> None:

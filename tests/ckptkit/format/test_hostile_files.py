@@ -23,7 +23,8 @@ from ckptkit.format.root import Part, Root, part_keys
 from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
-from ckptkit.plan import StoredChunks, plan_load, plan_save
+from ckptkit.plan import plan_load, plan_save
+from tests.ckptkit.checkpoints import stored_chunks
 from tests.ckptkit.model_tables import gpt_tensors
 from threefold.errors import UserError
 
@@ -107,7 +108,7 @@ def test_an_index_with_numbers_replaced_is_refused_or_plannable(data: st.DataObj
         return
     assert int(found.offsets[-1] + found.chunks.size_bytes[-1]) == found.size_bytes
     with contextlib.suppress(UserError):
-        stored = StoredChunks.of([found, *INDEXES[1:]], TENSORS)
+        stored = stored_chunks([found, *INDEXES[1:]], TENSORS)
         wanted = ChunkTable.of(rank_chunks(TENSORS, 3, ParallelLayout(), ParallelLayout().coords(0)))
         plan = plan_load(wanted, stored)
         assert int(plan.size.sum()) == int(wanted.size_bytes.sum())
@@ -177,4 +178,4 @@ def test_chunks_that_overlap_are_refused() -> None:
     wanted = ChunkTable.of(rank_chunks(TENSORS, 3, ParallelLayout(), ParallelLayout().coords(0)))
     for indexes in ([*INDEXES, INDEXES[0]], INDEXES[1:]):
         with pytest.raises(UserError, match="each wanted element exactly once"):
-            plan_load(wanted, StoredChunks.of(indexes, TENSORS))
+            plan_load(wanted, stored_chunks(indexes, TENSORS))

@@ -24,7 +24,6 @@ from ckptkit.io.blocks import (
     copy_many,
     num_granules,
     place,
-    write_file,
     xxh3_64,
 )
 from tests.ckptkit.saves import ROOT, strace
@@ -36,6 +35,12 @@ RANDOM = np.random.default_rng(0).integers(0, 256, 30 << 20, dtype=np.uint8)
 
 def expected_checksums(data: bytes) -> list[int]:
     return [xxhash.xxh3_64_intdigest(data[i : i + GRANULE_BYTES]) for i in range(0, len(data), GRANULE_BYTES)]
+
+
+def write_file(path: Path, segments: list[tuple[int, int]], *, direct: bool = True, num_threads: int = 2) -> np.ndarray:
+    """Write one durable file; the checksum of each granule."""
+    with BlockWriter(path, sum(size for _, size in segments), direct=direct) as writer:
+        return writer.write(0, segments, num_threads=num_threads)
 
 
 def segments_of(*arrays: np.ndarray) -> list[tuple[int, int]]:
@@ -124,6 +129,25 @@ def test_a_file_written_in_windows_in_any_order(where: tuple[Path, bool]) -> Non
             found[first : first + len(values)] = values
     assert (folder / "f").read_bytes() == data.tobytes()
     assert found.tolist() == expected_checksums(data.tobytes())
+
+
+def test_a_file_that_is_there_is_overwritten_and_cut(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    for old in (0, 100, 5000, GRANULE_BYTES, 2 * GRANULE_BYTES + 1):
+        (folder / "f").write_bytes(RANDOM[-old:].tobytes() if old else b"")
+        for size in (0, 5000, GRANULE_BYTES + 3):
+            write_file(folder / "f", segments_of(RANDOM[:size]), direct=direct)
+            assert (folder / "f").read_bytes() == RANDOM[:size].tobytes()
+
+
+def test_one_that_begins_the_same_file_and_dies_takes_nothing_from_another(place: tuple[Path, bool]) -> None:
+    folder, direct = place
+    data = RANDOM[: GRANULE_BYTES + 77]
+    with BlockWriter(folder / "f", len(data), direct=direct) as writer:
+        writer.write(0, segments_of(data[:GRANULE_BYTES]))
+        BlockWriter(folder / "f", len(data), direct=direct).close(durable=False)
+        writer.write(GRANULE_BYTES, segments_of(data[GRANULE_BYTES:]))
+    assert (folder / "f").read_bytes() == data.tobytes()
 
 
 def test_windows_must_be_whole_granules(tmp_path: Path) -> None:
@@ -233,7 +257,8 @@ def test_calls_that_a_signal_interrupts_are_made_again(tmp_path: Path) -> None:
     program = (
         "import sys; import numpy as np; from ckptkit.io.blocks import *;"
         "path, data, back = sys.argv[1], np.arange(9_000_001).astype(np.uint8), np.zeros(9_000_001, np.uint8);"
-        "found = write_file(path, [(data.ctypes.data, len(data))]);"
+        "writer = BlockWriter(path, len(data));"
+        "found = writer.write(0, [(data.ctypes.data, len(data))]); writer.close();"
         "reader = BlockReader(path, len(data), found);"
         "reader.read([(0, len(back), back.ctypes.data)]); assert (data == back).all(); print('same')"
     )

@@ -16,7 +16,7 @@ from ckptkit.format.root import ROOT_KEY
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, DamagedGranule, checksums, num_granules
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import CheckpointReader, addresses_of, reading_threads
+from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.partition import rank_chunks
 from ckptkit.passes.verify import verify_checkpoint
 from tests.ckptkit.checkpoints import cut, write_checkpoint
@@ -63,6 +63,10 @@ def test_remote_and_local_readers_agree(data: st.DataObject, tmp_path_factory: p
         needed = sum(min(GRANULE_BYTES, size - granule * GRANULE_BYTES) for granule in touched)
         assert near.bytes_read == far.bytes_read == needed
     near.close()
+
+
+def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.array([array.ctypes.data for array in arrays], np.uint64)
 
 
 def make_checkpoint(storage: Storage) -> dict[str, np.ndarray]:

@@ -12,10 +12,11 @@ from ckptkit.format.root import ROOT_KEY, Part, Root, Share
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
+from ckptkit.passes.hashing import hash_checkpoint
 from ckptkit.passes.verify import Verification, sampled_granules, verify_checkpoint
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
-from threefold.errors import StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Buffer, ObjectInfo, open_storage
 from threefold.storage.local import LocalStorage
 
@@ -181,6 +182,22 @@ def test_a_file_that_grew_or_shrank_is_found(tmp_path: Path) -> None:
     for fault, part in zip(faults, root.parts, strict=False):
         assert fault.what.endswith(f" bytes, not {part.data_bytes}")
         assert fault.tensors
+
+
+def test_a_lost_file_is_told_with_the_tensors_that_it_holds_and_no_others(tmp_path: Path) -> None:
+    root = make(tmp_path, max_chunks=9)
+    part = root.parts[1]
+    with CheckpointReader(open_storage(tmp_path), 9) as reader:
+        chunks = reader.read_index(part).chunks
+        held = {chunks.names[tensor] for tensor in chunks.tensor.tolist()}
+        assert 0 < len(held) <= 9 < len(chunks.names), "a writer's indexes list the tensors of all its files"
+        (tmp_path / "step-000000009" / part.data).unlink()
+        [fault] = verify_checkpoint(reader).faults
+        assert set(fault.tensors) == held
+        with pytest.raises(CheckFailed, match="is missing, where") as caught:
+            hash_checkpoint(reader)
+    first, *others = caught.value.message.partition(", where ")[2].partition(" and ")[0].split(", ")
+    assert {first, *others} <= held
 
 
 @pytest.mark.parametrize(("call", "share"), [("read_ranges", 0), ("info", 0), ("open_part", 1), ("read_part", 1)])
