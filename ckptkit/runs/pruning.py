@@ -2,9 +2,9 @@
 
 A step's root goes first, so that a step is whole or not listed whenever this stops; then the files that the format
 names, also those that a killed writer left under a hidden name on a local disk, and nothing else: unknown names stay,
-with the folders that hold them. What a killed prune leaves behind are
-attempts without a root, which a later one sweeps once they are old. Two prunes may run at once, and beside saves:
-steps newer than the newest committed one are not looked at, and pins are looked for before and after a root goes.
+with the folders that hold them. What a killed prune leaves behind are attempts without a root, which a later one sweeps
+once they are old. Two prunes may run at once, and beside saves: steps newer than the newest committed one are not
+looked at, and pins are looked for before and after a root goes.
 """
 
 import time

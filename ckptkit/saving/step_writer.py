@@ -91,7 +91,9 @@ def write_step(
     retries = retries or Retries()
     try:
         if retries.run(lambda: target.storage.info(f"{target.folder}/{ROOT_KEY}")) is not None:
-            raise AlreadyExists(f"step {target.step} of {target.storage.url} is committed already")
+            url = target.storage.url
+            hint = f"a committed step is never written again; choose another step or place: ckptkit ls {url}"
+            raise AlreadyExists(f"step {target.step} of {url} is committed already", hint=hint)
     except StorageError as error:
         tell_failed(target, error)  # there are no files yet
         raise

@@ -1,5 +1,6 @@
 """Upkeep: what a writer does for a place besides saving or copying to it: stripes, pruning, aborting stale uploads."""
 
+import traceback
 from collections.abc import Collection
 
 from ckptkit.io.striping import Striper
@@ -26,6 +27,9 @@ class Upkeep:
                 abort_stale_uploads(open_storage(url))
             except UserError as error:
                 self._warnings.append(str(error))
+            except Exception as error:  # of a client library, or ours
+                traceback.print_exc()
+                self._warnings.append(f"stale uploads were not aborted: {type(error).__name__}: {error}")
 
     def prune(self, step: int, retention: Retention, needed: Collection[int] = ()) -> None:
         """Delete what is not to be kept once a step is committed, but no step that is still `needed`."""

@@ -7,7 +7,6 @@ writer's end. It never imports torch, and runs behind the trainer.
 """
 
 import argparse
-import contextlib
 import mmap
 import os
 import select
@@ -34,7 +33,7 @@ from ckptkit.saving.staged_blocks import StagedBlocks
 from ckptkit.saving.step_writer import PartSource, StepTarget, clear_abandoned, tell_failed, write_step
 from ckptkit.saving.upkeep import Upkeep
 from ckptkit.torch_tensors import Bytes
-from threefold.errors import StorageError, UserError
+from threefold.errors import EXIT_IO, StorageError, UserError
 from threefold.storage import open_storage
 
 ORPHAN_CHECK_S = 1.0
@@ -135,8 +134,14 @@ class _Server:
         readable([self._handover.stop], seconds)
 
     def _tell(self, outcome: SaveOutcome) -> None:
-        with self._told, contextlib.suppress(BrokenPipeError):  # the trainer died meanwhile
-            os.write(self._answers, outcome.to_line())
+        """Answer the trainer; where that cannot be, it must at least hear that nobody will."""
+        with self._told:
+            try:
+                os.write(self._answers, outcome.to_line())
+            except BrokenPipeError:  # the trainer died meanwhile
+                pass
+            except OSError:
+                os._exit(EXIT_IO)
 
 
 def run_save(

@@ -21,7 +21,7 @@ from ckptkit.saving.staging import Arena
 
 CLOSE_WITHIN_S = 10.0
 DIE_WITHIN_S = 10.0  # once killed; a process that hangs in a dead file system takes for ever
-EXIT_WITHIN_S = 1.0  # once it closed its end
+EXIT_WITHIN_S = 10.0  # once it closed its end
 READ_BYTES = 1 << 16
 MAX_TOLD_BYTES = 2000  # of what a dead writer said
 
@@ -139,10 +139,13 @@ class WriterProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_WITHIN_S)
         code = self._process.poll()
-        if code is None:
-            how = "was killed and does not end" if self._was_killed else "no longer answers"
-        else:
+        if code is not None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        elif self._was_killed:
+            how = "was killed and does not end"
+        else:
+            how = "closed its pipe, does not end, and was killed"
+            self.kill()
         self._said.seek(0)
         said = self._said.read().decode(errors="replace").strip()[-MAX_TOLD_BYTES:]
         return f"the writer process {how}" + (f" ({said})" if said else "")

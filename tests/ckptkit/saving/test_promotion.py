@@ -203,6 +203,36 @@ def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor
     assert committed_steps(open_storage(fast)) == [10, 13]
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_copy_of_several_ranks_survives_the_death_of_a_writer(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, killed: int
+) -> None:
+    layout = ParallelLayout(dp=2)
+    options = CheckpointerOptions(deadline_s=30.0, tiers=(Tier(s3_url, every=10),))
+    ranks = [Checkpointer(str(tmp_path), rank=rank, world_size=2, attempt="a", options=options) for rank in (0, 1)]
+    reports: list[list] = [[], []]
+
+    def save(step: int) -> None:
+        for rank, checkpointer in enumerate(ranks):
+            save_one(checkpointer, step, SMALL, layout, rank, scale=step)
+        for checkpointer, told in zip(ranks, reports, strict=True):
+            told += checkpointer.wait()
+            assert copies(told, str(tmp_path))[step] == ""
+
+    s3_proxy.fault = Fault("delay", method="PUT", target=f"part-0000{killed}.safetensors", delay_s=60.0)
+    save(10)
+    wait_until(lambda: s3_proxy.num_faults > 0)
+    os.kill(ranks[killed].writer_pid, signal.SIGKILL)
+    wait_until(lambda: not ranks[killed]._writer.is_alive)
+    s3_proxy.fault = Fault()
+    save(13)
+    for checkpointer, told in zip(ranks, reports, strict=True):
+        told += checkpointer.close()
+    assert [copies(told, s3_url) for told in reports] == [{10: ""}] * 2, "the last word on it"
+    assert committed_steps(open_storage(s3_url)) == [10]
+    assert_holds(s3_url, 10, SMALL, scale=10)
+
+
 def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
