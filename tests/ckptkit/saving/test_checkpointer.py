@@ -455,7 +455,7 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
 def test_what_cannot_be_ordered_leaves_nobody_waiting(tmp_path: Path) -> None:
     pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
-        with pytest.raises(TypeError, match="dataclass"):
+        with pytest.raises(UserError, match="None is not a ParallelLayout"):
             checkpointer.save(1, pieces, tensors=SMALL, layout=None, num_layers=NUM_LAYERS, metadata={})  # type: ignore[arg-type]
         assert not checkpointer.is_busy
         save_one(checkpointer, 2, SMALL)

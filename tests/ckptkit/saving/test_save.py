@@ -83,6 +83,7 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_asked(tmp_path: Path
         ({"attempt": "../x"}, "attempt '../x' is not a name"),
         ({"step": -1}, "step -1 is no whole number from 0"),
         ({"step": 10**15}, "is no whole number from 0"),
+        ({"step": 1.5}, "is no whole number from 0"),
         ({"metadata": {"seen": {1}}}, "the metadata of a save is not JSON"),
     ],
 )
@@ -118,9 +119,6 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 def test_what_no_reader_would_take_is_not_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = sorted(tmp_path.rglob("*"))
-    for step, more in [(-1, {}), (1.5, {}), (2, {"attempt": ""}), (2, {"attempt": "../a"})]:
-        with pytest.raises(UserError, match=r"no reader would take|is not a name"):
-            save(tmp_path, step, **more)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="names one step") as caught:
         save(f"{tmp_path}/step-000000002", 2)
     assert caught.value.hint == str(tmp_path)
