@@ -39,17 +39,16 @@ def save(
     deadline_s bounds the wait for the other ranks' files. Raises UserError where pieces do not fit the table,
     AlreadyExists where the step is committed, else StorageError.
     """
-    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    check_rank(rank, world_size)
     if attempt is None and world_size > 1:
         raise UserError(
             f"a save of {world_size} ranks needs an attempt that they share",
             hint="give all ranks one new name, such as attempt=f'{job}-{step}'",
         )
-    check_rank(rank, world_size)
     attempt = secrets.token_hex(8) if attempt is None else attempt
     target = StepTarget(open_run(url), step, attempt, rank, world_size)
     table = tensor_table(tensors)
-    draft = Root(step, target.attempt, layout, num_layers, table, (), metadata)
+    draft = Root(step, attempt, layout, num_layers, table, (), metadata)
     draft.check()
     plan = plan_save(pieces, tensors)
     check_memory(pieces, piece_sizes(pieces, tensors), [table[piece.name].dtype for piece in pieces])

@@ -131,8 +131,8 @@ def test_a_file_written_in_windows_in_any_order(where: tuple[Path, bool]) -> Non
     assert found.tolist() == expected_checksums(data.tobytes())
 
 
-def test_a_file_that_is_there_is_overwritten_and_cut(place: tuple[Path, bool]) -> None:
-    folder, direct = place
+def test_a_file_that_is_there_is_overwritten_and_cut(where: tuple[Path, bool]) -> None:
+    folder, direct = where
     for old in (0, 100, 5000, GRANULE_BYTES, 2 * GRANULE_BYTES + 1):
         (folder / "f").write_bytes(RANDOM[-old:].tobytes() if old else b"")
         for size in (0, 5000, GRANULE_BYTES + 3):
@@ -140,8 +140,8 @@ def test_a_file_that_is_there_is_overwritten_and_cut(place: tuple[Path, bool]) -
             assert (folder / "f").read_bytes() == RANDOM[:size].tobytes()
 
 
-def test_one_that_begins_the_same_file_and_dies_takes_nothing_from_another(place: tuple[Path, bool]) -> None:
-    folder, direct = place
+def test_one_that_begins_the_same_file_and_dies_takes_nothing_from_another(where: tuple[Path, bool]) -> None:
+    folder, direct = where
     data = RANDOM[: GRANULE_BYTES + 77]
     with BlockWriter(folder / "f", len(data), direct=direct) as writer:
         writer.write(0, segments_of(data[:GRANULE_BYTES]))
