@@ -163,6 +163,14 @@ class Root:
             raise UserError(text, hint="keep large values in tensors, not in the metadata")
         return body + f',\n"checksum": "{xxh3_64(body):016x}"\n}}\n'.encode()
 
+    def check_whole(self, where: str) -> None:
+        """UserError where the parts are those of one node of several: no damage, and not the step either."""
+        if self.share is not None and self.share.count < self.share.of:
+            raise UserError(
+                f"{where} holds one node's part of the step only, {self.share} of {self.share.of}",
+                hint="give the URL of a slower tier of the run, which holds whole steps",
+            )
+
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> "Root":
         """Read a manifest; CheckFailed where it is damaged or impossible, UserError where it is of a newer format."""

@@ -34,7 +34,8 @@ class CheckpointHash:
 
 
 def hash_checkpoint(reader: CheckpointReader, *, slab_bytes: int = SLAB_BYTES) -> CheckpointHash:
-    """Hash every tensor of a checkpoint; reads each byte once."""
+    """Hash every tensor of a checkpoint; reads each byte once. UserError where it is one node's part of a step."""
+    reader.root.check_whole(reader.url)
     infos = {info.name: info for info in reader.root.tensors.values() if info.placement.tied_to is None}
     states = {name: xxhash.xxh3_128() for name in infos}
     for slab, data in read_slabs(reader, slab_bytes):

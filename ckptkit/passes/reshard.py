@@ -96,6 +96,7 @@ def reshard(
     tensors = list(root.tensors.values())
     step = root.step if step is None else step
     replace(root, step=step).check()
+    root.check_whole(source.url)
     if layout.cp * layout.ep * layout.virtual > 1:
         raise UserError(f"cannot reshard to {layout}: a checkpoint is cut by tp, dp and pp only")
     if layout.world_size > MAX_RANKS:

@@ -1,6 +1,7 @@
 """Reshard: the bytes a save of the target layout would have written, read once, committed or not there at all."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.format.root import ROOT_KEY, step_folder
+from ckptkit.format.root import ROOT_KEY, Share, step_folder
 from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.passes.hashing import hash_checkpoint
@@ -101,6 +102,26 @@ def test_what_cannot_be_written_is_refused(layout: ParallelLayout, step: int | N
     with CheckpointReader(source, 1) as reader, pytest.raises(UserError, match=said):
         reshard(reader, target, layout, step=step)
     assert not (tmp_path / "target").exists()
+
+
+def test_one_nodes_part_of_a_step_is_refused_and_not_called_damage(tmp_path: Path) -> None:
+    tensors = gpt_tensors(2)
+    source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
+    root = write_checkpoint(source, 1, ParallelLayout(dp=2), 2, tensors, values(tensors))
+    part = replace(root, parts=root.parts[:1], share=Share(first=0, count=1, of=2))
+    source.write(f"{step_folder(1)}/{ROOT_KEY}", part.to_bytes())
+    with CheckpointReader(source, 1) as reader:
+        for work in (lambda: reshard(reader, target, ParallelLayout()), lambda: hash_checkpoint(reader)):
+            with pytest.raises(UserError, match=r"one node's part of the step only, writer 0 of 2") as caught:
+                work()
+            assert caught.value.exit_code == 2
+    source.write(f"{step_folder(1)}/{ROOT_KEY}", replace(root, share=Share(first=0, count=2, of=2)).to_bytes())
+    with CheckpointReader(source, 1) as reader:
+        reshard(reader, target, ParallelLayout())
+        digest = hash_checkpoint(reader)
+    with CheckpointReader(target, 1) as reader:
+        assert reader.root.share is None
+        assert hash_checkpoint(reader) == digest
 
 
 def test_a_step_that_is_there_is_not_touched(tmp_path: Path) -> None:
