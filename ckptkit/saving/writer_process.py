@@ -76,6 +76,8 @@ class WriterProcess:
                 with contextlib.suppress(BlockingIOError):  # there is room, but not for PIPE_BUF bytes at once
                     left = left[os.write(self._input.fileno(), left) :]
         except BrokenPipeError:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # how it ends by itself is worth telling
+                self._process.wait(EXIT_WITHIN_S)
             self.kill()
 
     def receive(
