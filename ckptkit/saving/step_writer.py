@@ -126,16 +126,15 @@ def write_step(
 
 
 def clear_abandoned(target: StepTarget) -> None:
-    """Let nobody wait for what a killed writer was about; the one that commits removes all files of it."""
-    killed = StorageError("its writer was killed")
-    if not target.leads:
-        tell_failed(target, killed)
-        return
+    """Let nobody wait for what a killed writer was about, unless it is committed.
+
+    The writer that commits removes all files of it.
+    """
     key = f"{target.folder}/{ROOT_KEY}"
     with contextlib.suppress(UserError):
-        is_committed = target.storage.info(key) is not None
-        if not is_committed or Root.from_bytes(target.storage.read(key), key).attempt != target.attempt:
-            _clean_up(target, 0, killed)
+        is_there = target.storage.info(key) is not None
+        if not is_there or Root.from_bytes(target.storage.read(key), key).attempt != target.attempt:
+            _clean_up(target, 0, StorageError("its writer was killed"))
 
 
 def write_data(target: StepTarget, number: int, part: PartSource, retries: Retries | None = None) -> PartIndex:
