@@ -126,12 +126,13 @@ def write_step(
 
 
 def clear_abandoned(target: StepTarget) -> None:
-    """Let nobody wait for what a killed writer was about; the one that commits removes all files of it."""
-    killed = StorageError("its writer was killed")
-    if not target.leads:
-        tell_failed(target, killed)
-        return
-    _clean_up(target, 0, killed)
+    """Let nobody wait for what a killed writer was about, unless it is committed.
+
+    The writer that commits removes all files of it.
+    """
+    with contextlib.suppress(UserError):
+        if not _is_committed(target):
+            _clean_up(target, 0, StorageError("its writer was killed"))
 
 
 def write_data(target: StepTarget, number: int, part: PartSource, retries: Retries | None = None) -> PartIndex:
@@ -203,16 +204,22 @@ def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float], 
 def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
     """Make room, and let the first writer know; where the storage is gone neither works, and that has its deadline."""
     if target.leads:  # without a root the others' files are of no use
-        key = f"{target.folder}/{ROOT_KEY}"
         with contextlib.suppress(UserError):
-            is_committed = target.storage.info(key) is not None
-            if not is_committed or Root.from_bytes(target.storage.read(key), key).attempt != target.attempt:
+            if not _is_committed(target):
                 target.storage.delete([item.key for item in target.storage.list(f"{target.folder}/{target.attempt}/")])
         return
     for number in range(num_files):
         with contextlib.suppress(StorageError):
             target.storage.delete(target.keys(number))
     tell_failed(target, error)
+
+
+def _is_committed(target: StepTarget) -> bool:
+    """Whether the step's root is there, and of this attempt."""
+    key = f"{target.folder}/{ROOT_KEY}"
+    if target.storage.info(key) is None:
+        return False
+    return Root.from_bytes(target.storage.read(key), key).attempt == target.attempt
 
 
 def tell_failed(target: StepTarget, error: BaseException) -> None:

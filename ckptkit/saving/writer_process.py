@@ -76,6 +76,8 @@ class WriterProcess:
                 with contextlib.suppress(BlockingIOError):  # there is room, but not for PIPE_BUF bytes at once
                     left = left[os.write(self._input.fileno(), left) :]
         except BrokenPipeError:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # how it ends by itself is worth telling
+                self._process.wait(EXIT_WITHIN_S)
             self.kill()
 
     def receive(
@@ -136,8 +138,9 @@ class WriterProcess:
         self._said.close()
 
     def _obituary(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_WITHIN_S)
+        if not self._was_killed:  # else that was waited for
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_WITHIN_S)
         code = self._process.poll()
         if code is not None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

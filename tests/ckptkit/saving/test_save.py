@@ -13,6 +13,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import save as saving
+from ckptkit.saving.step_writer import StepTarget, clear_abandoned
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -152,3 +153,16 @@ def test_a_save_that_lost_takes_no_file_of_a_winner_of_the_same_name(
         save(tmp_path, 1, attempt="a")
     assert looked_for[0] == "step-000000001/root.json"
     assert_holds(tmp_path, 1, SMALL)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_what_a_killed_writer_was_about_is_cleared_unless_it_is_committed(tmp_path: Path, writer: int) -> None:
+    save(tmp_path, 1, attempt="a")
+    storage = open_storage(tmp_path)
+    before = list(storage.list_keys())
+    clear_abandoned(StepTarget(storage, 1, "a", writer, num_writers=2))
+    assert list(storage.list_keys()) == before
+    storage.write("step-000000001/b/part-00000.safetensors", b"half")
+    clear_abandoned(StepTarget(storage, 1, "b", writer, num_writers=2))
+    left = [] if writer == 0 else ["part-00000.safetensors", "part-00001.failed"]
+    assert sorted(set(storage.list_keys()) - set(before)) == [f"step-000000001/b/{name}" for name in left]
