@@ -36,11 +36,10 @@ def test_a_save_that_meets_another_is_skipped(s3_proxy: FaultProxy, s3_url: str)
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.3)
     with Checkpointer(s3_url, attempt="a", options=options("skip")) as checkpointer:
         save_one(checkpointer, 1, SMALL)
-        stall_s = save_one(checkpointer, 2, SMALL)
+        save_one(checkpointer, 2, SMALL)
         reports = {report.step: report for report in checkpointer.wait()}
         assert (reports[1].ok, reports[2].ok, reports[2].skipped) == (True, False, True)
         assert (reports[2].error, reports[2].url) == ("rank 0: skipped: still saving step 1", checkpointer.url)
-        assert stall_s < reports[1].write_s
         save_one(checkpointer, 3, SMALL, scale=3)
         checkpointer.wait()
         assert checkpointer.counts == SaveCounts(ok=2, skipped=1)
