@@ -6,6 +6,7 @@ own, and the first writer finds the others' files by listing. A save that fails 
 writer outlives a killed trainer for as long as it takes to finish the save it was handed, and its copies.
 """
 
+import errno
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, is_same_place
+from threefold.storage.local import local_failure, make_folders
 
 DEFAULTS = CheckpointerOptions()
 MAX_SAVES = 10**9  # whose attempts have names of their own
@@ -50,6 +52,7 @@ class Checkpointer:
     ) -> None:  # fmt: skip
         check_rank(rank, world_size)
         storage = open_run(url)
+        _check_writable(storage)
         self.url = storage.url
         node = options.node
         self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
@@ -334,6 +337,19 @@ class Checkpointer:
         self._reports += self._copies.ended(self._writer.take_copied())
         if death:
             self._reports += self._copies.lost(death)
+
+
+def _check_writable(storage: Storage) -> None:
+    """StorageError where a run's folder cannot be: told at the start, and not after the steps up to the first save."""
+    path = storage.local_path("any")
+    if path is None:
+        return
+    try:
+        make_folders(path.parent)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise local_failure(error, "write", path.parent) from error
 
 
 def _check_places(places: Sequence[Storage]) -> None:

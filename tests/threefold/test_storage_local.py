@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import StorageError
-from threefold.storage import open_storage
+from threefold.storage import is_same_place, open_storage
 from threefold.storage.local import LocalStorage, local_failure, make_folders
 
 WRITE = """
@@ -174,3 +174,28 @@ def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: 
     assert raised.value.hint
     assert list(tmp_path.iterdir()) == []
     storage.write("plain", b"x")
+
+
+def test_one_place_under_two_names_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a")
+    names = ["a", "link", f"../{tmp_path.name}/a"]
+    for there in (False, True):
+        storages = [LocalStorage(tmp_path / name) for name in names]
+        assert all(is_same_place(one, other) for one in storages for other in storages)
+        assert not any(is_same_place(one, LocalStorage(tmp_path / "b")) for one in storages)
+        assert not is_same_place(storages[0], open_storage("memory://a"))
+        if not there:
+            (tmp_path / "a").mkdir()
+
+
+def test_one_place_under_two_mounts_is_seen(small_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    subprocess.run(["mount", "--bind", str(small_disk), str(tmp_path / "again")], check=True)
+    try:
+        first, second = LocalStorage(small_disk / "run"), LocalStorage(tmp_path / "again/run")
+        assert is_same_place(first, second)  # before it is made, and after
+        first.write("x", b"1")
+        assert is_same_place(first, second)
+        assert not is_same_place(first, LocalStorage(tmp_path / "again"))
+    finally:
+        subprocess.run(["umount", str(tmp_path / "again")], check=True)

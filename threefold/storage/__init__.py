@@ -132,9 +132,19 @@ def _folder_of(url: str) -> str:
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:
-    """Whether two storages hold the same objects, as far as URLs and this machine's links tell."""
-    places = [os.path.realpath(path) if (path := each.local_path("any")) else each.url for each in (one, other)]
-    return places[0] == places[1]
+    """Whether two storages hold the same objects, as far as URLs and this machine's links and mounts tell."""
+    return _place_of(one) == _place_of(other)
+
+
+def _place_of(storage: Storage) -> object:
+    """The URL, or of a folder the file behind the part of its path that is there, and the rest of it."""
+    path = storage.local_path("any")
+    if path is None:
+        return storage.url
+    folder = Path(os.path.realpath(path)).parent
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    status = there.stat()
+    return status.st_dev, status.st_ino, folder.relative_to(there)
 
 
 def check_key(key: str) -> str:

@@ -363,6 +363,15 @@ def test_what_no_reader_would_take_is_refused_before_anything_is_written(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match=r"cannot write .*/file/run: .*/file is not a folder"):
+        Checkpointer(f"{tmp_path}/file/run", attempt="a")
+    with pytest.raises(StorageError, match="cannot write /proc/run"):
+        Checkpointer("/proc/run", attempt="a")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_closed_checkpointer_touches_no_file_of_others(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
         save_one(checkpointer, 1, SMALL)
@@ -441,9 +450,10 @@ def test_a_shortage_of_memory_fails_one_save_and_no_more(tmp_path: Path) -> None
 
 
 def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    options = CheckpointerOptions(max_failed_saves=2)
-    with Checkpointer(str(tmp_path / "file"), attempt="a", options=options) as checkpointer:
+    run, options = tmp_path / "run", CheckpointerOptions(max_failed_saves=2)
+    with Checkpointer(str(run), attempt="a", options=options) as checkpointer:
+        run.rmdir()
+        run.write_bytes(b"")
         save_one(checkpointer, 1, SMALL)
         save_one(checkpointer, 2, SMALL)
         with pytest.raises(StorageError, match="2 saves in a row failed, the last: cannot"):
