@@ -79,7 +79,8 @@ class RemoteReader:
 def spans_of(rows: Rows, kept_granule: int = -1) -> list[tuple[int, int]]:
     """The granules [first, stop) that each request fetches, ascending: those that the rows touch, each once.
 
-    A request has at most REQUEST_BYTES, and the kept granule is a span of its own.
+    A request lies within a multiple of REQUEST_BYTES and the next one, as the parts do that a file was sent in: servers
+    answer fastest from few of them. The kept granule is a span of its own.
     """
     most = REQUEST_BYTES // GRANULE_BYTES
     spans: list[list[int]] = []
@@ -88,17 +89,12 @@ def spans_of(rows: Rows, kept_granule: int = -1) -> list[tuple[int, int]]:
     for first, stop in zip(firsts, stops, strict=True):
         first = max(first, spans[-1][1]) if spans else first
         while first < stop:
-            end = min(stop, first + most)
+            end = min(stop, (first // most + 1) * most)
             if first == kept_granule:
                 end = first + 1
             elif first < kept_granule < end:
                 end = kept_granule
-            joins = (
-                spans
-                and spans[-1][1] == first
-                and kept_granule not in (first, first - 1)
-                and end - spans[-1][0] <= most
-            )
+            joins = spans and spans[-1][1] == first and first % most and kept_granule not in (first, first - 1)
             if joins:
                 spans[-1][1] = end
             else:

@@ -45,7 +45,11 @@ def test_requests_cover_the_granules_once_and_are_bounded(pieces: list[tuple[int
     spans = spans_of(rows, kept)
     covered = [granule for first, stop in spans for granule in range(first, stop)]
     assert covered == sorted({granule for a, n in pieces for granule in range(a, a + n)})
-    assert all(0 < stop - first <= REQUEST_BYTES // GRANULE_BYTES for first, stop in spans)
+    most = REQUEST_BYTES // GRANULE_BYTES
+    assert all(first < stop and first // most == (stop - 1) // most for first, stop in spans)
+    if kept not in covered:  # no more requests than that takes
+        apart = sum(granule % most == 0 or granule - 1 not in covered for granule in covered)
+        assert len(spans) == apart
     if kept in covered:
         assert (kept, kept + 1) in spans
 
