@@ -81,13 +81,16 @@ def gpt_state(*, hidden: int, num_layers: int, vocab: int = 32768, device: str =
 
 
 def interleaved(ways: dict[str, Callable[[], object]], repeats: int, before: Callable[[], object]) -> dict[str, Timing]:
-    """Run each way `repeats` times in turn; `before` runs, not timed, ahead of each."""
+    """Run each way `repeats` times in turn; `before` runs, not timed, ahead of each.
+
+    Every second turn goes backwards, so that none is always behind one that warmed what lies below the page cache.
+    """
     timings = {name: Timing() for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
+    for turn in range(repeats):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
             before()
             cpu, started = cpu_seconds(), time.perf_counter()
-            way()
+            ways[name]()
             timings[name].seconds.append(time.perf_counter() - started)
             timings[name].cpu_s.append(cpu_seconds() - cpu)
     return timings
