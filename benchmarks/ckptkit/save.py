@@ -7,6 +7,7 @@ Peers: torch DCP with two threads and fsync of its files, safetensors and torch.
 file and its fsync. The state is fp32 master weights and Adam moments on the CPU.
 """
 
+import os
 import shutil
 import subprocess
 
@@ -35,6 +36,7 @@ def main() -> None:
     def before() -> None:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
+        os.sync()  # what the deletion leaves to be written is nobody's save
         subprocess.run(["cat", source], stdout=subprocess.DEVNULL, check=True)  # into the page cache
 
     def save_ckptkit() -> None:
