@@ -101,24 +101,7 @@ def build_parser() -> Parser:
         default=argparse.SUPPRESS,
         help="refuse a source of another layout; written like tp8-pp4, axes left out may be any",
     )
-    for verb in (inspect, verify, hash_, copy, reshard):
-        verb.set_defaults(handler=pointing_to_other_steps(verb.get_default("handler")))
     return parser
-
-
-def pointing_to_other_steps(verb: Handler) -> Handler:
-    """The verb; where damage ends it, the hint says how to find another step."""
-
-    def run_verb(arguments: argparse.Namespace) -> int | None:
-        try:
-            return verb(arguments)
-        except CheckFailed as damage:
-            from ckptkit.address import split_address
-
-            run_url = split_address(getattr(arguments, "checkpoint", "") or arguments.source)[0]
-            raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
-
-    return run_verb
 
 
 def share(text: str) -> float:
@@ -132,6 +115,22 @@ def share(text: str) -> float:
     return value
 
 
+def pointing_to_other_steps(verb: Handler) -> Handler:
+    """A verb's decorator: where damage ends it, the hint says how to find another step."""
+
+    def run_verb(arguments: argparse.Namespace) -> int | None:
+        try:
+            return verb(arguments)
+        except CheckFailed as damage:
+            from ckptkit.address import split_address
+
+            run_url = split_address(getattr(arguments, "checkpoint", "") or arguments.source)[0]
+            raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
+
+    return run_verb
+
+
+@pointing_to_other_steps
 def inspect_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.format.root import step_folder
     from ckptkit.loading.reader import read_root
@@ -161,6 +160,7 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+@pointing_to_other_steps
 def verify_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -186,6 +186,7 @@ def verify_verb(arguments: argparse.Namespace) -> int:
     return EXIT_OK if result.ok else EXIT_CHECK_FAILED
 
 
+@pointing_to_other_steps
 def hash_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -208,6 +209,7 @@ def hash_verb(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+@pointing_to_other_steps
 def copy_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -249,6 +251,7 @@ def copy_verb(arguments: argparse.Namespace) -> int:
     return code
 
 
+@pointing_to_other_steps
 def reshard_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 

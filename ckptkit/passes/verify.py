@@ -10,6 +10,7 @@ from ckptkit.chunk import Box
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import Part
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.plan import PartJoin, StoredChunks, plan_load
@@ -88,7 +89,7 @@ def check_data(
         with reader.loss_as_damage(part.data, part.data_bytes):
             source = reader.open_part(number, None)
     except CheckFailed as error:
-        return 0, [Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes))]
+        return 0, [_lost(part, index, error)]
     buffer = np.empty(WINDOW_BYTES, np.uint8)
     try:
         for first, stop in _stretches(np.arange(len(index.checksums)) if granules is None else granules):
@@ -105,10 +106,15 @@ def check_data(
                 what = "its safetensors header is not the one that its index describes"
                 faults.append(Fault(part.data, what, start))
     except CheckFailed as error:
-        faults.append(Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes)))
+        faults.append(_lost(part, index, error))
     finally:
         source.close()
     return source.bytes_read, faults
+
+
+def _lost(part: Part, index: PartIndex, error: CheckFailed) -> Fault:
+    """A data file that is not there as it should be, and all that it holds."""
+    return Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes))
 
 
 def _check_part(
@@ -125,7 +131,7 @@ def _check_part(
     try:
         reader.check_size(part)
     except CheckFailed as error:
-        return index, 0, [Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes))]
+        return index, 0, [_lost(part, index, error)]
     return index, 0, []
 
 
