@@ -1,14 +1,16 @@
 """How long a save stops training, as a multiple of the raw copy of the same bytes in the same run.
 
-    python benchmarks/ckptkit/save_stall.py [--gib 1] [--device cpu|cuda] [--repeats 5] [--step-ms 500]
-        [--window-mib 256] [--tensors 256] [--no-peers] [--url DIR]
+    python benchmarks/ckptkit/save_stall.py [--gib 1] [--device cpu|cuda] [--repeats 5] [--starts 5]
+        [--step-ms 500] [--window-mib 256] [--tensors 256] [--no-peers] [--url DIR]
 
-Raw is one thread's memcpy into touched memory (cpu) or the copy into page-locked memory (cuda). Each round runs every
-form once: our blocking save, the overlapped one (with the next step's work between its begin and its join), the one
-through a window, and `torch.distributed.checkpoint.async_save` with a thread, with a process, and with its stager that
-keeps its memory. A form's stall is what its calls took: what else the step lost beside it, against the same step alone,
-is printed too. The first save of a form stands apart: peers take their memory then, ours took it in `prepare`. What a
-save costs beside the copy shows with little state in many tensors: --gib 0.01 --tensors 20000.
+Raw is one thread's memcpy into touched memory (cpu) or the copy into page-locked memory (cuda), once for each save and
+in every second round after it. Once, not the best of several: memory that lay idle, as an arena does between saves, is
+copied more slowly at first, in a virtual machine up to twice as slowly, whoever copies it. Each round runs every form
+once: our blocking save, the overlapped one (with the next step's work between its begin and its join), the one through
+a window, and `torch.distributed.checkpoint.async_save` with a thread, with a process, and with its stager that keeps
+its memory. A form's stall is what its calls took: what else the step lost beside it, against the same step alone, is
+printed too. First saves stand apart, ours of several Checkpointers: peers take their memory then, ours took it in
+`prepare`. What a save costs beside the copy shows with little state in many tensors: --gib 0.01 --tensors 20000.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=5, help="saves of each form after the first")
+    parser.add_argument("--starts", type=int, default=5, help="fresh Checkpointers whose first save is timed")
     parser.add_argument("--step-ms", type=float, default=500.0, help="length of a step")
     parser.add_argument("--window-mib", type=int, default=256, help="the window of the form that has one")
     parser.add_argument("--tensors", type=int, default=256, help="how many tensors the state has")
@@ -52,9 +55,26 @@ def main() -> None:
     numel = int(arguments.gib * 2**30) // 4 // arguments.tensors
     state = {f"layers.{n}.weight": torch.rand(numel, device=arguments.device) for n in range(arguments.tensors)}
     copy, step = raw_copy(list(state.values())), step_of(arguments.device, arguments.step_ms / 1e3)
-    stalls: dict[str, list[float]] = {}
-    ratios: dict[str, list[float]] = {}
-    slower: dict[str, list[float]] = {}
+    turns: dict[str, list[Turn]] = {}
+
+    def turn(name: str, form: Form, number: int) -> None:
+        """One save of a form; in every second round before the raw copy."""
+        alone_s = statistics.median(timed(step) for _ in range(3))
+        touch(state)
+        raw_s = 0.0 if number % 2 else timed(copy)
+        started = time.perf_counter()
+        stall_s, until_durable = form(step)
+        step_s = time.perf_counter() - started
+        until_durable()
+        if number % 2:
+            touch(state)
+            raw_s = timed(copy)
+        turns.setdefault(name, []).append(Turn(stall_s, stall_s / raw_s, step_s / alone_s))
+        print(f"{name}: {turns[name][-1]}", flush=True)
+
+    for number in range(arguments.starts):
+        with ours(folder / f"start-{number}", state) as form:
+            turn("blocking, first save", form, number)
     with ExitStack() as stack:
         forms = {
             "blocking": stack.enter_context(ours(folder / "blocking", state)),
@@ -74,30 +94,32 @@ def main() -> None:
             forms["dcp thread, kept memory"] = peer(folder / "kept", state, async_stager=DefaultStager(kept))
         for number in range(arguments.repeats + 1):
             for name, form in list(forms.items()):
-                raw_s, alone_s = min(timed(copy) for _ in range(3)), min(timed(step) for _ in range(3))
-                started = time.perf_counter()
                 try:
-                    stall_s, until_durable = form(step)
-                    step_s = time.perf_counter() - started
-                    until_durable()
+                    turn(name if number else f"{name}, first save here", form, number)
                 except Exception as failure:  # a peer's pinned modes fail at their second save
                     print(f"{name}: failed: {failure!r}")
                     del forms[name]
-                    continue
-                ratio, step_ratio = stall_s / raw_s, step_s / alone_s
-                which = "later" if number else "first"
-                print(
-                    f"{which} {name}: stall {stall_s * 1e3:.1f} ms, {ratio:.2f}x raw, step {step_ratio:.3f}x",
-                    flush=True,
-                )
-                stalls.setdefault(name, []).append(stall_s)
-                ratios.setdefault(name, []).append(ratio)
-                slower.setdefault(name, []).append(step_ratio)
-    for name in forms:
-        stall_s, ratio, step_ratio = (statistics.median(of[name][1:]) for of in (stalls, ratios, slower))
-        print(f"{name}: first {ratios[name][0]:.2f}x raw; later, median: {stall_s * 1e3:.1f} ms, {ratio:.2f}x raw, "
-              f"step {step_ratio:.3f}x")  # fmt: skip
+    print("medians:")
+    for name, each in turns.items():
+        print(f"{name} ({len(each)}): {Turn(*map(statistics.median, zip(*each, strict=True)))}")
     shutil.rmtree(folder)
+
+
+class Turn(NamedTuple):
+    """A save beside the raw copy, and the step it was in beside the step alone."""
+
+    stall_s: float
+    ratio: float
+    step_ratio: float
+
+    def __str__(self) -> str:
+        return f"stall {self.stall_s * 1e3:.1f} ms, {self.ratio:.2f}x raw, step {self.step_ratio:.3f}x"
+
+
+def touch(state: State) -> None:
+    """Read the state, as a step does."""
+    for tensor in state.values():
+        tensor.sum().item()
 
 
 def raw_copy(state: list[torch.Tensor]) -> Work:

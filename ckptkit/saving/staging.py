@@ -111,8 +111,8 @@ class Staging:
         self._sources = sources
         self._addresses = host_addresses(sources)
         self._on_device = self._addresses[stream.source] == 0
-        numbers = np.unique(stream.source[self._on_device]).tolist()
-        arena.transfer.follow([sources[number] for number in numbers])
+        on_device = set(stream.source[self._on_device].tolist())  # numpy.unique would stall the first save by an import
+        arena.transfer.follow([sources[number] for number in on_device])
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
