@@ -3,23 +3,26 @@
     PYTHONPATH=. python benchmarks/ckptkit/object_storage.py [--mib 1024] [--repeats 5] [--files 1] [--shared]
         [--url s3://BUCKET/PREFIX]
 
-Loop and checkpoint use the same client, obstore: the loop with no checksums, a plan or files, over as many objects of
-16 MiB, 8 at once; one GET loop lets go of what it gets, another copies it into memory that is there, as a load must.
-The checkpoint is `--files` data files, saved and loaded through the public API and verified. They
-alternate; printed are medians of GB/s, the ratios of neighbours, and CPU seconds per GiB of the client alone (this
-process and its writers). Without --url a server is started in a temporary folder, on two thirds of the cores, of which
-the clients then use none, as if it were another machine; with --shared both use all. What is written is removed.
+Loop and checkpoint use the same client, obstore. The loops have no checksums, plan or files: PUT and GET of as many
+objects of 16 MiB, 8 at once, and GET of the checkpoint's own data files in ranges of 16 MiB (a server may serve one
+large object more slowly than many small ones), which are let go, or copied into memory that is there, as a load must.
+The checkpoint is `--files` data files, saved and loaded through the public API and verified. All alternate; printed are
+medians of GB/s, CPU seconds per GiB of the client alone (this process and its writers), and the ratios of neighbours.
+Without --url a server is started in a temporary folder, on two thirds of the cores, of which the clients then use none,
+as if it were another machine; with --shared both use all. What is written is removed.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import obstore
@@ -69,12 +72,16 @@ def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:
     storage = open_storage(url)
     data = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     loaded = np.zeros_like(data)
+    scratch = np.zeros(num_bytes + num_files * OBJECT_BYTES, np.uint8)  # the files' headers too
     saved = Saved(url, data, num_files)
+    objects = [Range(f"plain/{at}", 0, min(OBJECT_BYTES, num_bytes - at)) for at in range(0, num_bytes, OBJECT_BYTES)]
+    files: list[Range] = []
     works: dict[str, Callable[[int], object]] = {
-        "plain PUT": lambda number: put_all(url, data),
+        "PUT objects": lambda number: put_all(url, objects, data),
         "save": saved.save,
-        "plain GET": lambda number: get_all(url, len(data)),
-        "GET, copy": lambda number: get_all(url, len(data), loaded),
+        "GET objects": lambda number: get_all(url, objects),
+        "GET the files": lambda number: get_all(url, files),
+        "GET the files, copy": lambda number: get_all(url, files, scratch),
         "load": lambda number: saved.load(number, loaded),
     }
     rates: dict[str, list[float]] = {name: [] for name in works}
@@ -82,6 +89,7 @@ def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:
     for number in range(repeats + 1):  # the first round warms up
         for name, work in works.items():
             loaded[:] = 0
+            files[:] = ranges_of(storage)
             cpu, started = saved.cpu_s(), time.perf_counter()
             work(number)
             seconds = time.perf_counter() - started
@@ -93,7 +101,8 @@ def measure(url: str, num_bytes: int, repeats: int, num_files: int) -> None:
     saved.close()
     for name in works:
         print(f"{name}: {statistics.median(rates[name]):.3f} GB/s, {statistics.median(cpus[name]):.2f} CPU-s/GiB")
-    for ours, plain in (("save", "plain PUT"), ("load", "plain GET"), ("load", "GET, copy")):
+    pairs = [("save", "PUT objects"), *(("load", name) for name in works if name.startswith("GET"))]
+    for ours, plain in pairs:
         ratio = statistics.median(a / b for a, b in zip(rates[ours], rates[plain], strict=True))
         print(f"{ours}: {ratio:.2f} of {plain}")
 
@@ -149,31 +158,49 @@ class Saved:
         ]
 
 
-def put_all(url: str, data: np.ndarray) -> None:
-    """PUT the data as objects of OBJECT_BYTES, AT_ONCE at once."""
+class Range(NamedTuple):
+    """Bytes [start, stop) of an object."""
+
+    key: str
+    start: int
+    stop: int
+
+
+def ranges_of(storage: Storage) -> list[Range]:
+    """The data files of the checkpoint there, in ranges of OBJECT_BYTES."""
+    files = [found for found in storage.list() if found.key.endswith(".safetensors")]
+    return [
+        Range(file.key, at, min(at + OBJECT_BYTES, file.size_bytes))
+        for file in files
+        for at in range(0, file.size_bytes, OBJECT_BYTES)
+    ]
+
+
+def put_all(url: str, objects: Sequence[Range], data: np.ndarray) -> None:
+    """PUT the data as these objects, AT_ONCE at once."""
     store, prefix = client(url)
+
+    def put(target: Range, part: np.ndarray) -> None:
+        obstore.put(store, f"{prefix}/{target.key}", part.data, use_multipart=False)
+
+    parts = np.split(data, np.cumsum([each.stop for each in objects])[:-1])
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in pool.map(
-            lambda at: obstore.put(
-                store, f"{prefix}/plain/{at}", data[at : at + OBJECT_BYTES].data, use_multipart=False
-            ),
-            range(0, len(data), OBJECT_BYTES),
-        ):
-            pass
+        list(pool.map(put, objects, parts))
 
 
-def get_all(url: str, num_bytes: int, target: np.ndarray | None = None) -> None:
-    """GET those objects, AT_ONCE at once, and copy them to `target` or let them go."""
+def get_all(url: str, ranges: Sequence[Range], target: np.ndarray | None = None) -> None:
+    """GET ranges, AT_ONCE at once, and copy them to `target`, one behind the other, or let them go."""
     store, prefix = client(url)
 
-    def get(at: int) -> int:
-        data = obstore.get(store, f"{prefix}/plain/{at}").bytes()
+    def get(wanted: Range, at: int) -> int:
+        data = obstore.get_range(store, f"{prefix}/{wanted.key}", start=wanted.start, end=wanted.stop)
         if target is not None:
             target[at : at + len(data)] = np.frombuffer(data, np.uint8)
         return len(data)
 
+    ends = list(itertools.accumulate(each.stop - each.start for each in ranges))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        assert sum(pool.map(get, range(0, num_bytes, OBJECT_BYTES))) == num_bytes
+        assert sum(pool.map(get, ranges, [0, *ends[:-1]])) == ends[-1]
 
 
 def client(url: str) -> tuple[S3Store, str]:
