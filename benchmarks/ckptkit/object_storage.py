@@ -115,9 +115,9 @@ class Saved:
         self._url, self._numel, self._num_ranks = url, numel, num_ranks
         self._tensors = [TensorInfo(f"layers.{n}.weight", "U8", (numel,), Placement(n)) for n in range(NUM_TENSORS)]
         self._data = data
+        attempt = f"bench-{time.time_ns()}"
         self._savers = [
-            Checkpointer(url, rank=rank, world_size=num_ranks, attempt=f"bench-{time.time_ns()}")
-            for rank in range(num_ranks)
+            Checkpointer(url, rank=rank, world_size=num_ranks, attempt=attempt) for rank in range(num_ranks)
         ]
         for rank, saver in enumerate(self._savers):
             saver.prepare(self._pieces(data, range(rank, NUM_TENSORS, num_ranks)), self._tensors)
