@@ -1,6 +1,6 @@
 """How fast a launch-bound loop runs beside a save, as a fraction of its rate alone in the same run.
 
-    python benchmarks/ckptkit/loop_rate.py [--mib 512] [--repeats 5] [--ops 2000] [--cores N] [--url DIR]
+    python benchmarks/ckptkit/loop_rate.py [--mib 512] [--repeats 5] [--ops 20000] [--cores N] [--url DIR]
 
 The loop is many tiny torch operations on one thread. It runs alone, and beside a save of ours and of
 `torch.distributed.checkpoint.async_save` with a thread and with a process, in turns. What counts is the rate from the

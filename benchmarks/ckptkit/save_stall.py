@@ -3,14 +3,15 @@
     python benchmarks/ckptkit/save_stall.py [--gib 1] [--device cpu|cuda] [--repeats 5] [--starts 5]
         [--step-ms 500] [--window-mib 256] [--tensors 256] [--no-peers] [--url DIR]
 
-Raw is one thread's memcpy into touched memory (cpu) or the copy into page-locked memory (cuda), once for each save and
-in every second round after it. Once, not the best of several: memory that lay idle, as an arena does between saves, is
-copied more slowly at first, in a virtual machine up to twice as slowly, whoever copies it. Each round runs every form
-once: our blocking save, the overlapped one (with the next step's work between its begin and its join), the one through
-a window, and `torch.distributed.checkpoint.async_save` with a thread, with a process, and with its stager that keeps
-its memory. A form's stall is what its calls took: what else the step lost beside it, against the same step alone, is
-printed too. First saves stand apart, ours of several Checkpointers: peers take their memory then, ours took it in
-`prepare`. What a save costs beside the copy shows with little state in many tensors: --gib 0.01 --tensors 20000.
+Raw is one thread's memcpy into touched memory (cpu) or the copy into page-locked memory (cuda), made once for each
+save, in every second round after it, behind a step as the save is and into memory of the form's own: what lay idle, as
+an arena does between saves, is copied to more slowly at first, in a virtual machine up to twice as slowly, whoever
+copies. Each round runs every form once: our blocking save, the overlapped one (with the next step's work between its
+begin and its join), the one through a window, and `torch.distributed.checkpoint.async_save` with a thread, with a
+process, and with its stager that keeps its memory. A form's stall is what its calls took: what else the step lost
+beside it, against the same step alone, is printed too. First saves stand apart, ours of several Checkpointers: peers
+take their memory then, ours took it in `prepare`. What a save costs beside the copy shows with little state in many
+tensors: --gib 0.01 --tensors 20000.
 """
 
 import argparse
@@ -54,27 +55,32 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="save-stall-", dir=arguments.url))
     numel = int(arguments.gib * 2**30) // 4 // arguments.tensors
     state = {f"layers.{n}.weight": torch.rand(numel, device=arguments.device) for n in range(arguments.tensors)}
-    copy, step = raw_copy(list(state.values())), step_of(arguments.device, arguments.step_ms / 1e3)
+    step = step_of(arguments.device, arguments.step_ms / 1e3)
     turns: dict[str, list[Turn]] = {}
 
-    def turn(name: str, form: Form, number: int) -> None:
+    def turn(name: str, form: Form, copy: Work, number: int) -> None:
         """One save of a form; in every second round before the raw copy."""
+        def raw() -> float:
+            step()
+            touch(state)
+            return timed(copy)
+
+        raw_s = 0.0 if number % 2 else raw()
         alone_s = statistics.median(timed(step) for _ in range(3))
         touch(state)
-        raw_s = 0.0 if number % 2 else timed(copy)
         started = time.perf_counter()
         stall_s, until_durable = form(step)
         step_s = time.perf_counter() - started
         until_durable()
         if number % 2:
-            touch(state)
-            raw_s = timed(copy)
+            raw_s = raw()
         turns.setdefault(name, []).append(Turn(stall_s, stall_s / raw_s, step_s / alone_s))
         print(f"{name}: {turns[name][-1]}", flush=True)
 
     for number in range(arguments.starts):
+        copy = raw_copy(state)
         with ours(folder / f"start-{number}", state) as form:
-            turn("blocking, first save", form, number)
+            turn("blocking, first save", form, copy, number)
     with ExitStack() as stack:
         forms = {
             "blocking": stack.enter_context(ours(folder / "blocking", state)),
@@ -92,10 +98,11 @@ def main() -> None:
                 use_non_blocking_copy=is_cuda,
             )  # fmt: skip
             forms["dcp thread, kept memory"] = peer(folder / "kept", state, async_stager=DefaultStager(kept))
+        copies = {name: raw_copy(state) for name in forms}
         for number in range(arguments.repeats + 1):
             for name, form in list(forms.items()):
                 try:
-                    turn(name if number else f"{name}, first save here", form, number)
+                    turn(name if number else f"{name}, first save here", form, copies[name], number)
                 except Exception as failure:  # a peer's pinned modes fail at their second save
                     print(f"{name}: failed: {failure!r}")
                     del forms[name]
@@ -122,14 +129,15 @@ def touch(state: State) -> None:
         tensor.sum().item()
 
 
-def raw_copy(state: list[torch.Tensor]) -> Work:
+def raw_copy(state: State) -> Work:
     """A function that copies the state once into memory that is touched (and, for a device, page-locked)."""
-    on_device = state[0].is_cuda
-    target = torch.zeros(sum(t.numel() for t in state), pin_memory=on_device)
-    views = list(target.split([t.numel() for t in state]))
+    tensors = list(state.values())
+    on_device = tensors[0].is_cuda
+    target = torch.zeros(sum(t.numel() for t in tensors), pin_memory=on_device)
+    views = list(target.split([t.numel() for t in tensors]))
 
     def copy() -> None:
-        for view, tensor in zip(views, state, strict=True):
+        for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor, non_blocking=True)
         if on_device:
             torch.cuda.synchronize()
