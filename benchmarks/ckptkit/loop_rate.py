@@ -1,11 +1,12 @@
 """How fast a launch-bound loop runs beside a save, as a fraction of its rate alone in the same run.
 
-    python benchmarks/ckptkit/loop_rate.py [--mib 512] [--repeats 5] [--ops 20000] [--cores N] [--url DIR]
+    python benchmarks/ckptkit/loop_rate.py [--mib 512] [--repeats 15] [--alone-s 0.5] [--cores N] [--url DIR]
 
-The loop is many tiny torch operations on one thread. It runs alone, and beside a save of ours and of
-`torch.distributed.checkpoint.async_save` with a thread and with a process, in turns. What counts is the rate from the
-moment a save returned until it is durable: the copy before that is `save_stall.py`'s. --cores bounds the processors of
-all that runs.
+The loop is many tiny torch operations on one thread. It runs beside a save of ours and of
+`torch.distributed.checkpoint.async_save` with a thread and with a process, in turns, and alone right before and after
+each, as a shared machine's clock and caches change from second to second. What counts is the rate from the moment a
+save returned until it is durable: the copy before that is `save_stall.py`'s. --cores bounds the processors of all that
+runs.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from ckptkit import Box, Checkpointer, ParallelLayout, Piece, Placement, TensorInfo
 
 NUM_TENSORS = 64
-SLICE_OPS = 200
+SLICE_OPS = 2000  # about 5 ms: a step, after which a training loop asks how the save is
 
 IsDone = Callable[[], bool]
 
@@ -35,8 +36,8 @@ IsDone = Callable[[], bool]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ops", type=int, default=20_000, help="operations of the loop alone")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--alone-s", type=float, default=0.5, help="how long the loop runs alone before and after")
     parser.add_argument("--cores", type=int, help="processors to run on; all if left out")
     parser.add_argument("--url", help="folder to save to; a temporary one if left out")
     arguments = parser.parse_args()
@@ -47,15 +48,19 @@ def main() -> None:
     numel = (arguments.mib << 20) // 4 // NUM_TENSORS
     state = {f"layers.{n}.weight": torch.rand(numel) for n in range(NUM_TENSORS)}
     rates: dict[str, list[float]] = {}
-    with ours(folder, state) as save, process_group():
-        savers = {"ckptkit": save} | {
-            f"dcp {kind.value}": dcp_saver(folder, state, kind) for kind in AsyncCheckpointerType
-        }
+    with ours(folder / "ckptkit", state) as save, process_group():
+        savers = {"ckptkit": save}
+        for kind in AsyncCheckpointerType:
+            name = f"dcp {kind.value}"
+            savers[name] = dcp_saver(folder / name, state, kind)
         for number in range(arguments.repeats + 1):  # the first is for warming up
             for name, start in savers.items():
-                alone = rate_for(arguments.ops)
+                before, _ = rate_until(time_is_up(arguments.alone_s))
                 beside, seconds = rate_until(start(number))
+                after, _ = rate_until(time_is_up(arguments.alone_s))
+                shutil.rmtree(folder / name)
                 if number:
+                    alone = statistics.mean([before, after])
                     rates.setdefault(name, []).append(beside / alone)
                     print(f"{name}: {beside / alone:.3f} of {alone:,.0f} ops/s, for {seconds:.2f} s", flush=True)
     for name, found in rates.items():
@@ -63,13 +68,10 @@ def main() -> None:
     shutil.rmtree(folder)
 
 
-def rate_for(num_ops: int) -> float:
-    """Operations a second of the loop."""
-    x = torch.zeros(16)
-    started = time.perf_counter()
-    for _ in range(num_ops):
-        x.add_(1.0)
-    return num_ops / (time.perf_counter() - started)
+def time_is_up(seconds: float) -> IsDone:
+    """Whether so many seconds have passed since this was called."""
+    deadline = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > deadline
 
 
 def rate_until(is_done: IsDone) -> tuple[float, float]:
@@ -90,7 +92,7 @@ def ours(folder: Path, state: dict[str, torch.Tensor]) -> Iterator[Callable[[int
     tensors = [TensorInfo(name, "F32", tuple(data.shape), Placement(n)) for n, (name, data) in enumerate(state.items())]
     pieces = [Piece.whole(t.name, Box((0,), t.shape), state[t.name]) for t in tensors]
     layout = ParallelLayout()
-    with Checkpointer(str(folder / "ours"), attempt="bench") as checkpointer:
+    with Checkpointer(str(folder), attempt="bench") as checkpointer:
         checkpointer.prepare(pieces, tensors)
 
         def start(number: int) -> IsDone:
@@ -122,7 +124,7 @@ def dcp_saver(folder: Path, state: dict[str, torch.Tensor], kind: AsyncCheckpoin
     """Starts `async_save`; gives what tells whether it is done."""
 
     def start(number: int) -> IsDone:
-        path = folder / kind.value / str(number)
+        path = folder / str(number)
         future: Any = dcp.async_save(
             dict(state), storage_writer=dcp.FileSystemWriter(path), async_checkpointer_type=kind
         )
@@ -130,7 +132,6 @@ def dcp_saver(folder: Path, state: dict[str, torch.Tensor], kind: AsyncCheckpoin
         def is_done() -> bool:
             if future.done():
                 future.result()
-                shutil.rmtree(path, ignore_errors=True)
             return bool(future.done())
 
         return is_done
