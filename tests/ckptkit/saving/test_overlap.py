@@ -181,6 +181,21 @@ def test_a_save_of_many_ranks_needs_no_collective_and_no_torch(tmp_path: Path) -
     assert_holds(tmp_path, 1, gpt_tensors())
 
 
+def test_after_prepare_a_first_save_imports_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys; from ckptkit import *; import numpy as np\n"
+        "tensors = [TensorInfo('a', 'F32', (1024,), Placement(0))]\n"
+        "pieces = [Piece.whole('a', Box((0,), (1024,)), np.zeros(1024, np.float32))]\n"
+        f"with Checkpointer({str(tmp_path / 'run')!r}, attempt='a') as checkpointer:\n"
+        "    checkpointer.prepare(pieces, tensors)\n"
+        "    loaded = set(sys.modules)\n"
+        "    checkpointer.save(1, pieces, tensors=tensors, layout=ParallelLayout(), num_layers=1, metadata={})\n"
+        "    print('imported', *sorted(set(sys.modules) - loaded))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("imported\n", 0), done.stderr
+
+
 def test_a_later_save_of_the_same_structure_plans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = gpt_tensors()
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
