@@ -60,6 +60,7 @@ def main() -> None:
 
     def turn(name: str, form: Form, copy: Work, number: int) -> None:
         """One save of a form; in every second round before the raw copy."""
+
         def raw() -> float:
             step()
             touch(state)
