@@ -1,7 +1,8 @@
 // Writes a file block by block: gather, checksum and write in one pass, on several threads.
 //
 // Memory that is contiguous and page-aligned goes to the disk without a copy; everything else passes through one aligned
-// block a thread. Under O_DIRECT the file's last, unaligned block is written padded and cut off at the end.
+// block a thread. What O_DIRECT cannot write, the bytes after the file's last aligned place, goes through the page cache at
+// the end: at no time is the file longer than it is to be.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -24,8 +25,15 @@ struct Writer {
   int file;
   uint64_t size_bytes;
   std::atomic<bool> direct;
-  std::atomic<bool> padded{false};  // the file was written past size_bytes
+  std::vector<uint8_t> tail;  // the bytes that wait for the end
 };
+
+int leave_direct(Writer& writer) {
+  const int flags = fcntl(writer.file, F_GETFL);
+  if (flags < 0 || fcntl(writer.file, F_SETFL, flags & ~O_DIRECT) < 0) return -errno;
+  writer.direct = false;
+  return 0;
+}
 
 int write_fully(Writer& writer, const uint8_t* data, uint64_t size, uint64_t offset) {
   while (size > 0) {
@@ -40,9 +48,7 @@ int write_fully(Writer& writer, const uint8_t* data, uint64_t size, uint64_t off
       return -errno;
     }
     // Refused at the first write (some file systems accept O_DIRECT at open), or cut short at an unaligned place.
-    const int flags = fcntl(writer.file, F_GETFL);
-    if (flags < 0 || fcntl(writer.file, F_SETFL, flags & ~O_DIRECT) < 0) return -errno;
-    writer.direct = false;
+    if (const int failure = leave_direct(writer); failure < 0) return failure;
   }
   return 0;
 }
@@ -101,10 +107,9 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
   }
   if (in_place) return write_fully(writer, whole, size, offset);
   if (!writer.direct) return write_fully(writer, buffer, size, offset);
-  const uint64_t padded_size = (size + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
-  std::memset(buffer + size, 0, padded_size - size);
-  if (padded_size != size) writer.padded = true;
-  return write_fully(writer, buffer, padded_size, offset);
+  const uint64_t tail_size = size % kDirectAlignment;  // of one block at most, the file's last
+  if (tail_size > 0) writer.tail.assign(buffer + size - tail_size, buffer + size);
+  return write_fully(writer, buffer, size - tail_size, offset);
 }
 
 }  // namespace
@@ -155,9 +160,11 @@ int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segme
 int ck_writer_close(void* handle, int durable) {
   auto* const writer = static_cast<Writer*>(handle);
   const int file = writer->file;
-  const auto end = static_cast<off_t>(writer->size_bytes);
   int failure = 0;
-  if (writer->padded && uninterrupted([&] { return ftruncate(file, end); }) < 0) failure = -errno;
+  if (const uint64_t tail_size = writer->tail.size(); durable && tail_size > 0) {
+    failure = leave_direct(*writer);
+    if (failure == 0) failure = write_fully(*writer, writer->tail.data(), tail_size, writer->size_bytes - tail_size);
+  }
   if (failure == 0 && durable && uninterrupted([&] { return fsync(file); }) < 0) failure = -errno;
   if (close(file) < 0 && errno != EINTR && failure == 0) failure = -errno;  // interrupted, it is closed all the same
   delete writer;

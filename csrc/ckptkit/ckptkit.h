@@ -45,7 +45,8 @@ CK_API int ck_writer_open(const char* path, uint64_t size_bytes, int direct, voi
 // `checksums` gets one value for each granule written.
 CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
                            uint64_t* checksums, int num_threads);
-// Close; with `durable`, first make the content reach the disk. The handle is gone whatever the result.
+// Close; with `durable`, first write what O_DIRECT could not and make the content reach the disk; without, the file may
+// lack its last bytes. The handle is gone whatever the result.
 CK_API int ck_writer_close(void* writer, int durable);
 
 CK_API int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader);

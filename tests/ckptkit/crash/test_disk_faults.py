@@ -30,7 +30,7 @@ from threefold.storage import open_storage
 SAYS = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}
 FAULTS = [(c, "ENOSPC") for c in ("mkdir", "openat", "fallocate", "pwrite64", "write", "fsync", "rename", "link")]
 READING = ("read", "getdents64")
-FAULTS += [(c, "EIO") for c in ("pwrite64", "ftruncate", "write", "fsync", "rename", "link", "unlink", *READING)]
+FAULTS += [(c, "EIO") for c in ("pwrite64", "write", "fsync", "rename", "link", "unlink", *READING)]
 PIPES = ("read", "write")  # they may fail towards the trainer too
 FAST = [("pwrite64", "ENOSPC"), ("link", "EIO")]
 
