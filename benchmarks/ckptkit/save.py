@@ -25,7 +25,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     work = arguments.folder / "save.bench"
     source, target = work / "source", work / "target"
-    work.mkdir()
+    work.mkdir(parents=True)
     state = gpt_state(hidden=arguments.hidden, num_layers=arguments.layers)
     print(f"{len(state.tensors)} tensors, {state.num_bytes / 1e9:.3f} GB")
     with source.open("wb") as file:
