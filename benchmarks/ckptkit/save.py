@@ -4,12 +4,15 @@
 
 Raw is `dd` of as many bytes from the page cache with O_DIRECT and fsync, in as many streams as ckptkit has threads.
 Peers: torch DCP with two threads and fsync of its files, safetensors and torch.save with an fsync after them, `cp` of a
-file and its fsync. The state is fp32 master weights and Adam moments on the CPU.
+file and its fsync. The state is fp32 master weights and Adam moments on the CPU. Before each way its source is read once,
+as a training step reads it: the file for raw and `cp`, the tensors for the others; and a pause lets a virtual machine hand
+the memory that the last way freed back to its host, which otherwise slows whatever comes next, and that unevenly.
 """
 
 import os
 import shutil
 import subprocess
+import time
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +22,7 @@ from safetensors.torch import save_file
 import ckptkit
 
 STREAMS = 2
+PAUSE_S = 5
 
 
 def main() -> None:
@@ -37,7 +41,10 @@ def main() -> None:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         os.sync()  # what the deletion leaves to be written is nobody's save
+        time.sleep(PAUSE_S)
         subprocess.run(["cat", source], stdout=subprocess.DEVNULL, check=True)  # into the page cache
+        for piece in state.pieces:
+            piece.data.sum()
 
     def save_ckptkit() -> None:
         ckptkit.save(
