@@ -130,9 +130,10 @@ def dcp_saver(folder: Path, state: dict[str, torch.Tensor], kind: AsyncCheckpoin
         )
 
         def is_done() -> bool:
-            if future.done():
-                future.result()
-            return bool(future.done())
+            if not future.done():
+                return False
+            future.result()
+            return True
 
         return is_done
 
