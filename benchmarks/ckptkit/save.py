@@ -3,10 +3,10 @@
     python benchmarks/ckptkit/save.py /data --repeats 5
 
 Raw is `dd` of as many bytes from the page cache with O_DIRECT and fsync, in as many streams as ckptkit has threads.
-Peers: torch DCP with two threads and fsync of its files, safetensors and torch.save with an fsync after them, `cp` of a
-file and its fsync. The state is fp32 master weights and Adam moments on the CPU. Before each way its source is read once,
-as a training step reads it: the file for raw and `cp`, the tensors for the others. A pause before that lets a virtual
-machine hand the memory that the last way freed back to its host, which else slows whatever comes next, and unevenly.
+Peers: torch DCP with two threads and fsync of its files, safetensors and torch.save with an fsync after them, `cp` of
+a file and its fsync. The state is fp32 master weights and Adam moments on the CPU. Before each way its source is read
+once, as a training step reads it: the file for raw and `cp`, the tensors for the others. A pause before that lets a
+virtual machine hand the memory that the last way freed back to its host, which else slows whatever comes next.
 """
 
 import os
