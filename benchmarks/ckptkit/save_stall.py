@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measuring import touch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -63,12 +64,12 @@ def main() -> None:
 
         def raw() -> float:
             step()
-            touch(state)
+            touch(state.values())
             return timed(copy)
 
         raw_s = 0.0 if number % 2 else raw()
         alone_s = statistics.median(timed(step) for _ in range(3))
-        touch(state)
+        touch(state.values())
         started = time.perf_counter()
         stall_s, until_durable = form(step)
         step_s = time.perf_counter() - started
@@ -122,12 +123,6 @@ class Turn(NamedTuple):
 
     def __str__(self) -> str:
         return f"stall {self.stall_s * 1e3:.1f} ms, {self.ratio:.2f}x raw, step {self.step_ratio:.3f}x"
-
-
-def touch(state: State) -> None:
-    """Read the state, as a step does."""
-    for tensor in state.values():
-        tensor.sum().item()
 
 
 def raw_copy(state: State) -> Work:
