@@ -1,16 +1,25 @@
 """The voice that all three command lines share: `error:` and `hint:` lines, exit codes, JSON to stdout."""
 
 import argparse
+import contextlib
 import difflib
 import io
 import itertools
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
+from threefold import __version__
 from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError
+from threefold.masking import masked_values, printable
+from threefold.packages import explained
 
+SAME_WITHIN_S = 0.3
 Handler = Callable[[argparse.Namespace], int | None]
 
 
@@ -31,6 +40,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._refuse(unknown[0])
         return parsed, unknown
+
+    def has(self, flag: str) -> bool:
+        """Whether a flag was added."""
+        return flag in self._option_string_actions
 
     def _refuse(self, argument: str) -> None:
         flag = argument.partition("=")[0]
@@ -60,19 +73,24 @@ class Parser(argparse.ArgumentParser):
 def report(error: Exception) -> None:
     """Print an error to stderr as `error: ...` and, where there is one, `hint: ...`."""
     message = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
-    print(f"error: {message}", file=sys.stderr)
+    log(f"error: {message}")
     if isinstance(error, UserError) and error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        log(f"hint: {error.hint}")
 
 
-def print_json(value: object) -> None:
-    """Print a value to stdout as one JSON document."""
-    print(json.dumps(value, indent=2, default=str))
+def print_json(value: object, *, masks: bool = True) -> None:
+    """Print a value to stdout as one JSON document; passwords of URLs are masked unless it holds texts of documents."""
+    print(json.dumps(masked_values(value) if masks else value, indent=2, default=str))
+
+
+def print_line(text: str) -> None:
+    """Print a line of a report to stdout, with escapes for control characters in it and passwords masked."""
+    print(printable(text))
 
 
 def log(text: str) -> None:
-    """Print a line of progress, or any other that is no data, to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line of progress, or any other that is no data, to stderr, safe for a terminal and without passwords."""
+    print(printable(text, lines=True), file=sys.stderr, flush=True)
 
 
 def run(parser: Parser, argv: Sequence[str] | None = None) -> int:
@@ -92,27 +110,77 @@ def run(parser: Parser, argv: Sequence[str] | None = None) -> int:
 
 
 def _call(parser: Parser, argv: Sequence[str] | None) -> int:
+    if not parser.has("--version"):
+        parser.add_argument("--version", action="version", version=f"threefold {__version__}", help="print the version")
     arguments = parser.parse_args(argv)
     handler: Handler | None = getattr(arguments, "handler", None)
     if handler is None:
         parser.print_help()
         return EXIT_USAGE
     try:
-        return handler(arguments) or EXIT_OK
+        with _unwinding_at_signals():
+            return handler(arguments) or EXIT_OK
     except UserError as error:
         report(error)
         return error.exit_code
+    except ImportError as error:
+        if (fault := explained(error)) is None:
+            raise
+        report(fault)
+        return fault.exit_code
     except BrokenPipeError:
         raise
     except OSError as error:
-        report(error)
+        from threefold.storage.local import system_failure
+
+        report(system_failure(error))
         return EXIT_IO
     except MemoryError as error:
         report(StorageError(f"not enough memory: {error}"))
         return EXIT_IO
+    except Stopped as stopped:
+        print("terminated" if stopped.number == signal.SIGTERM else "interrupted", file=sys.stderr)
+        return 128 + stopped.number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the process to end: what is under way is unwound and cleaned up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def _unwinding_at_signals() -> Iterator[None]:
+    """Let a SIGINT or SIGTERM unwind the block as `Stopped`, and a second one end the process at once.
+
+    What comes within SAME_WITHIN_S is the same request: `timeout` and launchers signal a process and its group.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        for each in usual:
+            signal.signal(each, signal.SIG_IGN)
+        time.sleep(SAME_WITHIN_S)
+        for each in usual:
+            signal.signal(each, signal.SIG_DFL)
+        raise Stopped(number)
+
+    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    usual = {each: handler for each, handler in found.items() if handler not in (None, signal.SIG_IGN)}
+    for each in usual:
+        signal.signal(each, unwind)
+    try:
+        yield
+    finally:
+        for each, handler in usual.items():
+            signal.signal(each, handler)
 
 
 def _mend_streams() -> None:

@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 
+from threefold.masking import masked
+
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
 
 
 class UserError(ValueError):
-    """A fault in what the user gave: flags, configuration, input data, a checkpoint that does not fit."""
+    """A fault in what the user gave: flags, configuration, input data, a checkpoint that does not fit.
+
+    Passwords of URLs are masked in message and hint.
+    """
 
     exit_code = EXIT_USAGE
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = masked(message)
+        self.hint: str | None = hint and masked(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message

@@ -2,9 +2,8 @@
 //
 // Memory that is contiguous and page-aligned goes to the disk without a copy; everything else passes through one aligned
 // block a thread. What O_DIRECT cannot write, the bytes after the file's last aligned place, goes through the page cache at
-// the end: at no time is the file longer than it is to be.
+// the end.
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -117,30 +116,20 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
 
 using namespace ckptkit;
 
-int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer) {
-  const int flags = O_CREAT | O_WRONLY | O_CLOEXEC;
-  int file = direct ? uninterrupted([&] { return open(path, flags | O_DIRECT, 0666); }) : -1;
-  const bool is_direct = file >= 0;
-  if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags, 0666); });
-  if (file < 0) return -errno;
-  const auto end = static_cast<off_t>(size_bytes);
-  struct stat status;
-  bool is_ready = fstat(file, &status) == 0;
-  // Only what is too much is cut off: another process that copies the same bytes to this place keeps what it wrote.
-  if (is_ready && status.st_size > end) is_ready = uninterrupted([&] { return ftruncate(file, end); }) == 0;
+int ck_writer_open(int file, uint64_t size_bytes, int direct, void** writer) {
+  bool is_direct = false;
+  if (direct) {  // refused by file systems that have no O_DIRECT
+    const int flags = fcntl(file, F_GETFL);
+    if (flags < 0) return -errno;
+    is_direct = fcntl(file, F_SETFL, flags | O_DIRECT) == 0;
+  }
   // Reserving blocks lets writes run in parallel (they no longer extend the file) and shows a full disk at once.
-  if (is_ready && size_bytes > 0 && uninterrupted([&] { return fallocate(file, 0, 0, end); }) < 0)
-    is_ready = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
-  if (!is_ready) {
-    const int failure = -errno;
-    close(file);
-    return failure;
-  }
+  const auto end = static_cast<off_t>(size_bytes);
+  if (size_bytes > 0 && uninterrupted([&] { return fallocate(file, 0, 0, end); }) < 0 && errno != EOPNOTSUPP &&
+      errno != ENOSYS && errno != EINVAL)
+    return -errno;
   auto* const made = new (std::nothrow) Writer{file, size_bytes, is_direct};
-  if (made == nullptr) {
-    close(file);
-    return -ENOMEM;
-  }
+  if (made == nullptr) return -ENOMEM;
   *writer = made;
   return 0;
 }
@@ -157,16 +146,13 @@ int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segme
   });
 }
 
-int ck_writer_close(void* handle, int durable) {
+int ck_writer_end(void* handle, int complete) {
   auto* const writer = static_cast<Writer*>(handle);
-  const int file = writer->file;
   int failure = 0;
-  if (const uint64_t tail_size = writer->tail.size(); durable && tail_size > 0) {
+  if (const uint64_t tail_size = writer->tail.size(); complete && tail_size > 0) {
     failure = leave_direct(*writer);
     if (failure == 0) failure = write_fully(*writer, writer->tail.data(), tail_size, writer->size_bytes - tail_size);
   }
-  if (failure == 0 && durable && uninterrupted([&] { return fsync(file); }) < 0) failure = -errno;
-  if (close(file) < 0 && errno != EINTR && failure == 0) failure = -errno;  // interrupted, it is closed all the same
   delete writer;
   return failure;
 }

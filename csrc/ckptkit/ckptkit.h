@@ -38,16 +38,16 @@ CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
 CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
                          uint64_t num_ranges, const uint64_t* checksums);
 
-// Create `path` and reserve its size (so that a full disk shows at once); O_DIRECT where `direct` and the file system agree.
-// What a file that is there holds within that size stays until it is overwritten.
-CK_API int ck_writer_open(const char* path, uint64_t size_bytes, int direct, void** writer);
+// Write to a new, empty file, whose descriptor stays the caller's, and reserve its size (so that a full disk shows at once);
+// O_DIRECT where `direct` and the file system agree.
+CK_API int ck_writer_open(int file, uint64_t size_bytes, int direct, void** writer);
 // Write the segments, one after the other, at `offset_bytes` (a granule's begin); they end at a granule's end or the file's.
 // `checksums` gets one value for each granule written.
 CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
                            uint64_t* checksums, int num_threads);
-// Close; with `durable`, first write what O_DIRECT could not and make the content reach the disk; without, the file may
-// lack its last bytes. The handle is gone whatever the result.
-CK_API int ck_writer_close(void* writer, int durable);
+// With `complete`, write what O_DIRECT could not, so that an fsync makes the file durable; without, it may lack its last
+// bytes. The handle is gone whatever the result.
+CK_API int ck_writer_end(void* writer, int complete);
 
 CK_API int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader);
 // Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole

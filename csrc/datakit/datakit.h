@@ -1,4 +1,4 @@
-// C ABI of datakit's native library: the batch gather.
+// C ABI of datakit's native library: the batch gather, and random access into a blend's rotation and permutations.
 #pragma once
 
 #include <cstdint>
@@ -20,3 +20,23 @@ struct dk_piece {  // consecutive tokens of one row, in a mapped shard
 DK_API int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                      const int64_t* eod_ids, int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels,
                      int64_t* positions, float* loss_mask, int num_threads);
+
+// Sample i of a rotation falls at (step * i + theta) mod 2^62, step being 2^62 over the golden ratio. For each point, 0 to
+// 2^62, counts how many of samples 0 to num_samples - 1 fall below it; num_samples is at most 2^62. O(log) a point.
+DK_API void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num_points, int64_t num_samples,
+                               int64_t* counts);
+
+// Source s owns the points from edges[s] up to edges[s + 1]; edges[0] is 0 and edges[num_sources] 2^62. For each sample,
+// from 0 to 2^62 - 1, finds its source and how many of the earlier samples are of that source.
+DK_API void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
+                               int64_t num_samples, int64_t* sources, int64_t* numbers);
+
+struct dk_place {  // a position below `size`, at most 2^62, of the permutation that num_rounds keys choose
+  const uint64_t* keys;
+  uint64_t size;
+  uint64_t position;
+};
+
+// The element at each place: a Feistel network over the bits that hold the size - 1, two at least, is walked along its
+// cycle until it lands below the size.
+DK_API void dk_permute(const dk_place* places, int64_t num_places, int64_t num_rounds, uint64_t* elements);

@@ -1,19 +1,26 @@
 """The shared command-line voice: one error line, one hint, the documented exit code."""
 
 import argparse
+import errno
 import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from threefold.cli import Parser, print_json, run
 from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import local
 
 
 def parser_for(handler: Callable[[argparse.Namespace], int | None]) -> Parser:
@@ -24,6 +31,14 @@ def parser_for(handler: Callable[[argparse.Namespace], int | None]) -> Parser:
     verb.add_argument("--kind", choices=["small", "large"])
     verb.set_defaults(handler=handler)
     return parser
+
+
+@pytest.mark.parametrize("kit", ["datakit", "ckptkit", "trainer"])
+def test_each_command_has_the_version(kit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"{kit}.cli").main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"threefold {version('threefold')}\n"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +62,7 @@ def test_an_error_becomes_one_line_and_its_exit_code(
     assert out == ""
     lines = err.splitlines()
     assert lines[0].startswith("error: ")
-    hint = getattr(error, "hint", None)
+    hint = f"check the permissions: ls -ld {Path.cwd()}" if isinstance(error, OSError) else getattr(error, "hint", None)
     assert lines[1:] == ([f"hint: {hint}"] if hint else [])
 
 
@@ -127,7 +142,7 @@ def test_output_that_cannot_be_written_is_an_error(arguments: list[str]) -> None
     process = start(*arguments, closes="> /dev/full")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert re.fullmatch(rb"error: [^\n]*No space left on device\n", err)
+    assert re.fullmatch(rb"error: [^\n]*No space left on device\n(hint: [^\n]*df -h[^\n]*\n)?", err)
 
 
 @pytest.mark.parametrize("closes", [">&-", "<&- >&- 2>&-"])
@@ -167,3 +182,94 @@ def test_a_misspelt_flag_is_named_before_the_required_one_that_it_leaves_missing
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     assert capsys.readouterr().err == f"error: {message}\nhint: tool --help\n"
+
+
+WAITING = """
+import sys, time
+from threefold.cli import Parser, run
+
+def wait(arguments):
+    try:
+        print("waiting", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning up", flush=True)
+        time.sleep(float(sys.argv[1]))
+        print("cleaned up", flush=True)
+
+parser = Parser()
+parser.add_argument("seconds")
+parser.set_defaults(handler=wait)
+sys.exit(run(parser))
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_signal_unwinds_a_verb_and_a_second_one_ends_it_at_once(number: str, code: int, said: str) -> None:
+    sent = signal.Signals[number]
+    for seconds, expected in (("0", code), ("60", -sent)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WAITING, seconds], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(sent)
+        process.send_signal(sent)  # as `timeout` does: to the process, and to its group
+        assert process.stdout.readline() == "cleaning up\n"
+        if expected < 0:
+            process.send_signal(sent)
+        assert process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+        assert (process.wait(timeout=60), out) == (expected, "" if expected < 0 else "cleaned up\n")
+        assert err == ("" if expected < 0 else f"{said}\n")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said", "hint"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x/y"), "/tmp/x/y: No space left", "df -h /"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/tmp"), "/tmp: Disk quota exceeded", "the quota is used up"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device", "df -h"),
+        (
+            FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+            "no temporary folder can be",
+            "TMPDIR=",
+        ),
+        (ConnectionError("the server hung up"), "the server hung up", ""),
+    ],
+)
+def test_a_system_error_that_nobody_put_into_words_has_a_hint(
+    raised: OSError, said: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise raised
+
+    parser = Parser(prog="tool")
+    parser.set_defaults(handler=fail)
+    assert run(parser, []) == 3
+    error, *hints = capsys.readouterr().err.splitlines()
+    assert said in error
+    assert "Errno" not in error
+    assert [hint in each for each in hints] == ([True] if hint else [])
+
+
+def test_a_full_temporary_folder_is_reported_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def use_one(_: object) -> None:
+        tempfile.TemporaryFile()  # noqa: SIM115  # it cannot be made
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(os, "open", write)
+    monkeypatch.setattr(local, "_is_full", lambda folder: folder == str(tmp_path))
+    parser = Parser(prog="tool")
+    parser.set_defaults(handler=use_one)
+    assert run(parser, []) == 3
+    assert capsys.readouterr().err == (
+        f"error: the temporary folder is full: {tmp_path}\n"
+        f"hint: free some space in {tmp_path}, or export TMPDIR=/a/folder/with/room\n"
+    )

@@ -1,5 +1,6 @@
 """What every Storage promises, on disk, in memory, on a real S3 server; and `open_storage`."""
 
+import errno
 import subprocess
 import sys
 import uuid
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from threefold.errors import UserError
-from threefold.storage import Storage, open_storage, temporary_name, written_name
+from threefold.errors import StorageError, UserError
+from threefold.storage import Storage, TemporaryFailure, open_storage, temporary_name, written_name
 from threefold.storage.conformance import StorageConformance
 
 
@@ -78,7 +79,7 @@ def test_urls_choose_their_backend(tmp_path: Path) -> None:
 def test_clients_are_imported_only_for_urls_that_need_them() -> None:
     program = """
 import sys
-from threefold.storage import open_storage
+from threefold.storage import TemporaryFailure, open_storage
 open_storage("/tmp/x")
 assert not {"obstore", "fsspec", "numpy"} & set(sys.modules)
 """
@@ -89,3 +90,39 @@ def test_a_temporary_name_tells_what_it_is_for() -> None:
     assert written_name(temporary_name("part-00000.index")) == "part-00000.index"
     for name in ("part-00000.index", ".notes.tmp", ".a.0123456789abcde.tmp", "..0123456789abcdef.tmp"):
         assert written_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("ftp://host/x", "ftp://host/x: FTP cannot be read"),
+        ("nosuch://host/x", "cannot open nosuch://host/x: Protocol not known"),
+        ("github://host/x", "cannot open github://host/x: "),
+    ],
+)
+def test_a_url_that_cannot_be_opened_is_one_line_with_its_name(url: str, fault: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_storage(url)
+    assert caught.value.message.startswith(fault)
+    assert "\n" not in caught.value.message
+
+
+def test_a_file_system_that_nobody_answers_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(StorageError, match=r"cannot open hf://host: \[Errno -2\] Name or service not known"):
+        open_storage("hf://host")
+
+
+def test_a_full_disk_behind_fsspec_is_no_failure_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage = open_storage(f"local://{tmp_path}")
+    monkeypatch.setattr(type(storage), "_open_new", full)
+    with pytest.raises(StorageError, match=r"cannot write .*/key: No space left on device") as caught:
+        storage.write("key", b"x")
+    assert not isinstance(caught.value, TemporaryFailure)
+    assert caught.value.hint

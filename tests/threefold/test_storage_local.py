@@ -12,7 +12,8 @@ import pytest
 
 from threefold.errors import StorageError
 from threefold.storage import is_same_place, open_storage
-from threefold.storage.local import LocalStorage, local_failure, make_folders
+from threefold.storage.folders import make_folders
+from threefold.storage.local import LocalStorage, keep_file, local_failure
 
 WRITE = """
 import sys
@@ -53,7 +54,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path) -> None:
     storage.write("step/small", b"x" * (1 << 20))
 
 
-@pytest.mark.parametrize("point", ["write", "fsync", "link"])
+@pytest.mark.parametrize("point", ["write", "fsync", "linkat"])
 def test_a_killed_write_is_never_listed(tmp_path: Path, point: str) -> None:
     storage = LocalStorage(tmp_path / "run")
     storage.write("other", b"x")
@@ -77,18 +78,44 @@ def test_a_failing_fsync_is_an_error(tmp_path: Path) -> None:
     assert list(LocalStorage(tmp_path / "run").list()) == []
 
 
+def test_a_file_that_cannot_be_made_durable_is_removed_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, usual, synced = LocalStorage(tmp_path), os.fsync, set[int]()
+
+    def fail_once(descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        if not synced:
+            synced.add(inode)
+            os.dup(descriptor)  # so that no other file gets its number
+            raise OSError(errno.EIO, "Input/output error")
+        assert inode not in synced, "an fsync that failed says nothing when it is made again"
+        usual(descriptor)
+
+    storage.write("key", b"old")
+    monkeypatch.setattr(os, "fsync", fail_once)
+    for act in (lambda: storage.write("key", b"new"), lambda: keep_file(storage, "key")):
+        synced.clear()
+        with pytest.raises(StorageError, match=r"cannot write .*/key: Input/output error"):
+            act()
+    assert list(tmp_path.iterdir()) == [], "what could not be kept is gone"
+    storage.write("key", b"new")
+    keep_file(storage, "key")
+    assert storage.read("key") == b"new"
+
+
 def test_a_write_syncs_the_file_before_its_name_and_the_folder_after(tmp_path: Path) -> None:
     log = tmp_path / "log"
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
-    command = ["strace", "-f", "-qq", "-y", "-o", str(log), "-e", "trace=fsync,link,mkdir"]
+    command = ["strace", "-f", "-qq", "-y", "-o", str(log), "-e", "trace=fsync,linkat,mkdir,mkdirat"]
     subprocess.run([*command, sys.executable, "-c", WRITE, str(tmp_path / "run")], check=True, timeout=60)
     calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]
     seen = [(call.split("(")[0], ".tmp" in call, "/step>" in call) for call in calls]
     assert seen == [
         ("mkdir", False, False), ("fsync", False, False),
-        ("mkdir", False, False), ("fsync", False, False),
-        ("fsync", True, False), ("link", True, False), ("fsync", False, True),
+        ("mkdirat", False, False), ("fsync", False, False),
+        ("fsync", True, False), ("linkat", True, True), ("fsync", False, True),
     ]  # fmt: skip
 
 
@@ -145,15 +172,15 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a deletion does that empties it."""
-    usual, removed = Path.mkdir, list[Path]()
+    usual, removed = os.mkdir, list[Path]()
 
-    def mkdir(path: Path, *, exist_ok: bool) -> None:
-        if path.name == "attempt" and len(removed) < 2:
-            removed.append(path.parent)
-            path.parent.rmdir()
-        usual(path, exist_ok=exist_ok)
+    def mkdir(name: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if name == "attempt" and len(removed) < 2:
+            removed.append(tmp_path / "step")
+            removed[-1].rmdir()
+        usual(name, mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(os, "mkdir", mkdir)
     LocalStorage(tmp_path).write("step/attempt/key", b"x")
     assert (tmp_path / "step/attempt/key").read_bytes() == b"x"
     assert len(removed) == 2
@@ -162,7 +189,7 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
 
 
 def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")  # as FAT does
 
     monkeypatch.setattr(os, "link", refuse)

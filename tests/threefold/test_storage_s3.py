@@ -91,7 +91,7 @@ def test_a_large_write_that_fails_is_never_listed(s3_proxy: FaultProxy, s3_url: 
     assert list(storage.list()) == []
 
 
-@pytest.mark.parametrize("kind", ["503", "reset", "cut", "stall"])
+@pytest.mark.parametrize("kind", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
 def test_of_a_large_write_only_the_parts_that_failed_are_sent_again(
     s3_proxy: FaultProxy, s3_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

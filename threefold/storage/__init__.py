@@ -35,17 +35,26 @@ class TemporaryFailure(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object; `modified_s` is seconds since the epoch, 0 where a backend does not tell."""
+    """One stored object; `modified_s` is seconds since the epoch, 0 where a backend does not tell.
+
+    `etag` changes with the content, as far as the backend knows; "" where it has none.
+    """
 
     key: str
     size_bytes: int
     modified_s: float
+    etag: str = ""
 
 
 class Storage(Protocol):
-    """Keys under one base URL; `supports_if_absent` is False where a backend cannot commit once and only once."""
+    """Keys under one base URL; `supports_if_absent` is False where a backend cannot commit once and only once.
+
+    `url` is what is shown and stored. `address` opens the same storage elsewhere: it may hold a password, so it is
+    neither, nor part of a command line.
+    """
 
     url: str
+    address: str
     supports_if_absent: bool
 
     def write(

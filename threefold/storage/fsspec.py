@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from threefold.errors import StorageError, UserError
+from threefold.masking import masked, shown_cause
+from threefold.packages import needed_for
 from threefold.storage import (
     AlreadyExists,
     Buffer,
@@ -21,6 +23,7 @@ from threefold.storage import (
     is_temporary,
     temporary_name,
 )
+from threefold.storage.local import NO_ROOM
 
 TIME_FIELDS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 T = TypeVar("T")
@@ -32,18 +35,26 @@ class FsspecStorage:
     supports_if_absent = False
 
     def __init__(self, url: str) -> None:
-        try:
+        with needed_for(url):
             from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise UserError(f"{url} needs the package fsspec", hint='pip install "threefold[s3]"') from error
-        self.url = url.rstrip("/")
+        self.address = url.rstrip("/")
+        self.url = masked(self.address)
+        if url.startswith("ftp://"):
+            raise UserError(
+                f"{self.url}: FTP cannot be read in ranges side by side, nor written to at once",
+                hint=f"wget -r {self.url}, then name the files; or use sftp:// or https://",
+            )
         try:
             # Listings are never cached: other processes write to the same place.
             self._fs, root = url_to_fs(url, use_listings_cache=False)
-        except (ValueError, ImportError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             raise UserError(
-                f"cannot open {url}: {error}", hint="check the URL's scheme and its fsspec package"
-            ) from error
+                f"cannot open {self.url}: {_one_line(error)}", hint="check the URL's scheme and its fsspec package"
+            ) from shown_cause(error)
+        except Exception as error:  # each fsspec backend raises the errors of a client library of its own
+            raise StorageError(
+                f"cannot open {self.url}: {_one_line(error)}", hint="check the address, and that a server answers there"
+            ) from shown_cause(error)
         self._root = root.rstrip("/")
 
     def write(
@@ -149,7 +160,8 @@ class FsspecStorage:
     def _object(self, info: dict[str, Any]) -> ObjectInfo:
         time = next((info[field] for field in TIME_FIELDS if info.get(field)), 0.0)
         key = info["name"].removeprefix(self._root).lstrip("/")
-        return ObjectInfo(key, info["size"] or 0, time.timestamp() if isinstance(time, datetime) else _seconds(time))
+        modified_s = time.timestamp() if isinstance(time, datetime) else _seconds(time)
+        return ObjectInfo(key, info["size"] or 0, modified_s, str(info.get("ETag") or "").strip('"'))
 
     def _move(self, source: str, target: str) -> None:
         """Rename, where the file system has its own way to; fsspec's general one takes names for patterns."""
@@ -175,11 +187,15 @@ class FsspecStorage:
         except (StorageError, AssertionError):
             raise
         except FileNotFoundError as error:
-            raise StorageError(f"{self.url}/{key} does not exist") from error
+            raise StorageError(f"{self.url}/{key} does not exist") from shown_cause(error)
         except PermissionError as error:
-            raise StorageError(f"cannot {doing} {self.url}/{key}: {error or 'no permission'}") from error
+            raise StorageError(f"cannot {doing} {self.url}/{key}: {error or 'no permission'}") from shown_cause(error)
         except Exception as error:  # each fsspec backend raises the errors of a client library of its own
-            raise TemporaryFailure(f"cannot {doing} {self.url}/{key}: {str(error) or type(error).__name__}") from error
+            doing = f"cannot {doing} {self.url}/{key}"
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                hint = "free some space or choose another place"
+                raise StorageError(f"{doing}: {error.strerror}", hint=hint) from shown_cause(error)
+            raise TemporaryFailure(f"{doing}: {str(error) or type(error).__name__}") from shown_cause(error)
 
 
 def _seconds(time: object) -> float:
@@ -187,3 +203,7 @@ def _seconds(time: object) -> float:
         return float(time)  # type: ignore[arg-type]  # text without a number is what the except is for
     except (TypeError, ValueError):
         return datetime.fromisoformat(str(time)).timestamp()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

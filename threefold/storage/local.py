@@ -1,23 +1,23 @@
 """Files of a local or parallel file system: durable by fsync of the file and its folder, exclusive by link(2).
 
 A write goes to a hidden temporary name in the target's folder, which is never listed, and appears whole under its key.
+Links are followed to read, and up to the storage's own folder; nothing below it is written or deleted through one.
 """
 
 import contextlib
 import errno
-import filecmp
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from threefold.errors import StorageError
-from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key, is_temporary, temporary_name
+from threefold.storage import Buffer, ObjectInfo, Storage, buffers_of, check_key, is_temporary
+from threefold.storage.folders import Folder, local_root, sync_folder
+from threefold.storage.new_file import NewFile
 
 COPY_BYTES = 16 << 20
-MAX_RACES = 5  # with deletions that leave a folder empty
-NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) says on FAT and on some network mounts
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LocalStorage:
@@ -28,33 +28,18 @@ class LocalStorage:
     def __init__(self, folder: str | Path) -> None:
         # a ".." leaves a missing folder or a link by another way once that is made: no place may change its meaning
         self.folder = Path(os.path.realpath(folder)) if ".." in Path(folder).parts else Path(folder).absolute()
-        self.url = str(self.folder)
+        self.url = self.address = str(self.folder)
 
     def write(
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
     ) -> None:
-        target = self._path(key)
-        temporary = target.with_name(temporary_name(target.name))
+        path = self._path(key)
         try:
-            try:
-                file = temporary.open("xb")
-            except FileNotFoundError:
-                make_folders(target.parent)
-                file = temporary.open("xb")
-            try:
-                _fill(file, buffers_of(data))
-                if if_absent:
-                    _link(temporary, target)
-                else:
-                    temporary.replace(target)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            if if_absent:
-                temporary.unlink(missing_ok=True)
-            sync_folder(target.parent)
+            with NewFile(self.folder, key) as file:
+                file.fill(buffers_of(data))
+                file.publish(if_absent=if_absent)
         except OSError as error:
-            raise local_failure(error, "write", target) from error
+            raise local_failure(error, "write", path) from error
 
     def read(self, key: str) -> bytes:
         path = self._path(key)
@@ -101,21 +86,12 @@ class LocalStorage:
                 yield entry.name
 
     def delete(self, keys: Iterable[str]) -> None:
-        folders: set[Path] = set()
+        groups: dict[str, list[str]] = {}
         for key in keys:
-            path = self._path(key)
-            try:
-                path.unlink()
-                folders.add(path.parent)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                raise local_failure(error, "delete", path) from error
-        for folder in folders:
-            try:
-                self._remove_empty(folder)
-            except OSError as error:
-                raise local_failure(error, "delete files in", folder) from error
+            folder, _, name = check_key(key).rpartition("/")
+            groups.setdefault(folder, []).append(name)
+        for inner, names in groups.items():
+            self._delete_in(inner, names)
 
     def copy(self, source: str, target: str) -> None:
         path = self._path(source)
@@ -160,49 +136,69 @@ class LocalStorage:
                 return True
             raise
 
-    def _remove_empty(self, folder: Path) -> None:
-        """Make deletions in a folder durable, then remove it and its parents as far as they are empty."""
-        with contextlib.suppress(FileNotFoundError):
-            sync_folder(folder)
-        while folder != self.folder and folder.is_relative_to(self.folder):
+    def _delete_in(self, inner: str, names: Sequence[str]) -> None:
+        """Delete files in a folder durably, then remove it and its parents as far as they are empty."""
+        at, num_deleted = self.folder / inner, 0
+        try:
+            with Folder(self.folder, inner) as folder:
+                for name in names:
+                    at = folder.path / name
+                    with contextlib.suppress(FileNotFoundError):
+                        folder.unlink(name)
+                        num_deleted += 1
+                at = folder.path
+                if num_deleted:
+                    folder.sync()
+        except (FileNotFoundError, NotADirectoryError):  # there is nothing to delete
+            return
+        except OSError as error:
+            raise local_failure(error, "delete", at) from error
+        while inner and num_deleted:
+            inner, _, name = inner.rpartition("/")
             try:
-                folder.rmdir()
+                with Folder(self.folder, inner) as parent:
+                    parent.remove_folder(name)
             except OSError:  # not empty, or another process removed it first
                 return
-            folder = folder.parent
 
 
-def make_folders(folder: Path) -> None:
-    """Create a folder and its missing parents, durably, though others may remove empty ones meanwhile."""
-    for tries_left in reversed(range(MAX_RACES)):
-        try:
-            _make_missing(folder)
-            return
-        except FileNotFoundError:
-            if not tries_left:
-                raise
+def keep_file(storage: Storage, key: str) -> None:
+    """Make durable what an earlier try left under a key of a local folder, and let go of the page cache's copy.
 
-
-def _make_missing(folder: Path) -> None:
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        try:
-            new.mkdir(exist_ok=True)
-        except FileExistsError:
-            raise NotADirectoryError(errno.ENOTDIR, f"{new} is not a folder") from None
-        sync_folder(new.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable: names that were added, replaced or removed."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    What is read from then on is what the disk holds. Where that fails the file is removed: no later fsync of it could
+    be believed. Does nothing for other storages, whose objects are durable once they are there.
+    """
+    root, (inner, _, name) = local_root(storage), key.rpartition("/")
+    if root is None:
+        return
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with Folder(root, inner) as folder:
+            descriptor = folder.open(name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                folder.sync()
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    folder.unlink(name)
+                raise
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise local_failure(error, "write", root / key) from error
+
+
+def sync_name(storage: Storage, key: str) -> None:
+    """Make durable that a key of a local folder is there, which whoever put it may have failed to.
+
+    Its content was made durable before it got its name. Does nothing for other storages.
+    """
+    path = storage.local_path(key)
+    if path is not None:
+        try:
+            sync_folder(path.parent)
+        except OSError as error:
+            raise local_failure(error, "write", path) from error
 
 
 def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
@@ -211,9 +207,35 @@ def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
         return StorageError(f"{path} does not exist")
     # a failed save removes the folders that it made: a hint names what stays
     places = [Path(path).absolute(), *Path(path).absolute().parents][doing in ("write", "delete") :]
+    hint = _hint_for(error, places)
+    if hint is None and doing == "write":
+        hint = "choose another place"
+    return StorageError(f"cannot {doing} {path}: {error.strerror or error}", hint=hint)
+
+
+def system_failure(error: OSError) -> StorageError:
+    """A system error that nobody put into words on its way, as a StorageError with a hint that fits its cause."""
+    cause = error.strerror or str(error) or type(error).__name__
+    if isinstance(error.filename, str):
+        path = Path(error.filename).absolute()
+        return StorageError(f"{error.filename}: {cause}", hint=_hint_for(error, [path, *path.parents]))
+    finds_none = cause.startswith("No usable temporary directory")  # says tempfile, which tried to write to each
+    if not finds_none and error.errno not in NO_ROOM:
+        return StorageError(cause)
+    full = [folder for folder in _temporary_folders() if _is_full(folder)]
+    if full:
+        hint = f"free some space in {full[0]}, or export TMPDIR=/a/folder/with/room"
+        return StorageError(f"the temporary folder is full: {full[0]}", hint=hint)
+    if finds_none:
+        return StorageError("no temporary folder can be written to", hint="export TMPDIR=/a/folder/with/room")
+    return StorageError(cause, hint="free some space: df -h shows which disk is full")
+
+
+def _hint_for(error: OSError, places: Sequence[Path]) -> str | None:
+    """What to try after a system error in the first of some folders and files that is there."""
     there = next((each for each in places if os.path.exists(each)), Path("/"))
     disk = next(each for each in (there, *there.parents) if os.path.ismount(each))
-    hint = {
+    return {
         errno.ENOSPC: f"free some space or choose another place; df -h {disk}",
         errno.EDQUOT: "the quota is used up; free some space or choose another place",
         errno.EACCES: f"check the permissions: ls -ld {there}",
@@ -221,9 +243,17 @@ def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
         errno.EROFS: "the file system is mounted read-only; choose another place",
         errno.EMFILE: "raise the number of files that may be open: ulimit -n 65536",
     }.get(error.errno or 0)
-    if hint is None and doing == "write":
-        hint = "choose another place"
-    return StorageError(f"cannot {doing} {path}: {error.strerror or error}", hint=hint)
+
+
+def _temporary_folders() -> list[str]:
+    """The folders that Python's tempfile tries."""
+    named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    return [folder for folder in (*named, "/tmp", "/var/tmp", "/usr/tmp") if folder and os.path.isdir(folder)]
+
+
+def _is_full(folder: str) -> bool:
+    status = os.statvfs(folder)
+    return not status.f_bavail or (status.f_files > 0 and not status.f_favail)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -244,27 +274,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-def _fill(file: BinaryIO, buffers: Iterable[Buffer]) -> None:
-    with file:
-        for buffer in buffers:
-            file.write(buffer)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _link(temporary: Path, target: Path) -> None:
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        if not filecmp.cmp(temporary, target, shallow=False):
-            raise AlreadyExists(f"{target} exists already: another writer won") from None
-    except OSError as error:
-        if error.errno not in NO_HARD_LINKS:
-            raise
-        text = f"cannot write {target} once and only once: its file system has no hard links ({error.strerror})"
-        raise StorageError(text, hint="choose a place on another file system") from error
 
 
 def _read_range(descriptor: int, path: Path, start: int, stop: int) -> bytes:

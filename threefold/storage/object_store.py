@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from threefold.errors import StorageError
+from threefold.masking import shown_cause
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
 from threefold.storage.service import open_service, request_timeout_s
 
@@ -35,11 +36,11 @@ class ObjectStorage:
     supports_if_absent = True
 
     def __init__(self, url: str, *, write_memory_bytes: int | None = None) -> None:
+        self._service = open_service(url)
         from obstore.exceptions import BaseError
 
-        self._service = open_service(url)
         self._store = self._service.store
-        self.url = url.rstrip("/")
+        self.url = self.address = url.rstrip("/")
         self._write_memory_bytes = write_memory_bytes
         self._prefix = f"{self._service.path}/" if self._service.path else ""
         # obstore tells a missing object as the builtin FileNotFoundError
@@ -146,7 +147,7 @@ class ObjectStorage:
             except self._errors as error:
                 # obstore repeats what the server refused for now, but no deletion whose answer was lost
                 if attempt == self._service.attempts - 1 or "status code" in str(error):
-                    raise self._failure(error, "delete", f"{len(paths)} objects") from error
+                    raise self._failure(error, "delete", f"{len(paths)} objects") from shown_cause(error)
                 time.sleep(RETRY_AFTER_S * 2**attempt)
 
     def copy(self, source: str, target: str) -> None:
@@ -169,7 +170,8 @@ class ObjectStorage:
         return self._prefix + check_key(key)
 
     def _object(self, meta: Any) -> ObjectInfo:
-        return ObjectInfo(meta["path"].removeprefix(self._prefix), meta["size"], meta["last_modified"].timestamp())
+        key, etag = meta["path"].removeprefix(self._prefix), (meta["e_tag"] or "").strip('"')
+        return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), etag)
 
     def _delete_singly(self, paths: Sequence[str]) -> None:
         import obstore
@@ -199,28 +201,28 @@ class ObjectStorage:
                 obstore.put(self._service.exclusive_store, path, body, mode="create", use_multipart=False)
                 return
             except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
-                raise self._failure(error, "write", key) from error
+                raise self._failure(error, "write", key) from shown_cause(error)
             except self._errors as error:
                 failure = self._failure(error, "write", key)
                 try:
                     stored = None if self.info(key) is None else self.read(key)
                 except StorageError:
-                    raise failure from error
+                    raise failure from shown_cause(error)
                 if stored == body:
                     return
                 if stored is not None:
-                    raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from error
+                    raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from shown_cause(error)
                 may_pass = isinstance(failure, TemporaryFailure) or re.search(r"status code: (409|412)", str(error))
                 is_last = attempt == self._service.attempts - 1 or time.monotonic() - started > request_timeout_s()
                 if is_last or not may_pass:
-                    raise failure from error
+                    raise failure from shown_cause(error)
                 time.sleep(RETRY_AFTER_S * 2**attempt)
 
     def _call(self, doing: str, key: str, work: Callable[[], T]) -> T:
         try:
             return work()
         except self._errors as error:
-            raise self._failure(error, doing, key) from error
+            raise self._failure(error, doing, key) from shown_cause(error)
 
     def _failure(self, error: Exception, doing: str, key: str) -> StorageError:
         """What obstore said, in one sentence: its message repeats itself over twenty lines."""

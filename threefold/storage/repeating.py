@@ -35,7 +35,8 @@ class RepeatingStorage:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self.url, self.supports_if_absent = storage.url, storage.supports_if_absent
+        self.url, self.address = storage.url, storage.address
+        self.supports_if_absent = storage.supports_if_absent
 
     def write(
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None

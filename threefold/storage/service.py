@@ -15,6 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from threefold.errors import UserError
+from threefold.masking import shown_cause
+from threefold.packages import needed_for
 from threefold.storage import OBJECT_STORES
 
 DEFAULT_ATTEMPTS = 8
@@ -49,17 +51,17 @@ class Service:
 
 def open_service(url: str) -> Service:
     """The service behind a URL of one of OBJECT_STORES; nothing is contacted yet."""
-    try:
-        from obstore.exceptions import BaseError  # asked for here, so that its lack is told in our words
-    except ImportError as error:
-        raise UserError(f"{url} needs the package obstore", hint='pip install "threefold[s3]"') from error
+    with needed_for(url):
+        from obstore.exceptions import BaseError
     bucket, path = split_url(url)
     kind = OBJECT_STORES[url.partition("://")[0]]
     make, hint = {"s3": (_s3, S3_HINT), "gcs": (_gcs, GCS_HINT), "azure": (_azure, AZURE_HINT)}[kind]
+    if ":" in bucket or ("@" in bucket and kind != "azure"):  # Azure's are CONTAINER@ACCOUNT
+        raise UserError(f"{url} holds credentials, which are read from the environment alone", hint=hint)
     try:
         return make(bucket, path)
     except (BaseError, OSError) as error:  # half a pair of keys, a file of credentials that is not there, no account
-        raise UserError(f"cannot open {url}: {str(error).partition(chr(10))[0]}", hint=hint) from error
+        raise UserError(f"cannot open {url}: {str(error).partition(chr(10))[0]}", hint=hint) from shown_cause(error)
 
 
 def split_url(url: str) -> tuple[str, str]:

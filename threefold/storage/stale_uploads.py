@@ -4,29 +4,32 @@ S3 keeps them for ever, Google Cloud Storage until a lifecycle rule removes them
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError
+from threefold.masking import shown_cause
+from threefold.packages import needed_for
 from threefold.storage import Storage
 from threefold.storage.service import CONNECT_TIMEOUT_S, request_timeout_s, s3_endpoint, s3_region, split_url
 
 SAFE_AGE_S = 24 * 3600.0  # no single upload lasts so long
 
 
-def abort_stale_uploads(storage: Storage, prefix: str = "", older_than_s: float = SAFE_AGE_S) -> list[str]:
-    """Abort the unfinished uploads of keys that start with prefix and began longer ago than that; gives their keys.
+def abort_stale_uploads(
+    storage: Storage, prefix: str = "", older_than_s: float = SAFE_AGE_S,
+    *, is_wanted: Callable[[str], bool] = lambda key: True, dry_run: bool = False,
+) -> list[str]:  # fmt: skip
+    """Abort the unfinished uploads of wanted keys that start with prefix and began longer ago; return their keys.
 
-    Does nothing where a storage is not on S3. StorageError where the server refuses or does not answer.
+    Nothing is done where a storage is not on S3. StorageError where the server refuses or does not answer.
     """
     if not storage.url.startswith("s3://"):
         return []
-    try:
+    with needed_for("listing unfinished uploads"):
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.session import get_session
-    except ImportError as error:
-        raise UserError("listing unfinished uploads needs botocore", hint='pip install "threefold[s3]"') from error
     bucket, path = split_url(storage.url)
     base = f"{path}/" if path else ""
     try:
@@ -36,11 +39,12 @@ def abort_stale_uploads(storage: Storage, prefix: str = "", older_than_s: float 
                 connect_timeout=CONNECT_TIMEOUT_S, read_timeout=request_timeout_s(), retries={"max_attempts": 1}
             ),
         )  # fmt: skip
-        stale = list(_stale(client, bucket, base + prefix, time.time() - older_than_s))
-        for key, upload in stale:
+        found = _stale(client, bucket, base + prefix, time.time() - older_than_s)
+        stale = [(key, upload) for key, upload in found if is_wanted(key.removeprefix(base))]
+        for key, upload in stale if not dry_run else ():
             client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
     except (BotoCoreError, ClientError, ValueError) as error:  # the last: of an endpoint that it cannot read
-        raise StorageError(f"cannot abort unfinished uploads of {storage.url}: {error}") from error
+        raise StorageError(f"cannot abort unfinished uploads of {storage.url}: {error}") from shown_cause(error)
     return [key.removeprefix(base) for key, _ in stale]
 
 
