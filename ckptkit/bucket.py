@@ -4,8 +4,10 @@ Tensors stand in a bucket in order, each at a 64-byte aligned offset. The bucket
 is cut into dp equal intervals. Positions and sizes are in elements. Pure; O(tensors).
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 ALIGNMENT_BYTES = 64
 
@@ -33,17 +35,15 @@ def shard_interval(total: int, dp_size: int, dp_rank: int, itemsize: int) -> tup
     return dp_rank * length, (dp_rank + 1) * length
 
 
-def overlaps(offsets: Sequence[int], numels: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Which positions [a, b) of each tensor the interval [start, stop) covers, as (tensor index, a, b), none empty."""
-    found = []
-    for index in range(max(bisect_right(offsets, start) - 1, 0), len(offsets)):
-        offset = offsets[index]
-        if offset >= stop:
-            break
-        a, b = max(start - offset, 0), min(stop - offset, numels[index])
-        if a < b:
-            found.append((index, a, b))
-    return found
+def overlaps(offsets: npt.ArrayLike, numels: npt.ArrayLike, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """Which positions [a, b) of each tensor the interval [start, stop) covers: rows of (tensor index, a, b), a < b."""
+    offsets, numels = np.asarray(offsets, np.int64), np.asarray(numels, np.int64)
+    first = max(int(np.searchsorted(offsets, start, "right")) - 1, 0)
+    end = max(int(np.searchsorted(offsets, stop, "left")), first)
+    a = np.maximum(start - offsets[first:end], 0)
+    b = np.minimum(stop - offsets[first:end], numels[first:end])
+    kept = a < b
+    return np.stack([np.arange(first, end)[kept], a[kept], b[kept]], axis=1)
 
 
 def _alignment(itemsize: int) -> int:

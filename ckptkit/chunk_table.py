@@ -3,8 +3,9 @@
 Boxes are left-padded to one number of dims (offset 0, shape 1), which changes no row-major position.
 """
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,6 +46,12 @@ class TensorColumns:
         return np.array(self.ndims, np.int64)
 
     @cached_property
+    def json_names(self) -> list[str]:
+        """Each name as JSON writes it."""
+        separator = "\n"  # which JSON escapes in a name
+        return json.dumps(self.names, separators=(separator, ":"))[1:-1].split(separator)
+
+    @cached_property
     def numbers(self) -> dict[str, int]:
         """The place of each name."""
         return {name: number for number, name in enumerate(self.names)}
@@ -73,17 +80,14 @@ class ChunkTable:
         """The table of (tensor, box, start, stop); rows keep their order."""
         tensors = TensorColumns.of(list({info.name: info for info, *_ in chunks}.values()))
         num_dims = max(tensors.ndims, default=0)
-        offset = np.zeros((len(chunks), num_dims), np.int64)
-        shape = np.ones((len(chunks), num_dims), np.int64)
-        for row, (info, box, _, _) in enumerate(chunks):
-            if info.shape:
-                offset[row, -len(info.shape) :] = box.offset
-                shape[row, -len(info.shape) :] = box.shape
+        boxes = [box for _, box, _, _ in chunks]
+        offset = [(0,) * (num_dims - len(box.offset)) + box.offset for box in boxes]
+        shape = [(1,) * (num_dims - len(box.shape)) + box.shape for box in boxes]
         return cls(
             tensors,
             np.array([tensors.numbers[info.name] for info, *_ in chunks], np.int64),
-            offset,
-            shape,
+            np.array(offset, np.int64).reshape(len(chunks), num_dims),
+            np.array(shape, np.int64).reshape(len(chunks), num_dims),
             np.array([start for _, _, start, _ in chunks], np.int64),
             np.array([stop for *_, stop in chunks], np.int64),
         )
@@ -129,6 +133,12 @@ class ChunkTable:
         return ChunkTable(
             self.tensors, self.tensor[rows], self.offset[rows], self.shape[rows], self.start[rows], self.stop[rows]
         )
+
+    def with_dims(self, num_dims: int) -> "ChunkTable":
+        """The same chunks in boxes of another number of dims; where that is less, what is left out is padding."""
+        skip = max(self.offset.shape[1] - num_dims, 0)
+        offset, shape = self.offset[:, skip:], self.shape[:, skip:]
+        return replace(self, offset=left_padded(offset, num_dims, 0), shape=left_padded(shape, num_dims, 1))
 
     def box(self, row: int) -> Box:
         """The box of one chunk, without the padding dims."""

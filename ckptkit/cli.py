@@ -1,14 +1,16 @@
 """The `ckptkit` command; verbs on the steps of a run are in `run_verbs`. numpy is imported by verbs, not for --help."""
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ckptkit.run_verbs import add_run_verbs
 from ckptkit.verb import add_verb, whole_number
-from threefold.cli import Handler, Parser, print_json, report, run
+from threefold.cli import Handler, Parser, print_json, print_line, report, run
+from threefold.console import live
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
+LINES_EVERY_S = 10.0  # of progress, where no terminal is
 CKPT_HELP = "run URL (its newest committed step) or step URL: a path, s3://..., or any fsspec URL"
 
 
@@ -18,7 +20,7 @@ def build_parser() -> Parser:
         prog="ckptkit",
         description="Verified, resharding checkpoints on local disks, S3 and any fsspec URL.",
         epilog="S3 settings come from the standard AWS_* variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). "
-        "Exit codes: 0 ok, 1 check failed, 2 usage, 3 I/O.",
+        "Exit codes: 0 ok, 1 check failed, 2 usage, 3 I/O, 130 or 143 ended by SIGINT or SIGTERM.",
     )
     verbs = parser.add_subparsers(metavar="{ls,best,pin,unpin,prune,inspect,verify,hash,copy,reshard}")
     add_run_verbs(verbs)
@@ -143,20 +145,22 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
         print_json(about)
         return EXIT_OK
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
-    print(
-        f"{about['url']}\n"
-        f"  step       {about['step']:,}\n"
-        f"  layout     {about['layout']}, {about['num_layers']} layers\n"
-        f"  tensors    {about['num_tensors']:,} ({dtypes}), {about['num_elements']:,} elements, "
-        f"{about['tensor_bytes']:,} bytes\n"
-        f"  files      {about['num_files']:,}, {about['file_bytes']:,} bytes, attempt {about['attempt']}"
-        + (f"\n  share      one node's files only: {about['share']}" if about["share"] else "")
-    )
-    for key, value in ((about["saved"] or {}) | about["metadata"]).items():
-        text = str(value)
-        print(f"  {key:<10} {text if len(text) <= 100 else text[:97] + '...'}")
+    tensors = f"{about['num_tensors']:,} ({dtypes}), {about['num_elements']:,} elements"
+    facts = {
+        "step": f"{about['step']:,}",
+        "layout": f"{about['layout']}, {about['num_layers']} layers",
+        "tensors": f"{tensors}, {about['tensor_bytes']:,} bytes",
+        "files": f"{about['num_files']:,}, {about['file_bytes']:,} bytes, attempt {about['attempt']}",
+    }
+    if about["share"]:
+        facts["share"] = f"one node's files only: {about['share']}"
+    recorded = {key: str(value) for key, value in ((about["saved"] or {}) | about["metadata"]).items()}
+    cut = ((key, text if len(text) <= 100 else text[:97] + "...") for key, text in recorded.items())
+    print_line(about["url"])
+    for key, text in (*facts.items(), *cut):
+        print_line(f"  {key:<10} {text}")
     for row in about["tensors"] if arguments.tensors else ():
-        print(f"{row['name']}  {row['dtype']} {row['shape']}  {row['placement']}")
+        print_line(f"{row['name']}  {row['dtype']} {row['shape']}  {row['placement']}")
     return EXIT_OK
 
 
@@ -178,8 +182,8 @@ def verify_verb(arguments: argparse.Namespace) -> int:
         print_json({"ok": result.ok, "url": reader.url} | asdict(result))
     else:
         for fault in result.faults:
-            print(fault)
-        print(
+            print_line(str(fault))
+        print_line(
             f"{reader.url}: {result.num_files} files, {result.bytes_read:,} of {result.data_bytes:,} bytes read, "
             + ("no fault" if result.ok else f"{len(result.faults)} fault{'s' if len(result.faults) > 1 else ''}")
         )
@@ -203,9 +207,9 @@ def hash_verb(arguments: argparse.Namespace) -> int:
         print_json({"url": reader.url, "step": step} | asdict(found))
         return EXIT_OK
     for name, digest in found.tensors.items() if arguments.tensors else ():
-        print(f"{digest}  {name}")
+        print_line(f"{digest}  {name}")
     for total in ("params", "optim", "all"):
-        print(f"{getattr(found, total)}  {total}")
+        print_line(f"{getattr(found, total)}  {total}")
     return EXIT_OK
 
 
@@ -232,8 +236,8 @@ def copy_verb(arguments: argparse.Namespace) -> int:
     reports, code = [], EXIT_OK
     for step in steps:
         try:
-            with CheckpointReader(source, step) as reader:
-                done = copy_step(reader, target, verify=arguments.verify, progress=show_progress)
+            with CheckpointReader(source, step) as reader, shown_bytes() as progress:
+                done = copy_step(reader, target, verify=arguments.verify, progress=progress)
         except CheckFailed as damage:
             if not arguments.all:
                 raise
@@ -242,7 +246,7 @@ def copy_verb(arguments: argparse.Namespace) -> int:
             continue
         reports.append(asdict(done))
         if not arguments.json:
-            print(
+            print_line(
                 f"{done.target}: {done.num_files} files, {done.bytes_copied:,} bytes copied in {done.seconds:.1f} s"
                 + (f", {done.bytes_kept:,} were there" if done.bytes_kept else "")
             )
@@ -270,12 +274,16 @@ def reshard_verb(arguments: argparse.Namespace) -> int:
     with CheckpointReader(storage, step) as reader:
         if "from_layout" in arguments:
             check_source_layout(arguments.from_layout, reader.root.layout, reader.url)
-        done = reshard(reader, target, layout, step=target_step, progress=show_progress)
+        with shown_bytes() as progress:
+            done = reshard(reader, target, layout, step=target_step, progress=progress)
     if arguments.json:
         print_json(asdict(done))
         return EXIT_OK
+    if not done.bytes_written:
+        print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files")
+        return EXIT_OK
     rate = done.bytes_written / max(done.seconds, 1e-9) / 1e6
-    print(
+    print_line(
         f"{done.url}: {done.source_layout} -> {done.target_layout}, {done.num_files} files, "
         f"{done.bytes_written:,} bytes in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
     )
@@ -294,10 +302,11 @@ def check_source_layout(text: str, found: object, url: str) -> None:
         raise UserError(f"{url} was saved as {found}, not as {text}", hint=f"--from {found}")
 
 
-def show_progress(done: int, total: int) -> None:
-    """A line on stderr, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r{done / max(total, 1):6.1%}  {done:,} bytes", end="\n" if done >= total else "", file=sys.stderr)
+@contextmanager
+def shown_bytes() -> Iterator[Callable[[int, int], None]]:
+    """Show how many bytes of how many are done, as the function that is handed out is told."""
+    with live(lines_every_s=LINES_EVERY_S) as shown:
+        yield lambda done, total: shown.show(f"{done:,} of {total:,} bytes", done / max(total, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ O(pairs of chunks of one tensor * log runs + runs), in numpy.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Bounds:
         high = np.full_like(low, -1)
         rows = wanted.take(np.flatnonzero(wanted.start < wanted.stop))
         rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors, "what is wanted"))
-        for dim, (first, last) in enumerate(zip(*_padded(rows, num_dims).bounds(), strict=True)):
+        for dim, (first, last) in enumerate(zip(*rows.with_dims(num_dims).bounds(), strict=True)):
             np.minimum.at(low[dim], rows.tensor, first)
             np.maximum.at(high[dim], rows.tensor, last)
         return cls(low, high)
@@ -55,7 +55,7 @@ class Bounds:
     def rows(self, chunks: ChunkTable) -> Ints:
         """The rows of chunks over the same tensors that may hold wanted elements."""
         num_dims = len(self.low)
-        boxes, tensor = _padded(chunks, num_dims), chunks.tensor
+        boxes, tensor = chunks.with_dims(num_dims), chunks.tensor
         keep = chunks.start < chunks.stop
         for dim in range(num_dims):  # whole boxes first: that takes no division
             offset, shape = boxes.offset[:, dim], boxes.shape[:, dim]
@@ -67,10 +67,6 @@ class Bounds:
         return rows[near]
 
 
-def _padded(chunks: ChunkTable, num_dims: int) -> ChunkTable:
-    return replace(chunks, offset=left_padded(chunks.offset, num_dims, 0), shape=left_padded(chunks.shape, num_dims, 1))
-
-
 @dataclass(frozen=True, eq=False)
 class StoredChunks:
     """Chunks of the parts of a checkpoint over its tensor table: the part and the file offset of each."""
@@ -78,6 +74,10 @@ class StoredChunks:
     chunks: ChunkTable
     part: Ints
     offset: Ints
+
+    def take(self, rows: Ints) -> "StoredChunks":
+        """Some chunks, in the given order."""
+        return StoredChunks(self.chunks.take(rows), self.part[rows], self.offset[rows])
 
 
 class PartJoin:
@@ -93,11 +93,9 @@ class PartJoin:
         numbers = self._numbers.get(index.chunks.tensors)
         if numbers is None:
             numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors, where)
-        chunks, offsets = index.chunks.renumbered(self.tensors, numbers), index.offsets
-        if self._bounds is not None:
-            rows = self._bounds.rows(chunks)
-            chunks, offsets = chunks.take(rows), offsets[rows]
-        return StoredChunks(chunks, np.full(len(chunks), part), offsets)
+        chunks = index.chunks.renumbered(self.tensors, numbers)
+        stored = StoredChunks(chunks, np.full(len(chunks), part), index.offsets)
+        return stored if self._bounds is None else stored.take(self._bounds.rows(chunks))
 
     def joined(self, parts: Sequence[StoredChunks]) -> StoredChunks:
         """The chunks of several parts, sorted by tensor, then in the order of the parts."""
@@ -107,7 +105,7 @@ class PartJoin:
         order = np.argsort(chunks.tensor, kind="stable")
         part = np.concatenate([none, *(part.part for part in parts)])
         offset = np.concatenate([none, *(part.offset for part in parts)])
-        return StoredChunks(chunks.take(order), part[order], offset[order])
+        return StoredChunks(chunks, part, offset).take(order)
 
 
 def _numbers(columns: TensorColumns, table: TensorColumns, where: str) -> Ints:
@@ -151,12 +149,12 @@ def storage_rows(chunks: ChunkTable, tensors: Sequence[TensorInfo]) -> Ints:
 
 def plan_save(pieces: Sequence[Piece], tensors: Sequence[TensorInfo], *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
     """The files in which one writer stores its pieces; always at least one. UserError where pieces do not fit."""
-    return plan_files(ChunkTable.of_pieces(pieces, tensors), tensors, max_chunks=max_chunks)
+    chunks = ChunkTable.of_pieces(pieces, tensors)
+    return plan_files(chunks, storage_rows(chunks, tensors), max_chunks=max_chunks)
 
 
-def plan_files(chunks: ChunkTable, tensors: Sequence[TensorInfo], *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
-    """The files in which one writer stores its chunks; rows are numbers of chunks."""
-    order = storage_rows(chunks, tensors)
+def plan_files(chunks: ChunkTable, order: Ints, *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
+    """The files in which one writer stores its chunks, given their numbers in storage order."""
     rows = tuple(order[i : i + max_chunks] for i in range(0, max(len(order), 1), max_chunks))
     return SavePlan(tuple(DataFile.of(chunks.take(part)) for part in rows), rows)
 
@@ -166,8 +164,10 @@ def plan_load(wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
 
     The names of `wanted` must be among the stored ones.
     """
-    numbers = stored.chunks.tensors.numbers
-    tensor = np.array([numbers[name] for name in wanted.names], np.int64)[wanted.tensor]
+    tensor = wanted.tensor
+    if wanted.tensors is not stored.chunks.tensors:
+        numbers = stored.chunks.tensors.numbers
+        tensor = np.array([numbers[name] for name in wanted.names], np.int64)[tensor]
     first = np.searchsorted(stored.chunks.tensor, tensor, "left")
     counts = np.searchsorted(stored.chunks.tensor, tensor, "right") - first
     pair_wanted = np.repeat(np.arange(len(wanted)), counts)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.verb import Verbs, add_verb, whole_number
-from threefold.cli import Parser, log, print_json
+from threefold.cli import Parser, log, print_json, print_line
+from threefold.console import print_table
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
 if TYPE_CHECKING:
+    from ckptkit.runs.pruning import PruneReport
     from ckptkit.runs.record import StepRecord
     from threefold.storage import Storage
 
@@ -70,7 +72,7 @@ def add_run_verbs(verbs: "Verbs[Parser]") -> None:
     prune.add_argument("run", metavar="RUN", help=RUN_HELP)
     for name, what in (
         ("last", "keep the newest N steps"),
-        ("every", "keep each step that N divides"),
+        ("every", "keep the first step at or after each multiple of N"),
         ("best", "keep the N steps with the best metric"),
         ("hourly", "keep the newest step of each of the last N hours that have one"),
     ):
@@ -79,9 +81,10 @@ def add_run_verbs(verbs: "Verbs[Parser]") -> None:
     prune.add_argument(
         "--orphans-older-than",
         type=duration,
-        default="24h",
+        default=argparse.SUPPRESS,
         metavar="AGE",
-        help="delete files of uncommitted saves that are at least so old, such as 90m, 24h or 7d",
+        help="delete all that uncommitted saves left and that is at least so old, such as 90m, 24h or 7d; 0s may hit a "
+        "save that is running. Without it: what is a day old, of steps before the newest committed one",
     )
     prune.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
 
@@ -112,32 +115,39 @@ def open_run(url: str, hint: str) -> "Storage":
 
 def ls_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.address import open_address
+    from ckptkit.runs.catalogue import listed_steps, look_up, missing_place, no_step
     from ckptkit.runs.record import Records
 
-    storage, named = open_address(arguments.run)
-    found = Records(storage, check_parts=False).read()
-    rows = [row for row in ls_rows(found, storage.url) if named in (None, row["step"])]
+    storage, step = open_address(arguments.run)
+    found = Records(storage).of(listed_steps(storage) if step is None else [look_up(storage, step)])
+    if not found and (step is not None or missing_place(storage)):
+        raise no_step(storage, step)
+    rows = ls_rows(found, storage.url, is_run=step is None)
     rows.sort(key=lambda row: (row[arguments.sort] is None, row[arguments.sort]))
     if arguments.json:
         print_json(rows)
     elif rows:
-        print_table(rows)
+        cells = [[cell(row, column) for column in COLUMNS] for row in rows]
+        print_table(COLUMNS, cells, left={"layout", "marks"})
     else:
         log(f"no committed step in {arguments.run}")
     return EXIT_CHECK_FAILED if any("error" in row for row in rows) else EXIT_OK
 
 
-def ls_rows(found: "Sequence[StepRecord]", url: str) -> list[dict[str, Any]]:
-    """One row a record: the columns of the table, None where there is nothing to show, and more for --json."""
+def ls_rows(found: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[dict[str, Any]]:
+    """Return a row for each record: the columns of the table, None where there is nothing to show, more for --json.
+
+    Steps are marked only where all of a run are listed, among which one is the newest and one the best.
+    """
     from ckptkit.format.root import step_folder
     from ckptkit.format.saved import utc_text
     from ckptkit.runs.retention import ranked
 
-    best = ranked(found, "val_loss", "min")[:1]
+    marked = {"newest": found[-1:], "best": ranked(found, "val_loss", "min")[:1]} if is_run else {}
     rows = []
     for record in found:
         metrics, saved = record.metrics(), record.saved
-        marks = ["newest"] * (record is found[-1]) + ["best"] * (record in best)
+        marks = [mark for mark, holders in marked.items() if record in holders]
         row: dict[str, Any] = {"step": record.step, "url": f"{url}/{step_folder(record.step)}"}
         row |= {key: metrics.get(key) for key in ("tokens", "loss", "val_loss", "val_step", "lr")}
         row |= {
@@ -153,16 +163,6 @@ def ls_rows(found: "Sequence[StepRecord]", url: str) -> list[dict[str, Any]]:
         row |= {"pinned": record.pin is not None, "note": record.pin or None, "marks": marks}
         rows.append(row | ({"error": record.problem} if record.problem else {}))
     return rows
-
-
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Columns as wide as their widest entry, numbers to the right; of an unreadable root what is wrong, last."""
-    cells = [list(COLUMNS)] + [[cell(row, column) for column in COLUMNS] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        padded = [text.rjust(width) if name not in ("layout", "marks") else text.ljust(width)
-                  for name, text, width in zip(COLUMNS, line, widths, strict=True)]  # fmt: skip
-        print("  ".join(padded).rstrip())
 
 
 def cell(row: dict[str, Any], column: str) -> str:
@@ -184,15 +184,16 @@ def cell(row: dict[str, Any], column: str) -> str:
 
 def best_verb(arguments: argparse.Namespace) -> int:
     from ckptkit.format.root import step_folder
-    from ckptkit.loading.reader import read_root
-    from ckptkit.runs.record import Records, missing_files
+    from ckptkit.runs.catalogue import listed_steps
+    from ckptkit.runs.record import Records
     from ckptkit.runs.retention import ranked
 
     storage = open_run(arguments.run, "ckptkit best {}")
-    found = [record for record in Records(storage, check_parts=False).read() if record.is_readable]
+    records = Records(storage)
+    found = [record for record in records.of(listed_steps(storage)) if record.is_readable]
     check_metric(found, arguments.metric, storage)
     for record in ranked(found, arguments.metric, "max" if arguments.max else "min"):
-        problem = missing_files(storage, read_root(storage, record.step))
+        problem = records.checked(record).problem
         url = f"{storage.url}/{step_folder(record.step)}"
         if problem:
             log(f"passed over {url}: {problem}")
@@ -201,15 +202,17 @@ def best_verb(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json({"url": url, "step": record.step, "metric": arguments.metric, "value": value})
         else:
-            print(url)
+            print_line(url)
         return EXIT_OK
     raise UserError(f"no step of {storage.url} with {arguments.metric} is whole", hint=f"ckptkit ls {storage.url}")
 
 
 def check_metric(found: "Sequence[StepRecord]", metric: str, storage: "Storage") -> None:
     """Refuse a metric that no step has, with those that there are."""
+    from ckptkit.runs.catalogue import no_step
+
     if not found:
-        raise UserError(f"{storage.url} holds no committed step", hint=f"check the URL: ckptkit ls {storage.url}")
+        raise no_step(storage)
     names = sorted({name for record in found for name in record.metrics()}, key=lambda name: (name.count("."), name))
     if metric not in names:
         there = ", ".join(names[:MAX_NAMED]) + (", ..." if names[MAX_NAMED:] else "") if names else "none"
@@ -260,45 +263,63 @@ def each_step(
         print_json({done: urls})
     else:
         for url in urls:
-            print(f"{done} {url}")
+            print_line(f"{done} {url}")
     return EXIT_OK
 
 
 def prune_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from ckptkit.runs.catalogue import listed_steps, missing_place, no_step
+    from ckptkit.runs.debris import abort_uploads
     from ckptkit.runs.pruning import prune
     from ckptkit.runs.record import Records
     from ckptkit.runs.retention import Retention
-    from threefold.storage.stale_uploads import abort_stale_uploads
 
     storage = open_run(arguments.run, "ckptkit prune {} --dry-run")
     policy = Retention(
         arguments.keep_last, arguments.keep_every, arguments.keep_best, arguments.keep_hourly,
         arguments.metric, "max" if arguments.max else "min",
     )  # fmt: skip
-    found = Records(storage, check_parts=True).read()
+    listed, records = listed_steps(storage), Records(storage)
+    if not listed and missing_place(storage):
+        raise no_step(storage)
+    found = records.of(listed)
     if not found:
         log(f"no committed step in {arguments.run}")
     good = [record for record in found if record.is_good]
     if policy.keep_best and good:  # of a misspelt metric nothing would be best
         check_metric(good, policy.metric, storage)
-    age_s = arguments.orphans_older_than
-    report = prune(storage, policy, found=found, orphans_older_than_s=age_s, dry_run=arguments.dry_run)
-    if not arguments.dry_run:
-        try:
-            abort_stale_uploads(storage)
-        except UserError as error:  # what was deleted is told all the same
-            log(f"warning: unfinished uploads are left: {error.message}")
+    age_s = getattr(arguments, "orphans_older_than", None)
+    report = prune(
+        storage, policy, listed=listed, records=records, orphans_older_than_s=age_s, dry_run=arguments.dry_run
+    )
+    try:
+        report.uploads = abort_uploads(storage, age_s, dry_run=arguments.dry_run)
+    except UserError as error:  # what was deleted is reported all the same
+        log(f"warning: unfinished uploads are left: {error.message}")
     if arguments.json:
         print_json(asdict(report))
-        return EXIT_OK
+    else:
+        print_report(report)
+    return EXIT_OK
+
+
+def print_report(report: "PruneReport") -> None:
+    """Print what a prune deleted, or would delete, and why the other steps stay."""
     going = "would delete" if report.dry_run else "deleted"
     for number in sorted({*report.deleted, *report.kept}):
-        print(f"{number:>10}  " + (going if number in report.deleted else f"kept: {', '.join(report.kept[number])}"))
-    for attempt in report.orphans:
-        print(f"{going} {attempt}, of a save that was never committed")
+        outcome = going if number in report.deleted else f"kept: {', '.join(report.kept[number])}"
+        print_line(f"{number:>10}  {outcome}")
+    for keys, what in (
+        (report.orphans, "of no committed step"),
+        (report.hidden, "a write that broke off"),
+        (report.empty_folders, "an empty folder"),
+        (report.uploads, "an unfinished upload"),
+    ):
+        for key in keys:
+            print_line(f"{going} {key}, {what}")
     for key in report.left_alone:
-        print(f"left alone: {key}")
-    print(f"{storage.url}: {going} {len(report.deleted)} steps, {report.num_files:,} files, {report.num_bytes:,} bytes")
-    return EXIT_OK
+        print_line(f"left alone: {key}")
+    num_steps = len(report.deleted)
+    print_line(f"{report.url}: {going} {num_steps} steps, {report.num_files:,} files, {report.num_bytes:,} bytes")

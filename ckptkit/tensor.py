@@ -54,5 +54,5 @@ def storage_order(tensor: TensorInfo) -> tuple[object, ...]:
     stage = tensor.placement.stage
     layer = {"first": -1, "last": MAX_LAYERS}[stage] if isinstance(stage, str) else stage
     kind, _, parameter = tensor.name.rpartition("/")
-    words = tuple((int(word), "") if word.isdecimal() else (-1, word) for word in parameter.split("."))
+    words = tuple([(int(word), "") if word.isdecimal() else (-1, word) for word in parameter.split(".")])
     return -ITEMSIZE[tensor.dtype], layer, words, kind

@@ -35,6 +35,50 @@ def is_writable(data: Any) -> bool:
     return bool(is_tensor(data) or data.flags.writeable)
 
 
+def no_memory(data: Any) -> tuple[str, str] | None:
+    """What an array or tensor is whose elements do not lie in memory as they are, and the way out; None: they do."""
+    if not is_tensor(data):
+        return None
+    import torch
+
+    kind: Any = type(data)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if kind.__name__ == "DTensor":
+            return "a DTensor, of which each rank holds a part", "pass tensor.to_local(), with the box of that part"
+        if kind.__name__ == "FakeTensor":
+            return "a FakeTensor, which has no memory", "make the tensor outside of FakeTensorMode"
+        return f"a {kind.__name__}, which wraps other tensors", "pass the torch.Tensor that holds the elements"
+    if data.is_meta:
+        return "a meta tensor, which has no memory", 'materialise it first: module.to_empty(device="cpu")'
+    if data.layout != torch.strided:
+        return f"a tensor of layout {data.layout}", "pass tensor.to_dense(), or its indices and values as two tensors"
+    if data.is_quantized:
+        return f"a quantized tensor of {data.dtype}", "pass tensor.int_repr(), and its scale and zero point as tensors"
+    if data.is_neg():
+        return "a tensor with the negative bit, the negative of its memory", "pass tensor.resolve_neg()"
+    if data.is_conj():
+        return "a tensor with the conjugate bit", "pass torch.view_as_real(tensor.resolve_conj())"
+    if not (data.is_cpu or data.is_cuda):
+        return f"a tensor on device {data.device}", "pass tensor.cpu()"
+    if data.numel() and not data.data_ptr():
+        return "a tensor whose storage was freed", "gather or allocate its elements first"
+    return None
+
+
+def are_in_memory(sources: Sequence[Any]) -> bool:
+    """Whether `no_memory` is None for all of many, in one go; RuntimeError for some that it is not."""
+    tensors = [data for data in sources if hasattr(data, "data_ptr")]
+    if not tensors:
+        return True
+    import torch
+
+    kinds: set[Any] = set(map(type, tensors))
+    return all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in kinds) and all(
+        (data.data_ptr() or not data.numel()) and (data.is_cpu or data.is_cuda) and not data.is_neg()
+        for data in tensors
+    )
+
+
 def num_bytes(data: Any) -> int:
     """Bytes of all elements of an array or a tensor."""
     return int(data.numel() * data.element_size() if is_tensor(data) else data.nbytes)

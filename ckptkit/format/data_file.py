@@ -5,10 +5,10 @@ the chunks back to back, nothing after. Keys are `name@k`, k counting the chunks
 is its whole box keeps the box's shape, a range is stored 1-D.
 """
 
-import json
 import struct
-from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
 
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.part_index import PartIndex
@@ -48,18 +48,21 @@ class DataFile:
 
 
 def _header(chunks: ChunkTable) -> bytes:
-    counts: Counter[int] = Counter()
-    names = [json.dumps(name)[:-1] for name in chunks.names]
+    counts = [0] * len(chunks.names)
+    names, dtypes = chunks.tensors.json_names, chunks.dtypes
+    shapes: dict[tuple[int, ...], str] = {}  # boxes of one shape are many
     entries, at = ['"__metadata__":{"ckptkit":"1"}'], 0
-    tensors, starts, stops = chunks.tensor.tolist(), chunks.start.tolist(), chunks.stop.tolist()
-    for row, (tensor, start, stop, size) in enumerate(
-        zip(tensors, starts, stops, chunks.size_bytes.tolist(), strict=True)
-    ):
-        box = chunks.box(row)
-        shape = list(box.shape) if stop - start == box.numel else [stop - start]
+    num_elements = chunks.stop - chunks.start
+    is_whole = num_elements == np.prod(chunks.shape, axis=1, dtype=np.int64)
+    skip = chunks.shape.shape[1] - chunks.tensors.num_dims[chunks.tensor]
+    boxes = zip(skip.tolist(), *chunks.shape.T.tolist(), strict=True)
+    columns = (chunks.tensor, is_whole, num_elements, chunks.size_bytes)
+    for box, tensor, whole, numel, size in zip(boxes, *(column.tolist() for column in columns), strict=True):
+        if whole and box not in shapes:
+            shapes[box] = ",".join(map(str, box[1 + box[0] :]))
         entries.append(
-            f'{names[tensor]}@{counts[tensor]}":{{"dtype":"{chunks.dtypes[tensor]}",'
-            f'"shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":[{at},{at + size}]}}'
+            f'{names[tensor][:-1]}@{counts[tensor]}":{{"dtype":"{dtypes[tensor]}",'
+            f'"shape":[{shapes[box] if whole else numel}],"data_offsets":[{at},{at + size}]}}'
         )
         counts[tensor] += 1
         at += size

@@ -8,7 +8,7 @@ and that no name leads out of the step's folder.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,17 +19,21 @@ from ckptkit.layout import ParallelLayout
 from ckptkit.placement import Placement
 from ckptkit.tensor import ITEMSIZE, MAX_DIMS, MAX_LAYERS, MAX_NAME_BYTES, MAX_NUMEL, TensorInfo
 from threefold.errors import CheckFailed, UserError
+from threefold.masking import masked
 
 ROOT_KEY = "root.json"
 DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found damaged and saved anew
 PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
+ROOT_HEAD_BYTES = 1024  # hold the format, version, step and attempt of a root
 MAX_WRITERS, MAX_STEP = 10**9, 10**15 - 1
+MAX_NAMED = 16
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
 _STEP = re.compile(r"step-([0-9]{9,15})")
+_ATTEMPT_LINE = re.compile(rb'^"attempt": "([A-Za-z0-9][A-Za-z0-9_-]{0,127})",$', re.MULTILINE)
 _CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 
 
@@ -57,15 +61,38 @@ def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
     return f"{stem}.safetensors", f"{stem}.index"
 
 
+def writer_of(key: str) -> int:
+    """The writer that a file of `part_keys` is of."""
+    return int(key.rpartition("/part-")[2].partition(".")[0])
+
+
+def named_writers(writers: Iterable[int]) -> str:
+    """Writers as a message names them: the first ones by number."""
+    numbers = sorted(writers)
+    shown = ", ".join(map(str, numbers[:MAX_NAMED])) + (", ..." if numbers[MAX_NAMED:] else "")
+    return f"writer{'s' if len(numbers) > 1 else ''} {shown}"
+
+
 def attempt_of(key: str) -> str | None:
     """The attempt that a key below a step's folder is a file of; None for any name that the format does not give."""
     attempt, _, file = key.partition("/")
     return attempt if _ATTEMPT.fullmatch(attempt) and _PART_FILE.fullmatch(file) else None
 
 
+def attempt_of_head(head: bytes) -> str | None:
+    """The attempt that the first bytes of a root name; None for a root whose fields stand in another order."""
+    match = _ATTEMPT_LINE.search(head)
+    return match[1].decode() if match else None
+
+
+def is_attempt(name: str) -> bool:
+    """Whether a folder may have the name of an attempt."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
 def check_attempt(attempt: str) -> str:
     """The attempt itself, refused where it could not be a folder name."""
-    if not _ATTEMPT.fullmatch(attempt):
+    if not is_attempt(attempt):
         raise UserError(f"attempt {attempt!r} is not a name of letters, digits, - and _ (at most 128)")
     return attempt
 
@@ -150,11 +177,14 @@ class Root:
         if self.share is not None:
             head["share"] = asdict(self.share)
         fields = [f"{_json(name)}: {_json(value)}" for name, value in head.items()]
-        tensors = [
-            _json({"name": t.name, "dtype": t.dtype, "shape": t.shape, "placement": asdict(t.placement)})
-            for t in self.tensors.values()
-        ]
-        parts = [_json(asdict(part) | {"index_xxh3": f"{part.index_xxh3:016x}"}) for part in self.parts]
+        rest: dict[object, str] = {}  # a row after the name, of which many tensors share one
+        tensors = []
+        for t in self.tensors.values():
+            key = (t.dtype, tuple(t.shape), t.placement)
+            if key not in rest:
+                rest[key] = _json({"dtype": t.dtype, "shape": t.shape, "placement": _fields(t.placement)})[1:]
+            tensors.append(f'{{"name": {_json(t.name)}, {rest[key]}')
+        parts = [_json(_fields(part) | {"index_xxh3": f"{part.index_xxh3:016x}"}) for part in self.parts]
         fields += [f'"{name}": [\n{joined}\n]' for name, joined in (
             ("tensors", ",\n".join(tensors)), ("parts", ",\n".join(parts)))]  # fmt: skip
         body = ("{\n" + ",\n".join(fields)).encode()
@@ -212,14 +242,23 @@ class Root:
         return root
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+def _fields(value: Placement | Part) -> dict[str, object]:
+    """The fields of a flat dataclass, without the copies that asdict makes."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def plain_json(value: Any) -> Any:
-    """The same value of dicts and lists, null for numbers that JSON does not know: a diverged loss fails no save."""
+    """The same value of dicts and lists, null for numbers that JSON does not know: a diverged loss fails no save.
+
+    Passwords of URLs in texts are masked: they are no part of a checkpoint.
+    """
     if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
+        return {masked(str(key)): plain_json(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return masked(value)
     if isinstance(value, list | tuple):
         return [plain_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

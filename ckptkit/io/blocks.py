@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from threefold.errors import CheckFailed, StorageError
 from threefold.native import load_library
-from threefold.storage.local import sync_folder
+from threefold.storage.new_file import NewFile
 
 GRANULE_BYTES = 1 << 20
 NO_GRANULE = 2**64 - 1
@@ -101,17 +101,21 @@ def return_large_frees() -> None:
 
 
 class BlockWriter:
-    """One file of known size under construction, written in any order of whole granules; use it in a `with`.
+    """One new file of known size, written in any order of whole granules; use it in a `with`.
 
     Opening reserves the disk space, so a full disk is an OSError at once. Leaving the `with` normally makes the file
-    and its folder entry durable; leaving it by an exception only closes the file.
+    durable and puts it in place; leaving it by an exception removes it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], size_bytes: int, *, direct: bool = True) -> None:
-        self.path = Path(path)
+    def __init__(self, file: NewFile, size_bytes: int, *, direct: bool = True) -> None:
+        self.path, self._file = file.path, file
         self._handle = ctypes.c_void_p()
-        code = _library().ck_writer_open(os.fsencode(path), size_bytes, direct, ctypes.byref(self._handle))
-        _check(code, self.path)
+        try:
+            code = _library().ck_writer_open(file.descriptor, size_bytes, direct, ctypes.byref(self._handle))
+            _check(code, self.path)
+        except BaseException:
+            file.discard()
+            raise
 
     def write(self, offset_bytes: int, segments: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
         """Write segments (rows of address, bytes) one after the other from a granule's begin; give their checksums.
@@ -126,20 +130,30 @@ class BlockWriter:
         _check(code, self.path)
         return found
 
-    def close(self, *, durable: bool = True) -> None:
-        """Close the file, by default after its content and its folder entry reached the disk."""
+    def close(self) -> None:
+        """Put the file in place once its content reached the disk, and make its name durable too."""
+        with self._file:
+            self._end(complete=True)
+            self._file.publish()
+
+    def abort(self) -> None:
+        """Remove the file."""
+        with self._file:
+            self._end(complete=False)
+
+    def _end(self, *, complete: bool) -> None:
         handle, self._handle = self._handle, ctypes.c_void_p()
-        if not handle:
-            return
-        _check(_library().ck_writer_close(handle, durable), self.path)
-        if durable:
-            sync_folder(self.path.parent)
+        if handle:
+            _check(_library().ck_writer_end(handle, complete), self.path)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close(durable=kind is None)
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
 
 
 class BlockReader:
@@ -222,9 +236,9 @@ def _library() -> ctypes.CDLL:
         "ck_checksums": (None, [pointer, number, pointer]),
         "ck_copy_many": (None, [pointer, number]),
         "ck_place": (number, [pointer, number, number, pointer, number, pointer]),
-        "ck_writer_open": (integer, [ctypes.c_char_p, number, integer, pointer]),
+        "ck_writer_open": (integer, [integer, number, integer, pointer]),
         "ck_writer_write": (integer, [pointer, number, pointer, number, pointer, integer]),
-        "ck_writer_close": (integer, [pointer, integer]),
+        "ck_writer_end": (integer, [pointer, integer]),
         "ck_reader_open": (integer, [ctypes.c_char_p, integer, pointer, pointer]),
         "ck_reader_read": (integer, [pointer, number, pointer, number, pointer, integer, pointer, pointer]),
         "ck_reader_close": (None, [pointer]),

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,9 @@ import numpy.typing as npt
 from ckptkit.io.blocks import GRANULE_BYTES, BlockWriter, Columns, checksums
 from threefold.errors import UserError
 from threefold.storage import Storage
-from threefold.storage.local import local_failure, make_folders
+from threefold.storage.folders import local_root
+from threefold.storage.local import local_failure
+from threefold.storage.new_file import NewFile
 
 Bytes = npt.NDArray[np.uint8]
 UPLOAD_BUFFER_BYTES = 4 * GRANULE_BYTES
@@ -28,28 +31,25 @@ class PartSink(Protocol):
         """Make the file durable; it must be complete."""
 
     def abort(self) -> None:
-        """Stop without completing the file."""
+        """Stop, and leave nothing of the file."""
 
 
 def open_sink(storage: Storage, key: str, size_bytes: int) -> PartSink:
     """The sink of one file of known size; nothing is written yet."""
-    path = storage.local_path(key)
-    return RemoteSink(storage, key, size_bytes) if path is None else LocalSink(storage, key, size_bytes)
+    root = local_root(storage)
+    return RemoteSink(storage, key, size_bytes) if root is None else LocalSink(root, key, size_bytes)
 
 
 class LocalSink:
-    """Blocks written straight to a local file."""
+    """Blocks written straight to a local file, which has its name once it is closed."""
 
-    def __init__(self, storage: Storage, key: str, size_bytes: int) -> None:
-        path = storage.local_path(key)
-        assert path is not None, "a storage of local files"
-        self._path = path
+    def __init__(self, root: Path, key: str, size_bytes: int) -> None:
+        self._path = root / key
         self._at = 0
         try:
-            make_folders(path.parent)
-            self._writer = BlockWriter(path, size_bytes)
+            self._writer = BlockWriter(NewFile(root, key), size_bytes)
         except OSError as error:
-            raise local_failure(error, "write", path) from error
+            raise local_failure(error, "write", self._path) from error
 
     def write(self, data: Bytes) -> Columns:
         try:
@@ -66,7 +66,7 @@ class LocalSink:
             raise local_failure(error, "write", self._path) from error
 
     def abort(self) -> None:
-        self._writer.close(durable=False)
+        self._writer.abort()
 
 
 class RemoteSink:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from threefold.errors import UserError
 from threefold.storage import Storage
-from threefold.storage.local import local_failure, make_folders
+from threefold.storage.folders import Folder, local_root
+from threefold.storage.local import local_failure
 
 LFS_TIMEOUT_S = 60.0
 STRIPE_SIZE_BYTES = 16 << 20  # twice a block of the writer, so that no write crosses two targets
@@ -61,20 +62,21 @@ class Striper:
 
     def prepare(self, storage: Storage, key: str, file_bytes: int, num_writers: int) -> None:
         """Make the folder of a data file, and set how it and those beside it are striped, before any is begun."""
-        path = storage.local_path(key)
-        if path is None or self._lfs is None:
+        root, inner = local_root(storage), key.rpartition("/")[0]
+        if root is None or self._lfs is None:
             return
+        path = root / inner
         try:
-            make_folders(path.parent)
+            Folder(root, inner, make=True).close()
         except OSError as error:
             raise local_failure(error, "write", path) from error
         chosen = choose_striping(file_bytes, num_writers, self._stripe_count, self._stripe_size_bytes)
-        command = [self._lfs, "setstripe", "-c", str(chosen.count), "-S", str(chosen.size_bytes), str(path.parent)]
+        command = [self._lfs, "setstripe", "-c", str(chosen.count), "-S", str(chosen.size_bytes), str(path)]
         fault = _fault_of(command)
         if fault:
             self._lfs = None
             if NOT_LUSTRE not in fault:
-                self._tell(f"cannot set the striping of {path.parent}: {' '.join(command)}: {fault}")
+                self._tell(f"cannot set the striping of {path}: {' '.join(command)}: {fault}")
 
 
 def _fault_of(command: list[str]) -> str:

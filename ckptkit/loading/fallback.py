@@ -1,7 +1,8 @@
 """Fallback: the newest step that can be restored, past those that are damaged; one of another model is refused."""
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ckptkit.address import open_address
@@ -9,10 +10,10 @@ from ckptkit.chunk import Piece
 from ckptkit.format.root import Root, step_folder
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.loading.restore import restore
-from ckptkit.runs.catalogue import committed_steps
+from ckptkit.runs.catalogue import meant_steps, no_step
 from ckptkit.tensor import TensorInfo
 from threefold.cli import log
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed
 
 Candidate = tuple[str, int]  # run URL and step
 T = TypeVar("T")
@@ -29,14 +30,9 @@ def restore_newest(
     newest sound one does not fit. The other arguments are those of `restore`.
     """
     together = exchange or Alone()
-    candidates: list[Candidate] = [
-        (run, step) for run, step in json.loads(agreed(together, lambda: _candidates(url, together))[0])
-    ]
-    if not candidates:
-        raise UserError(f"{url} holds no committed step", hint=f"check the URL: ckptkit ls {url}")
     say = report if together.rank == 0 else lambda line: None
     _, root = first_sound(
-        candidates,
+        _candidates(url, together),
         lambda candidate: restore(*candidate, pieces, tensors=tensors, exchange=exchange),
         strict=strict,
         report=say,
@@ -45,33 +41,44 @@ def restore_newest(
 
 
 def first_sound(
-    candidates: Sequence[Candidate], attempt: Callable[[Candidate], T], *, strict: bool, report: Callable[[str], None]
+    candidates: Iterable[Candidate], attempt: Callable[[Candidate], T], *, strict: bool, report: Callable[[str], None]
 ) -> tuple[Candidate, T]:
-    """The first candidate that `attempt` takes without finding damage, and what it gave.
+    """The first candidate that `attempt` takes without finding damage, and what it returned.
 
-    Candidates are tried in their order, newest first. With `strict` damage of the first one is raised.
+    Candidates are tried in their order, newest first, and taken only as they are needed. With `strict` damage of the
+    first one is raised.
     """
-    assert candidates, "at least one"
-    for number, (url, step) in enumerate(candidates):
+    found = iter(candidates)
+    candidate = next(found, None)
+    assert candidate is not None, "at least one"
+    while True:
+        url, step = candidate
         try:
-            return (url, step), attempt((url, step))
+            return candidate, attempt(candidate)
         except CheckFailed as damage:
             hint = f"ckptkit verify {url}/{step_folder(step)}"
-            if number + 1 == len(candidates):
+            candidate = next(found, None)
+            if candidate is None:
                 raise CheckFailed(damage.message, hint=hint) from damage
-            next_url, next_step = candidates[number + 1]
-            other = f"step {next_step}" + (f" of {next_url}" if next_url != url else "")
+            other = f"step {candidate[1]}" + (f" of {candidate[0]}" if candidate[0] != url else "")
             if strict:
                 raise CheckFailed(f"{damage.message}; {other} is not tried: strict", hint=hint) from damage
             line = " ".join(damage.message.split())
             report(f"{line}; falling back from step {step} to {other}")
-    raise AssertionError("the last candidate is taken or refused")
 
 
-def _candidates(url: str, exchange: Exchange) -> bytes:
-    """The committed steps that an address means, newest first, as JSON; only the first rank looks."""
-    if exchange.rank:
-        return b""
+def _candidates(url: str, exchange: Exchange) -> Iterator[Candidate]:
+    """The committed steps that an address means, newest first; the first rank looks, the others hear of each."""
+    found = _committed(url) if exchange.rank == 0 else iter(())
+    while step := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):
+        yield step[0], step[1]
+
+
+def _committed(url: str) -> Iterator[Candidate]:
+    """The same of one rank; UserError where there is none."""
     storage, named = open_address(url)
-    steps = [step for step in reversed(committed_steps(storage)) if named in (None, step)]
-    return json.dumps([(storage.url, step) for step in steps]).encode()
+    steps = meant_steps(storage, named)
+    first = next(steps, None)
+    if first is None:
+        raise no_step(storage, named)
+    yield from ((storage.address, step) for step in itertools.chain([first], steps))

@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_KEY, Part, Root, step_folder
+from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_HEAD_BYTES, ROOT_KEY, Part, Root, attempt_of_head, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.loading.exchange import Alone, Exchange, agreed, together
 from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
+from ckptkit.runs.catalogue import latest_step, root_info
 from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage import Storage
+from threefold.storage import ObjectInfo, Storage
 from threefold.storage.local import local_failure
 
 MAX_OPEN_FILES = 128  # each keeps a granule
@@ -49,6 +50,7 @@ class CheckpointReader:
         self.num_threads = num_threads
         self.exchange = exchange or Alone()
         self.root = root or read_root(storage, step, self.exchange)
+        self._was_committed = root is None
         self.is_given_up = False  # reads that other threads begin fail
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
@@ -126,10 +128,14 @@ class CheckpointReader:
             tensors = self.read_index(part).tensors_between(start, start + GRANULE_BYTES)
             raise DamagedGranule(name, damage.granule, tensors) from None
 
-    def check_size(self, part: Part) -> None:
-        """CheckFailed where a data file is not there, or not of the recorded size; reads nothing of it."""
-        if fault := self._size_fault(part.data, part.data_bytes):
-            raise CheckFailed(f"{self.url}/{part.data} {fault}")
+    def size_faults(self) -> dict[str, str]:
+        """What is wrong with the sizes of files that the root names, by their keys; one listing, nothing is read."""
+        sizes = {item.key: item.size_bytes for item in self.storage.list(f"{self.folder}/{self.root.attempt}/")}
+        named = [
+            pair for part in self.root.parts for pair in ((part.data, part.data_bytes), (part.index, part.index_bytes))
+        ]
+        faults = {key: _size_fault(sizes.get(f"{self.folder}/{key}"), num_bytes) for key, num_bytes in named}
+        return {key: fault for key, fault in faults.items() if fault}
 
     def close(self) -> None:
         """Close all files."""
@@ -223,35 +229,64 @@ class CheckpointReader:
         except CheckFailed:
             raise
         except StorageError as error:
-            is_broken = is_medium_error(error)
-            fault = "cannot be read (Input/output error)" if is_broken else self._size_fault(key, num_bytes)
-            if fault is None:
+            if is_medium_error(error):
+                fault = "cannot be read (Input/output error)"
+            else:
+                info = self.storage.info(f"{self.folder}/{key}")
+                fault = _size_fault(info.size_bytes if info else None, num_bytes)
+            if not fault:
                 raise
+            self.check_still_there()
             names = self.read_index(part).tensors_between(0, part.data_bytes) if part else ()
             held = f", where {shown_names(names)} is stored" if names else ""
             raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
 
-    def _size_fault(self, key: str, num_bytes: int) -> str | None:
-        info = self.storage.info(f"{self.folder}/{key}")
-        if info is None:
-            return "is missing"
-        return None if info.size_bytes == num_bytes else f"has {info.size_bytes} bytes, not {num_bytes}"
+    def check_still_there(self) -> None:
+        """StorageError where the step is not committed any more: its files are missing since it was pruned."""
+        if self._was_committed and root_info(self.storage, self.root.step) is None:
+            newest = latest_step(self.storage)
+            run = self.storage.url
+            raise StorageError(
+                f"step {self.root.step} of {run} was pruned while it was read",
+                hint=f"ckptkit ls {run}" if newest is None else f"read the newest one: {run}/{step_folder(newest)}",
+            )
 
 
-def read_root(storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
-    """The root of a committed step; UserError where there is none. Of an exchange's ranks the first one reads it."""
+def _size_fault(found: int | None, num_bytes: int) -> str:
+    """What is wrong with a file of so many bytes, None where it is missing; empty where nothing is."""
+    if found is None:
+        return "is missing"
+    return "" if found == num_bytes else f"has {found} bytes, not {num_bytes}"
+
+
+def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, info: ObjectInfo | None = None) -> Root:
+    """Return the root of a committed step; UserError where there is none. Of an exchange's ranks the first reads it.
+
+    `info` is the root's object where the caller has looked it up.
+    """
     exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
-    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step))[0]
+    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step, info))[0]
     root = Root.from_bytes(data, f"{storage.url}/{key}")
     if root.step != step:
         raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
     return root
 
 
-def root_bytes(storage: Storage, step: int) -> bytes:
-    """The root of a committed step as it is stored, not parsed yet."""
+def committed_attempt(storage: Storage, step: int) -> str | None:
+    """The attempt that a step's root names, None where there is no root; at most two small requests."""
     key = f"{step_folder(step)}/{ROOT_KEY}"
     info = storage.info(key)
+    if info is None:
+        return None
+    head = storage.read_ranges(key, [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0]
+    named = attempt_of_head(bytes(head))
+    return named or Root.from_bytes(root_bytes(storage, step), f"{storage.url}/{key}").attempt
+
+
+def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> bytes:
+    """Return the root of a committed step as it is stored, not parsed yet; `info` as for `read_root`."""
+    key = f"{step_folder(step)}/{ROOT_KEY}"
+    info = info or storage.info(key)
     if info is None:
         raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
     if info.size_bytes > MAX_ROOT_BYTES:

@@ -17,7 +17,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
 from ckptkit.plan import storage_rows
-from ckptkit.saving.staging import memory_misfit
+from ckptkit.saving.staging import memory_misfit, way_out
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import held_by, is_writable
 from threefold.errors import UserError, listed
@@ -63,10 +63,8 @@ def _wanted(
     table = reader.root.tensors
     faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
     if faults:
-        raise UserError(
-            f"{reader.url} does not fit what is restored from it:{listed(faults)}",
-            hint=f"ckptkit inspect {reader.url}",
-        )
+        hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {reader.url}")
+        raise UserError(f"{reader.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
     stored = [_untied(piece, table) for piece in pieces]
     wanted = ChunkTable.of_pieces(stored, table.values())
     order = storage_rows(wanted, list(table.values()))
@@ -101,7 +99,7 @@ def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
         return "missing in the checkpoint"
     if not hasattr(piece.data, "dtype"):
         return f"{info.dtype}, wanted a {type(piece.data).__name__}, which is neither an array nor a tensor"
-    if info.dtype not in held_by(piece.data.dtype):
+    if way_out(piece) is None and info.dtype not in held_by(piece.data.dtype):
         return f"{info.dtype}, wanted {piece.data.dtype}"
     ends = [a + n for a, n in zip(piece.box.offset, piece.box.shape, strict=True)]
     if len(ends) != len(info.shape) or any(end > size for end, size in zip(ends, info.shape, strict=True)):

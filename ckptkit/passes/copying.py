@@ -1,8 +1,9 @@
 """Copy: one committed step from any storage to any other, part by part, byte for byte, verified while it passes.
 
 Each granule is checked against its checksum before it is written, files are copied side by side, and the root goes
-last, by an exclusive write: a copy that was killed is not a checkpoint, and the same copy goes on with it, keeping what
-is whole and right. Memory: a window of 8 MiB a file in work, and what the uploads hold.
+last, by an exclusive write: a copy that was killed is not a checkpoint, and the same copy goes on with it. What it
+keeps is made durable first, and then read past the page cache. Memory: a window of 8 MiB a file in work, and what the
+uploads hold.
 """
 
 import threading
@@ -20,6 +21,7 @@ from ckptkit.loading.reader import CheckpointReader, reading_threads, root_bytes
 from ckptkit.passes.verify import check_data, verify_checkpoint
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
+from threefold.storage.local import keep_file, sync_name
 
 WINDOW_BYTES = 8 * GRANULE_BYTES
 FILES_AT_ONCE = 4
@@ -58,6 +60,8 @@ def copy_step(
             f"{target.url} already holds another checkpoint as step {step}",
             hint=f"ckptkit inspect {target.url}/{step_folder(step)}",
         )
+    if is_there:
+        sync_name(target, key)
     copied = kept = 0
     with CheckpointReader(target, step, root=source.root) as there:
         if not is_there:
@@ -92,7 +96,7 @@ class _Copying:
         text = self._source.index_file(part)
         index = PartIndex.from_bytes(text, f"{self._source.url}/{part.index}")
         sizes = {True: 0, False: 0}  # by whether it was kept
-        is_right = self._target.info(f"{self._source.folder}/{part.data}") is not None
+        is_right = self._is_kept(f"{self._source.folder}/{part.data}")
         if is_right:
             _, faults = check_data(self._there, number, index)
             is_right = not faults
@@ -102,11 +106,18 @@ class _Copying:
             self._copy_data(number, index)
         sizes[is_right] += part.data_bytes
         key = f"{self._source.folder}/{part.index}"
-        is_right = self._target.info(key) is not None and self._target.read(key) == text
+        is_right = self._is_kept(key) and self._target.read(key) == text
         if not is_right:
             self._target.write(key, text)
         sizes[is_right] += len(text)
         return sizes[False], sizes[True]
+
+    def _is_kept(self, key: str) -> bool:
+        """Whether an earlier try left a file; it is durable then, and the disk's bytes are read from now on."""
+        if self._target.info(key) is None:
+            return False
+        keep_file(self._target, key)
+        return True
 
     def _copy_data(self, number: int, index: PartIndex) -> None:
         part = self._source.root.parts[number]

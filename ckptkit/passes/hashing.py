@@ -18,7 +18,7 @@ from ckptkit.chunk import Box
 from ckptkit.chunk_table import ChunkTable
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.passes.slab import SLAB_BYTES, STEP_BYTES, Slab, slab_batches
-from ckptkit.tensor import TensorInfo
+from ckptkit.tensor import TensorInfo, storage_order
 
 OPTIMIZER_PREFIX = "optim."
 
@@ -50,7 +50,7 @@ def hash_checkpoint(reader: CheckpointReader, *, slab_bytes: int = SLAB_BYTES) -
 def read_slabs(reader: CheckpointReader, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Slab, memoryview]]:
     """All tensors' global row-major bytes, slab by slab; the bytes are valid until the next slab is asked for."""
     buffer = np.empty(slab_bytes, np.uint8)
-    for batch in slab_batches(list(reader.root.tensors.values()), slab_bytes):
+    for batch in slab_batches(sorted(reader.root.tensors.values(), key=storage_order), slab_bytes):
         wanted = ChunkTable.of([
             (slab.info, Box((0,) * len(slab.info.shape), slab.info.shape), slab.start, slab.stop) for slab in batch
         ])  # fmt: skip

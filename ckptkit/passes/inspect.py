@@ -5,6 +5,7 @@ from typing import Any
 
 from ckptkit.format.root import Root
 from ckptkit.tensor import TensorInfo, storage_order
+from threefold.masking import masked_values
 
 
 def describe(root: Root, url: str) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def describe(root: Root, url: str) -> dict[str, Any]:
         "share": None if root.share is None else f"{root.share} of {root.share.of}",
         "dtypes": dict(Counter(info.dtype for info in held)),
         "saved": root.saved.to_json() if root.saved else None,
-        "metadata": dict(root.metadata),
+        "metadata": masked_values(root.metadata),  # an older version did not mask what it stored
         "tensors": [_row(info) for info in sorted(root.tensors.values(), key=storage_order)],
     }
 

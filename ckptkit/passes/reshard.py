@@ -13,27 +13,29 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from ckptkit.chunk_table import ChunkTable, Ints
+from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.format.data_file import DataFile
 from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, xxh3_64
 from ckptkit.io.part_sink import Bytes, PartSink, open_sink
 from ckptkit.io.striping import Striper
 from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import CheckpointReader
-from ckptkit.partition import rank_chunks
+from ckptkit.loading.reader import CheckpointReader, read_root
+from ckptkit.partition import Partition
 from ckptkit.passes.slab import SLAB_BYTES, Slab, positions_before, slab_batches
-from ckptkit.plan import plan_files
+from ckptkit.plan import plan_files, ramps
 from ckptkit.saving.commit import NotCommitted, commit_root
-from ckptkit.tensor import TensorInfo
 from threefold.cli import log
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
+from threefold.storage.local import sync_name
 
 PAGE_BYTES = 4096
+ATTEMPT = "reshard"  # how the names of its attempts begin
 MAX_RANKS = 1 << 17  # each has a file
 UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
 
@@ -87,39 +89,46 @@ def reshard(
 ) -> ReshardReport:
     """Write `source` into `storage` as the ranks of `layout` would have saved it, and commit it.
 
-    UserError where the layout does not divide or the step is there already; on a failure nothing is committed and what
-    was written is removed, unless it is not known whether the root was put. `progress` is told the bytes done and the
-    total.
+    UserError where the layout does not divide or another step is there; one that the same call made is kept. On a
+    failure nothing is committed and what was written is removed, unless it is not known whether the root was put.
+    `progress` is told the bytes done and the total.
     """
     started = time.monotonic()
     root = source.root
-    tensors = list(root.tensors.values())
     step = root.step if step is None else step
-    replace(root, step=step).check()
+    replace(root, step=step, tensors={}).check()  # the tensors were checked as they were read
     root.check_whole(source.url)
     if layout.cp * layout.ep * layout.virtual > 1:
         raise UserError(f"cannot reshard to {layout}: a checkpoint is cut by tp, dp and pp only")
     if layout.world_size > MAX_RANKS:
         text = f"{layout} has {layout.world_size:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
         raise UserError(text, hint="a run reads any layout: fewer ranks do")
-    attempt = f"reshard-{secrets.token_hex(6)}"
+    attempt = f"{ATTEMPT}-{secrets.token_hex(6)}"
     folder = step_folder(step)
     if storage.info(f"{folder}/{ROOT_KEY}") is not None:
-        raise UserError(
-            f"{storage.url} already holds step {step}", hint="choose another place, or remove that step first"
-        )
-    targets = _target_files(tensors, root.num_layers, layout, attempt)
-    needed = sum(info.size_bytes for info in tensors if info.placement.tied_to is None)
+        there = read_root(storage, step)
+        if not _is_reshard_of(there, replace(root, step=step, layout=layout)):
+            raise UserError(
+                f"{storage.url} already holds step {step}", hint="choose another place, or remove that step first"
+            )
+        sync_name(storage, f"{folder}/{ROOT_KEY}")
+        return ReshardReport(
+            f"{storage.url}/{folder}", step, str(root.layout), str(layout), len(there.parts), 0, 0, 0,
+            time.monotonic() - started,
+        )  # fmt: skip
+    partition = Partition(list(root.tensors.values()), root.num_layers, layout)
+    targets = _target_files(partition, layout, attempt)
+    needed = sum(info.size_bytes for info in partition.tensors)
     largest = max(target.file.size_bytes for target in targets)
     striper = Striper(tell=lambda text: log(f"warning: {text}"))
     striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
     writer = _Writer(storage, folder, source.num_threads)
-    loader = _Loader(source, targets, tensors)
+    loader = _Loader(source, targets)
     is_committing = False
     try:
         done = 0
         with ThreadPoolExecutor(1) as ahead:
-            batches = slab_batches(tensors, slab_bytes)
+            batches = slab_batches(partition.tensors, slab_bytes)
             loading = [ahead.submit(loader.load, batch) for batch in [next(batches, [])]]
             while loading:
                 areas = loading.pop().result()
@@ -145,14 +154,18 @@ def reshard(
     )  # fmt: skip
 
 
-def _target_files(
-    tensors: list[TensorInfo], num_layers: int, layout: ParallelLayout, attempt: str
-) -> list[_TargetFile]:
+def _is_reshard_of(there: Root, wanted: Root) -> bool:
+    """Whether a committed step is what an earlier call made of the same save."""
+    is_ours = there.attempt.startswith(f"{ATTEMPT}-") and there.saved is not None
+    return is_ours and there == replace(wanted, attempt=there.attempt, parts=there.parts, share=there.share)
+
+
+def _target_files(partition: Partition, layout: ParallelLayout, attempt: str) -> list[_TargetFile]:
     """The files of all target ranks, writer n being rank n."""
     files = []
     for rank in range(layout.world_size):
-        chunks = ChunkTable.of(rank_chunks(tensors, num_layers, layout, layout.coords(rank)))
-        plan = plan_files(chunks, tensors)
+        chunks = partition.table(layout.coords(rank))
+        plan = plan_files(chunks, np.arange(len(chunks)))
         files += [_TargetFile(part_keys(attempt, rank, n), file) for n, file in enumerate(plan.files)]
     return files
 
@@ -160,11 +173,13 @@ def _target_files(
 class _Loader:
     """Reads batches of slabs into areas, one an affected target file. Two arenas alternate."""
 
-    def __init__(self, source: CheckpointReader, targets: list[_TargetFile], tensors: list[TensorInfo]) -> None:
+    def __init__(self, source: CheckpointReader, targets: list[_TargetFile]) -> None:
         self._source = source
         self._targets = targets
-        self._infos = {info.name: info for info in tensors}
-        self._rows = _rows_by_tensor(targets)
+        columns = source.stored.chunks.tensors
+        self._chunks, self._owners = _by_tensor(targets, columns)
+        numbers = np.arange(len(columns.names))
+        self._first, self._end = (np.searchsorted(self._chunks.tensor, numbers, side) for side in ("left", "right"))
         self._arenas = [mmap.mmap(-1, PAGE_BYTES), mmap.mmap(-1, PAGE_BYTES)]
         for target in targets:
             target.waiting = np.frombuffer(target.file.header, np.uint8)
@@ -172,18 +187,21 @@ class _Loader:
 
     def load(self, batch: list[Slab]) -> list[_Area]:
         """The areas of one batch, filled but for what waits; valid until the call after the next."""
-        chunks, owners = [], []
-        for slab in batch:
-            for number, row in self._rows.get(slab.info.name, ()):
-                table = self._targets[number].file.chunks
-                box, first, last = table.box(row), int(table.start[row]), int(table.stop[row])
-                start = max(first, positions_before(box, slab.info.shape, slab.start))
-                stop = min(last, positions_before(box, slab.info.shape, slab.stop))
-                if start < stop:
-                    chunks.append((slab.info, box, start, stop))
-                    owners.append(number)
-        wanted = ChunkTable.of(chunks)
-        areas, addresses = self._place(np.array(owners, np.int64), wanted.size_bytes)
+        tensors = [self._chunks.tensors.numbers[slab.info.name] for slab in batch]
+        first, end = self._first[tensors], self._end[tensors]
+        rows = ramps(first, end - first)
+        start, stop = self._chunks.start[rows], self._chunks.stop[rows]
+        at = 0
+        for slab, count in zip(batch, (end - first).tolist(), strict=True):
+            if slab.stop - slab.start < slab.info.numel:
+                for place, row in enumerate(rows[at : at + count].tolist(), at):
+                    before = partial(positions_before, self._chunks.box(row), slab.info.shape)
+                    start[place] = max(start[place], before(slab.start))
+                    stop[place] = min(stop[place], before(slab.stop))
+            at += count
+        kept = np.flatnonzero(start < stop)
+        wanted = replace(self._chunks.take(rows[kept]), start=start[kept], stop=stop[kept])
+        areas, addresses = self._place(self._owners[rows[kept]], wanted.size_bytes)
         self._source.read(wanted, addresses)
         return areas
 
@@ -266,13 +284,16 @@ class _Writer:
             target.part = Part(target.keys[0], target.file.size_bytes, target.keys[1], len(index), xxh3_64(index))
 
 
-def _rows_by_tensor(targets: list[_TargetFile]) -> dict[str, list[tuple[int, int]]]:
-    """(file number, row) of every chunk of each tensor, in file order."""
-    rows: dict[str, list[tuple[int, int]]] = {}
-    for number, target in enumerate(targets):
-        for row, tensor in enumerate(target.file.chunks.tensor.tolist()):
-            rows.setdefault(target.file.chunks.names[tensor], []).append((number, row))
-    return rows
+def _by_tensor(targets: list[_TargetFile], tensors: TensorColumns) -> tuple[ChunkTable, Ints]:
+    """All chunks of the target files over a table, sorted by tensor, then in file order; and the file of each."""
+    tables = [
+        chunks.renumbered(tensors, np.array([tensors.numbers[name] for name in chunks.names], np.int64))
+        for chunks in (target.file.chunks for target in targets)
+    ]
+    chunks = ChunkTable.concatenate(tables)
+    order = np.argsort(chunks.tensor, kind="stable")
+    owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    return chunks.take(order), owners[order]
 
 
 def _parts(targets: list[_TargetFile]) -> tuple[Part, ...]:

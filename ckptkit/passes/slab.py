@@ -1,4 +1,4 @@
-"""Slabs: a pass over all tensors of a checkpoint in storage order, in batches of bounded size.
+"""Slabs: a pass over tensors of a checkpoint, one after the other, in batches of bounded size.
 
 A slab is a range of a tensor's global row-major positions; what a box holds of it is one range of the box's positions.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptkit.chunk import Box
-from ckptkit.tensor import ITEMSIZE, TensorInfo, storage_order
+from ckptkit.tensor import ITEMSIZE, TensorInfo
 
 SLAB_BYTES = 64 << 20
 STEP_BYTES = 1 << 20  # tensors are divided at multiples of this, so that hashing sees whole blocks
@@ -27,22 +27,22 @@ class Slab:
 
 
 def slab_batches(tensors: Sequence[TensorInfo], max_bytes: int = SLAB_BYTES) -> Iterator[list[Slab]]:
-    """All elements of all tensors that hold data, in storage order; each batch has at most max_bytes."""
+    """All elements of all tensors that hold data, in the given order; each batch has at most max_bytes."""
     assert max_bytes >= STEP_BYTES, "a batch holds at least one step"
     batch: list[Slab] = []
     room = max_bytes
-    for info in sorted(tensors, key=storage_order):
+    for info in tensors:
         if info.placement.tied_to is not None:
             continue
-        itemsize, start = ITEMSIZE[info.dtype], 0
-        while start < info.numel:
-            rest = (info.numel - start) * itemsize
+        itemsize, numel, start = ITEMSIZE[info.dtype], info.numel, 0
+        while start < numel:
+            rest = (numel - start) * itemsize
             taken = rest if rest <= room else room // STEP_BYTES * STEP_BYTES
             if taken:
                 batch.append(Slab(info, start, start + taken // itemsize))
                 start += taken // itemsize
                 room -= taken
-            if start < info.numel or room < STEP_BYTES:
+            if start < numel or room < STEP_BYTES:
                 yield batch
                 batch, room = [], max_bytes
     if batch:

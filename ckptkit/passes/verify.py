@@ -1,19 +1,17 @@
 """Verify: reads a checkpoint, all of it, a sample or its manifest alone, and names all damage, not only the first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.chunk import Box
-from ckptkit.chunk_table import ChunkTable
+from ckptkit.cover import Cover
 from ckptkit.format.data_file import MAX_CHUNKS, DataFile
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import Part
+from ckptkit.format.root import ROOT_KEY, Part, writer_of
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
 from ckptkit.loading.reader import CheckpointReader, reading_threads
-from ckptkit.plan import PartJoin, StoredChunks, plan_load
 from threefold.errors import CheckFailed
 
 WINDOW_BYTES = 16 << 20
@@ -57,14 +55,20 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     that says nothing of what it holds.
     """
     assert 0 <= share <= 1, f"a share of {share}"
+    root = reader.root
+    cover = Cover(list(root.tensors.values()), is_share=root.share is not None)
+    sizes = reader.size_faults()
     with reading_threads(reader.num_threads, reader) as pool:
-        checked = list(pool.map(lambda number: _check_part(reader, number, share, seed), range(len(reader.root.parts))))
-    indexes = [index for index, _, _ in checked if index is not None]
+        checks = pool.map(lambda number: _check_part(reader, cover, sizes, number, share, seed), range(len(root.parts)))
+        checked = list(checks)
     faults = [fault for _, _, found in checked for fault in found]
-    if len(indexes) == len(checked):
-        faults += _check_cover(reader, indexes)
-    data_bytes = sum(part.data_bytes for part in reader.root.parts)
-    return Verification(reader.root.step, len(checked), sum(read for _, read, _ in checked), data_bytes, tuple(faults))
+    if faults:
+        reader.check_still_there()
+    if all(is_counted for is_counted, _, _ in checked):
+        found = cover.faults(lambda: ((writer_of(part.index), reader.read_index(part)) for part in root.parts))
+        faults += [Fault(ROOT_KEY, fault.what, None, (fault.tensor,)) for fault in found]
+    data_bytes = sum(part.data_bytes for part in root.parts)
+    return Verification(root.step, len(checked), sum(read for _, read, _ in checked), data_bytes, tuple(faults))
 
 
 def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Granules:
@@ -118,21 +122,23 @@ def _lost(part: Part, index: PartIndex, error: CheckFailed) -> Fault:
 
 
 def _check_part(
-    reader: CheckpointReader, number: int, share: float, seed: int
-) -> tuple[PartIndex | None, int, list[Fault]]:
+    reader: CheckpointReader, cover: Cover, sizes: Mapping[str, str], number: int, share: float, seed: int
+) -> tuple[bool, int, list[Fault]]:
+    """Whether a part's chunks went into the cover, the bytes read of its data file, and its faults."""
     part = reader.root.parts[number]
     try:
         index = reader.read_index(part)
+        cover.add(index, f"{reader.url}/{part.index}")
     except CheckFailed as error:
-        return None, 0, [Fault(part.index, error.message)]
+        return False, 0, [Fault(part.index, error.message)]
+    faults = [Fault(part.index, sizes[part.index])] if part.index in sizes else []
+    if part.data in sizes:
+        return True, 0, [*faults, _lost(part, index, CheckFailed(f"{reader.url}/{part.data} {sizes[part.data]}"))]
     if share:
         granules = sampled_granules(len(index.checksums), share, (seed, number))
-        return index, *check_data(reader, number, index, granules)
-    try:
-        reader.check_size(part)
-    except CheckFailed as error:
-        return index, 0, [_lost(part, index, error)]
-    return index, 0, []
+        num_bytes, found = check_data(reader, number, index, granules)
+        return True, num_bytes, [*faults, *found]
+    return True, 0, faults
 
 
 def _stretches(granules: Granules) -> Iterator[tuple[int, int]]:
@@ -141,29 +147,3 @@ def _stretches(granules: Granules) -> Iterator[tuple[int, int]]:
     for run in np.split(granules, np.flatnonzero(np.diff(granules) > 1) + 1):
         for at in range(0, len(run), most):
             yield int(run[at]), int(run[min(at + most, len(run)) - 1]) + 1
-
-
-def _check_cover(reader: CheckpointReader, indexes: list[PartIndex]) -> Iterator[Fault]:
-    """Each tensor of the table must be stored whole, each element once; in one node's share, nothing twice."""
-    infos, parts = list(reader.root.tensors.values()), list[StoredChunks]()
-    join = PartJoin(infos)
-    for number, (part, index) in enumerate(zip(reader.root.parts, indexes, strict=True)):
-        try:
-            parts.append(join.of(number, index, f"{reader.url}/{part.index}"))
-        except CheckFailed as error:
-            yield Fault(part.index, error.message)
-    if len(parts) < len(indexes):
-        return
-    stored = join.joined(parts)
-    if reader.root.share is not None:
-        try:
-            plan_load(stored.chunks, stored)
-        except CheckFailed as error:
-            yield Fault("root.json", error.message)
-        return
-    for info in infos:
-        if info.placement.tied_to is None and info.numel:
-            try:
-                plan_load(ChunkTable.of([(info, Box((0,) * len(info.shape), info.shape), 0, info.numel)]), stored)
-            except CheckFailed as error:
-                yield Fault("root.json", error.message, None, (info.name,))

@@ -1,48 +1,188 @@
-"""Catalogue: which steps of a run are committed, derived by listing roots; nothing else says what is the newest.
+"""Catalogue: which steps of a run are committed, derived by listing; nothing else says what is the newest.
 
-One listing of the run's folder and one look-up a step.
+Costs of a run of S steps and F files. `newest_first` lists the run's folders (on object stores 1,000 names a request)
+and looks roots up until it is not asked for more: for the newest step one. `committed_roots` and `listed_steps` list
+the run once, 1,000 files a request; or they look at every step, NUM_AT_ONCE at once, where that costs less time, where
+other folders lie in the run, and on a local disk, which reads folders and stats no file but roots.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ckptkit.address import open_address
-from ckptkit.format.root import ROOT_KEY, parse_step_folder, step_folder
-from threefold.errors import UserError
-from threefold.storage import Storage
+from ckptkit.format.root import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from threefold.errors import StorageError, UserError
+from threefold.storage import ObjectInfo, Storage
 
-NUM_LOOKUPS_AT_ONCE = 8
+NUM_AT_ONCE = 32
+LISTED_PER_REQUEST = 1000
+MIN_LISTINGS = 8  # so many in a row are never too many
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class ListedStep:
+    """What a listing shows of one step: its root, whether it is pinned, how many files each attempt has, other keys.
+
+    `num_files` counts files of the format; `unknown` are all keys that the format does not name.
+    """
+
+    step: int
+    root: ObjectInfo | None = None
+    is_pinned: bool = False
+    has_damaged_root: bool = False
+    num_files: dict[str, int] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    def add(self, key: str) -> None:
+        """Count one key of the step."""
+        name = key.partition("/")[2]
+        if name == PIN_KEY:
+            self.is_pinned = True
+        elif name == DAMAGED_ROOT_KEY:
+            self.has_damaged_root = True
+        elif attempt := attempt_of(name):
+            self.num_files[attempt] = self.num_files.get(attempt, 0) + 1
+        elif name != ROOT_KEY:
+            self.unknown.append(key)
 
 
 def step_folders(storage: Storage) -> list[int]:
-    """The steps that have a folder, committed or not, ascending."""
-    found = (parse_step_folder(name) for name in storage.list_folders())
-    return sorted(step for step in found if step is not None)
+    """Return the steps that have a folder, committed or not, ascending."""
+    return _steps_of(storage.list_folders())
 
 
-def committed_steps(storage: Storage) -> list[int]:
-    """The steps whose root exists, ascending."""
-    steps = step_folders(storage)
-    with ThreadPoolExecutor(NUM_LOOKUPS_AT_ONCE) as pool:
-        roots = pool.map(lambda step: storage.info(f"{step_folder(step)}/{ROOT_KEY}"), steps)
-        return [step for step, root in zip(steps, roots, strict=True) if root is not None]
+def newest_first(storage: Storage) -> Iterator[int]:
+    """Return the committed steps, newest first; 1, 2, 4, ... roots are looked up at once, as far as steps are taken."""
+    steps, num = step_folders(storage), 1
+    while steps:
+        group, steps = steps[-num:][::-1], steps[:-num]
+        infos = at_once(lambda step: root_info(storage, step), group)
+        yield from (step for step, info in zip(group, infos, strict=True) if info)
+        num = min(2 * num, NUM_AT_ONCE)
 
 
 def latest_step(storage: Storage) -> int | None:
-    """The newest committed step, None where there is none."""
-    steps = committed_steps(storage)
-    return steps[-1] if steps else None
+    """Return the newest committed step, None where there is none."""
+    return next(newest_first(storage), None)
+
+
+def committed_steps(storage: Storage) -> list[int]:
+    """Return the steps whose root exists, ascending."""
+    return list(committed_roots(storage))
+
+
+def committed_roots(storage: Storage) -> dict[int, ObjectInfo]:
+    """Return the root of each committed step, ascending by step."""
+    folders = list(storage.list_folders())
+    steps = _steps_of(folders)
+    if steps and _is_listed_flat(storage, folders):
+        middle = sum(1 for _ in storage.list_keys(f"{step_folder(steps[len(steps) // 2])}/"))
+        if middle * len(steps) <= LISTED_PER_REQUEST * max(len(steps) // NUM_AT_ONCE, MIN_LISTINGS):
+            return {each.step: each.root for each in _listed_flat(storage) if each.root}
+    infos = at_once(lambda step: root_info(storage, step), steps)
+    return {step: info for step, info in zip(steps, infos, strict=True) if info}
+
+
+def listed_steps(storage: Storage) -> list[ListedStep]:
+    """Return what is there of every step that has a folder, ascending."""
+    folders = list(storage.list_folders())
+    if _is_listed_flat(storage, folders):
+        return _listed_flat(storage)
+    return at_once(lambda step: _listed(storage, step), _steps_of(folders))
+
+
+def look_up(storage: Storage, step: int) -> ListedStep:
+    """Return what is there of one step, whatever the run holds besides: its root and its pin."""
+    pin = storage.info(f"{step_folder(step)}/{PIN_KEY}")
+    return ListedStep(step, root_info(storage, step), is_pinned=pin is not None)
+
+
+def root_key(step: int) -> str:
+    """Return the key of a step's root."""
+    return f"{step_folder(step)}/{ROOT_KEY}"
+
+
+def root_info(storage: Storage, step: int) -> ObjectInfo | None:
+    """Return the root of a step, None where it is not committed."""
+    return storage.info(root_key(step))
 
 
 def resolve(url: str) -> tuple[Storage, int]:
-    """The run's storage and the step that an address means: the one it names, or the run's newest committed one.
+    """Return the run's storage and the step that an address means: the one it names, or the newest committed one.
 
-    UserError where no step is committed there.
+    UserError where no step is committed there, StorageError where there is no such place.
     """
-    storage, step = open_address(url)
+    storage, named = open_address(url)
+    step = next(meant_steps(storage, named), None)
     if step is None:
-        step = latest_step(storage)
-    elif storage.info(f"{step_folder(step)}/{ROOT_KEY}") is None:
-        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
-    if step is None:
-        raise UserError(f"{storage.url} holds no committed step", hint=f"check the URL: ckptkit ls {storage.url}")
+        raise no_step(storage, named)
     return storage, step
+
+
+def meant_steps(storage: Storage, named: int | None) -> Iterator[int]:
+    """Return the committed steps that an address means: the one it names, or all of a run, newest first."""
+    if named is None:
+        return newest_first(storage)
+    return iter([named] if root_info(storage, named) else [])
+
+
+def no_step(storage: Storage, step: int | None = None) -> UserError:
+    """Return the error that a run does not hold a step, or any; or a StorageError if there is no run."""
+    if fault := missing_place(storage):
+        return StorageError(fault, hint="check the URL: a run's, or RUN/step-000000100")
+    what = "no committed step" if step is None else f"no committed step {step}"
+    hint = f"ckptkit ls {storage.url}"
+    return UserError(f"{storage.url} holds {what}", hint=hint if step is not None else f"check the URL: {hint}")
+
+
+def missing_place(storage: Storage) -> str:
+    """Return in words that there is nothing at all where a run is looked for, empty where there is something."""
+    path = storage.local_path("any")
+    if path is not None:
+        folder = path.parent
+        return "" if folder.is_dir() else f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}"
+    is_empty = not any(storage.list_folders()) and not any(storage.list_keys())
+    return f"nothing is stored at {storage.url}" if is_empty else ""
+
+
+def at_once(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what `work` returns for each item, NUM_AT_ONCE at once."""
+    pool = ThreadPoolExecutor(NUM_AT_ONCE)
+    try:
+        return list(pool.map(work, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _steps_of(folders: Iterable[str]) -> list[int]:
+    return sorted(step for step in map(parse_step_folder, folders) if step is not None)
+
+
+def _is_listed_flat(storage: Storage, folders: Iterable[str]) -> bool:
+    """Whether one listing shows steps alone: who knows how much lies in other folders?"""
+    return storage.local_path("any") is None and all(parse_step_folder(name) is not None for name in folders)
+
+
+def _listed_flat(storage: Storage) -> list[ListedStep]:
+    found: dict[int, ListedStep] = {}
+    for item in storage.list():
+        folder, slash, name = item.key.partition("/")
+        step = parse_step_folder(folder) if slash else None
+        if step is not None:
+            listed = found.setdefault(step, ListedStep(step))
+            listed.add(item.key)
+            if name == ROOT_KEY:
+                listed.root = item
+    return [found[step] for step in sorted(found)]
+
+
+def _listed(storage: Storage, step: int) -> ListedStep:
+    listed = ListedStep(step)
+    for key in storage.list_keys(f"{step_folder(step)}/"):
+        listed.add(key)
+    listed.root = root_info(storage, step)
+    return listed

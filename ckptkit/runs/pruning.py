@@ -1,10 +1,13 @@
-"""Pruning: deletes what a Retention does not keep, and attempts that no root names.
+"""Pruning: deletes what a Retention does not keep, and what saves left that never were committed.
 
 A step's root goes first, so that a step is whole or not listed whenever this stops; then the files that the format
 names, also those that a killed writer left under a hidden name on a local disk, and nothing else: unknown names stay,
-with the folders that hold them. What a killed prune leaves behind are attempts without a root, which a later one sweeps
-once they are old. Two prunes may run at once, and beside saves: steps newer than the newest committed one are not
-looked at, and pins are looked for before and after a root goes.
+with the folders that hold them. Of a step whose folder is a link the link alone goes. A killed prune leaves attempts
+without a root behind, which a later one sweeps.
+Two prunes may run at once, and beside saves; pins are looked for before and after a root goes.
+
+One listing of the run, a read of each root that was not read before, and of the steps that fill a place all that their
+roots name but data. On object stores many steps go at a time: three requests each, and a few for all of them.
 """
 
 import time
@@ -12,24 +15,35 @@ import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, attempt_of, step_folder
-from ckptkit.loading.reader import read_root
-from ckptkit.runs.catalogue import step_folders
+from ckptkit.format.root import DAMAGED_ROOT_KEY, attempt_of, step_folder
+from ckptkit.runs.catalogue import (
+    ListedStep,
+    at_once,
+    committed_roots,
+    listed_steps,
+    root_info,
+    root_key,
+)
+from ckptkit.runs.debris import Debris
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import Records, StepRecord
-from ckptkit.runs.retention import Retention, expired, reasons_to_keep
-from ckptkit.runs.temporaries import Temporary, steps_on_disk, temporaries
+from ckptkit.runs.retention import Retention, expired, places_filled, reasons_to_keep
+from ckptkit.runs.temporaries import Temporary, temporaries
 from threefold.errors import StorageError, UserError
-from threefold.storage import ObjectInfo, Storage
+from threefold.storage import Storage
+from threefold.storage.folders import linked_folder, links_or_keys
 
-ORPHANS_OLDER_THAN_S = 24 * 3600.0
+SWEEP_EVERY_S = 3600.0  # while saves go on
+STEPS_AT_A_TIME = 128  # on object stores: a prune that is killed leaves the files of so many at most
 
 
 @dataclass
 class PruneReport:
     """What a prune deleted (with dry_run: would delete), why the other steps stay, and which names it left alone.
 
-    `orphans` are the attempts that no root named; `num_files` and `num_bytes` count all that went, roots included.
+    `orphans` are attempts, and set-aside roots, of no committed step; `hidden` are files under the names of writes that
+    broke off, `empty_folders` those of attempts that came no further, `uploads` the keys of unfinished uploads.
+    `num_files` and `num_bytes` count all files that went; those of steps as their roots tell.
     """
 
     url: str
@@ -37,6 +51,9 @@ class PruneReport:
     deleted: list[int] = field(default_factory=list)
     kept: dict[int, list[str]] = field(default_factory=dict)
     orphans: list[str] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
+    empty_folders: list[str] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     num_files: int = 0
     num_bytes: int = 0
@@ -46,27 +63,23 @@ def prune(
     storage: Storage,
     policy: Retention,
     *,
-    found: Sequence[StepRecord] | None = None,
+    listed: Sequence[ListedStep] | None = None,
+    records: Records | None = None,
     needed: Collection[int] = (),
-    orphans_older_than_s: float = ORPHANS_OLDER_THAN_S,
+    orphans_older_than_s: float | None = None,
     dry_run: bool = False,
 ) -> PruneReport:
-    """Delete the steps of a run that a policy does not keep, and orphans of at least that age.
+    """Delete the steps of a run that a policy does not keep, and what saves left that never were committed.
 
-    An attempt is an orphan when no root names it and its step is not newer than the newest committed one; its age is
-    that of its youngest file. `found` are the run's records, parts checked, where the caller has read them already;
-    `needed` are steps that stay for a reason of the caller's.
+    An attempt is an orphan if no root names it; its age is that of its youngest file. Without orphans_older_than_s
+    those go that are a day old, of steps that are not newer than the newest committed one. With it, all of that age go:
+    with 0 also those of a save that is running. `listed` and `records` are what the caller has of the run; `needed` are
+    steps that stay for a reason of the caller's.
     """
-    if found is None:
-        found = Records(storage, check_parts=True).read()
-    kept = {step: reasons for step, reasons in reasons_to_keep(found, policy).items() if reasons}
-    pruning = _Pruning(storage, PruneReport(storage.url, dry_run, kept=kept))
-    newest_good = max((record.step for record in found if record.is_good), default=-1)
-    doomed = set(expired(found, policy)) - set(needed)
-    for record in found:
-        if record.step in doomed:
-            pruning.delete_step(record, newest_good)
-    pruning.sweep(found, orphans_older_than_s)
+    listed = listed_steps(storage) if listed is None else listed
+    pruning = _Pruning(storage, PruneReport(storage.url, dry_run))
+    found = pruning.expire(listed, records or Records(storage), policy, needed)
+    pruning.sweep(listed, found, orphans_older_than_s)
     return pruning.report
 
 
@@ -75,25 +88,42 @@ class Pruner:
 
     def __init__(self) -> None:
         self._records: dict[str, Records] = {}
+        self._swept_at: dict[str, float] = {}
 
     def after_save(self, storage: Storage, step: int, policy: Retention, *, needed: Collection[int] = ()) -> str:
         """Prune once a step that was just committed is seen to be whole, but not the steps that are still `needed`.
 
-        Gives a warning, raises no error.
+        Return a warning, raise no error.
         """
         if not policy.has_rules:
             return ""
         try:
-            found = self._records.setdefault(storage.url, Records(storage, check_parts=True)).read()
-            problem = next((record.problem for record in found if record.step == step), f"step {step} is not listed")
-            if not problem:
-                prune(storage, policy, found=found, needed=needed)
+            problem = self._prune(storage, step, policy, needed)
         except (UserError, OSError) as error:
             problem = str(error)
         except Exception as error:  # a fault of ours must not make a committed save a failed one
             traceback.print_exc()
             problem = f"{type(error).__name__}: {error}"
         return f"older steps were not pruned: {problem}" if problem else ""
+
+    def _prune(self, storage: Storage, step: int, policy: Retention, needed: Collection[int]) -> str:
+        """Prune, or return what is wrong with the new step."""
+        records = self._records.setdefault(storage.url, Records(storage))
+        now = time.monotonic()
+        sweeps = now - self._swept_at.get(storage.url, -SWEEP_EVERY_S) >= SWEEP_EVERY_S
+        if sweeps:
+            listed = listed_steps(storage)
+        else:
+            listed = [ListedStep(each, root) for each, root in committed_roots(storage).items()]
+        new = next((record for record in records.of(listed) if record.step == step), None)
+        if problem := f"step {step} is not listed" if new is None else records.checked(new).problem:
+            return problem
+        pruning = _Pruning(storage, PruneReport(storage.url))
+        found = pruning.expire(listed, records, policy, needed)
+        if sweeps:
+            pruning.sweep(listed, found, None)
+            self._swept_at[storage.url] = now
+        return ""
 
 
 class _Pruning:
@@ -102,109 +132,131 @@ class _Pruning:
     def __init__(self, storage: Storage, report: PruneReport) -> None:
         self._storage, self.report = storage, report
 
-    def delete_step(self, record: StepRecord, newest_good: int) -> None:
-        """Delete a step, its root first, unless the run changed since it was read."""
-        folder = step_folder(record.step)
-        items = list(self._storage.list(f"{folder}/"))
-        if not self.report.dry_run:
-            spared = self._delete_root(record.step, newest_good)
-            if spared is not None:
-                if spared:
-                    self.report.kept[record.step] = [spared]
-                return
+    def expire(
+        self, listed: Sequence[ListedStep], records: Records, policy: Retention, needed: Collection[int]
+    ) -> list[StepRecord]:
+        """Delete the steps that a policy does not keep; return the records of all that were committed."""
+        found = judged(records.of(listed), records, policy)
+        self.report.kept = {step: why for step, why in reasons_to_keep(found, policy).items() if why}
+        newest_good = max((record.step for record in found if record.is_good), default=-1)
+        going = set(expired(found, policy)) - set(needed)
+        doomed = [record for record in found if record.step in going]
+        if self.report.dry_run:
+            by_step = {each.step: each for each in listed}
+            for record in doomed:
+                self._foretell(record, by_step[record.step])
+            return found
+        at_a_time = STEPS_AT_A_TIME if self._storage.local_path("any") is None else 1
+        for at in range(0, len(doomed), at_a_time):
+            self._delete_steps(doomed[at : at + at_a_time], newest_good)
+        return found
+
+    def sweep(self, listed: Sequence[ListedStep], found: Sequence[StepRecord], older_than_s: float | None) -> None:
+        """Delete what uncommitted saves left, given what was listed and what of it was committed."""
+        report = self.report
+        gone = set() if report.dry_run else set(report.deleted)
+        debris = Debris(self._storage, found, gone, older_than_s, dry_run=report.dry_run)
+        for orphan in debris.orphans(listed):
+            report.orphans.append(orphan.name)
+            report.num_files += len(orphan.items)
+            report.num_bytes += sum(item.size_bytes for item in orphan.items)
+            report.left_alone += orphan.left_alone
+        self._add_hidden(debris.hidden())
+        report.empty_folders += [folder.key for folder in debris.empty_folders()]
+
+    def _foretell(self, record: StepRecord, listed: ListedStep) -> None:
+        """Report what would go with a step."""
         self.report.deleted.append(record.step)
-        names = [(item, item.key.removeprefix(f"{folder}/")) for item in items]
-        own = [item for item, name in names if name == DAMAGED_ROOT_KEY or attempt_of(name) == record.attempt]
-        self._delete(own)
-        self._count(item for item, name in names if name == ROOT_KEY)
-        hidden = temporaries(self._storage, record.step)
-        self._remove([each for each in hidden if attempt_of(each.key) == record.attempt])
-        known = {ROOT_KEY, DAMAGED_ROOT_KEY}
-        self.report.left_alone += [item.key for item, name in names if name not in known and not attempt_of(name)]
+        if not linked_folder(self._storage, step_folder(record.step)):
+            self._count_step(record, 1 + listed.num_files.get(record.attempt, 0) + listed.has_damaged_root)
+            self.report.left_alone += listed.unknown
+            self._add_hidden(self._hidden_of(record))
 
-    def _delete_root(self, step: int, newest_good: int) -> str | None:
-        """Delete a step's root; else why it stays, empty where another prune was first.
+    def _delete_steps(self, batch: Sequence[StepRecord], newest_good: int) -> None:
+        """Delete steps, their roots first, unless the run changed since it was read.
 
-        The last look for a pin comes after the deletion, as that of `pin` for the root comes after the pin is put.
+        The last look for pins comes after the deletion, as that of `pin` for the root comes after the pin is put.
         """
-        root, pin = f"{step_folder(step)}/{ROOT_KEY}", pin_key(step)
-        if self._storage.info(f"{step_folder(newest_good)}/{ROOT_KEY}") is None:
-            return f"step {newest_good}, the newest good one, went away meanwhile"
-        if self._storage.info(pin) is not None:
-            return "pinned meanwhile"
-        try:
-            data = self._storage.read(root)
-        except StorageError:
-            if self._storage.info(root) is None:
-                return ""
-            raise
-        self._storage.delete([root])
-        if self._storage.info(pin) is None:
+        storage, report = self._storage, self.report
+        if root_info(storage, newest_good) is None:
+            why = f"step {newest_good}, the newest good one, went away meanwhile"
+            report.kept |= {record.step: [why] for record in batch}
+            return
+        doomed = [each for each in at_once(self._look, batch) if each is not None]
+        storage.delete([root_key(each.record.step) for each in doomed if not each.is_link])
+        gone = []
+        for each, pin in zip(
+            doomed, at_once(lambda each: storage.info(pin_key(each.record.step)), doomed), strict=True
+        ):
+            if pin is None or each.is_link:
+                gone.append(each)
+            else:
+                storage.write(root_key(each.record.step), each.root, if_absent=True)
+                report.kept[each.record.step] = ["pinned meanwhile"]
+        storage.delete([key for each in gone for key in each.own])
+        for each in gone:
+            report.deleted.append(each.record.step)
+            if not each.is_link:
+                self._count_step(each.record, 1 + len(each.own))
+                report.left_alone += each.unknown
+                hidden = self._hidden_of(each.record)
+                storage.delete([file.hidden_key for file in hidden])
+                self._add_hidden(hidden)
+
+    def _look(self, record: StepRecord) -> "_Doomed | None":
+        """Return what to delete of a step; None if it stays, or if another prune was first."""
+        listed = ListedStep(record.step)
+        folder, own = f"{step_folder(record.step)}/", list[str]()
+        for key in self._storage.list_keys(folder):
+            listed.add(key)
+            name = key.removeprefix(folder)
+            if name == DAMAGED_ROOT_KEY or attempt_of(name) == record.attempt:
+                own.append(key)
+        if listed.is_pinned:
+            self.report.kept[record.step] = ["pinned meanwhile"]
             return None
-        self._storage.write(root, data, if_absent=True)
-        return "pinned meanwhile"
+        if link := linked_folder(self._storage, step_folder(record.step)):
+            return _Doomed(record, own=[link], is_link=True)
+        try:
+            root = self._storage.read(root_key(record.step))
+        except StorageError:
+            if root_info(self._storage, record.step) is None:
+                return None
+            raise
+        return _Doomed(record, root, links_or_keys(self._storage, own), listed.unknown)
 
-    def sweep(self, found: Sequence[StepRecord], older_than_s: float) -> None:
-        """Delete orphans of at least an age, given what was committed."""
-        records = {record.step: record for record in found}
-        newest, before_s = max(records, default=-1), time.time() - older_than_s
-        for step in step_folders(self._storage):
-            if step <= newest:
-                self._sweep_step(step, records.get(step), before_s)
-        for step in steps_on_disk(self._storage):
-            if step <= newest:
-                self._remove([each for each in temporaries(self._storage, step) if _is_older(each, before_s)])
+    def _hidden_of(self, record: StepRecord) -> list[Temporary]:
+        """The hidden files of a step's attempt."""
+        return [each for each in temporaries(self._storage, record.step) if attempt_of(each.key) == record.attempt]
 
-    def _sweep_step(self, step: int, record: StepRecord | None, before_s: float) -> None:
-        folder = step_folder(step)
-        if record is None and any(self._storage.info(key) for key in (f"{folder}/{ROOT_KEY}", pin_key(step))):
-            return  # committed meanwhile, or somebody wants what is left of it
-        if record is not None and not record.is_readable:
-            return  # nobody knows which attempt its root names
-        for attempt in self._storage.list_folders(folder):
-            if record is not None and attempt == record.attempt:
-                continue
-            items = list(self._storage.list(f"{folder}/{attempt}/"))
-            orphans = [item for item in items if attempt_of(item.key.removeprefix(f"{folder}/"))]
-            if orphans and all(_is_older(item, before_s) for item in items):
-                if not self._names_still(step, record):
-                    return
-                self._delete(orphans)
-                self.report.orphans.append(f"{folder}/{attempt}")
-                self.report.left_alone += [item.key for item in items if item not in orphans]
-        damaged = None if record is not None else self._storage.info(f"{folder}/{DAMAGED_ROOT_KEY}")
-        if damaged is not None and _is_older(damaged, before_s):
-            self._delete([damaged])
+    def _count_step(self, record: StepRecord, num_files: int) -> None:
+        self.report.num_files += num_files
+        self.report.num_bytes += record.file_bytes + (record.root.size_bytes if record.root else 0)
 
-    def _names_still(self, step: int, record: StepRecord | None) -> bool:
-        """Whether a step's root names the attempt that it named when it was read, or is as absent as it then was.
-
-        A step that was found damaged may have been saved anew, by an attempt that looks like an orphan.
-        """
-        is_gone = record is None or (step in self.report.deleted and not self.report.dry_run)
-        if self._storage.info(f"{step_folder(step)}/{ROOT_KEY}") is None:
-            return is_gone
-        return record is not None and not is_gone and read_root(self._storage, step).attempt == record.attempt
-
-    def _delete(self, items: Sequence[ObjectInfo]) -> None:
-        """Delete objects (unless it is a dry run) and count them."""
-        if not self.report.dry_run:
-            self._storage.delete([item.key for item in items])
-        self._count(items)
-
-    def _remove(self, found: Sequence[Temporary]) -> None:
-        """The same for hidden files."""
-        if not self.report.dry_run:
-            for each in found:
-                each.remove()
-        self._count(found)
-
-    def _count(self, items: Iterable[ObjectInfo | Temporary]) -> None:
-        for item in items:
+    def _add_hidden(self, found: Iterable[Temporary]) -> None:
+        """Report hidden files."""
+        for each in found:
+            self.report.hidden.append(each.hidden_key)
             self.report.num_files += 1
-            self.report.num_bytes += item.size_bytes
+            self.report.num_bytes += each.size_bytes
 
 
-def _is_older(item: ObjectInfo | Temporary, before_s: float) -> bool:
-    """Whether an object was last written before a time; one whose time the storage does not tell was not."""
-    return 0 < item.modified_s <= before_s
+@dataclass(frozen=True, slots=True)
+class _Doomed:
+    """A step that goes: its root's bytes, the keys that go with it, and those that stay; or the link to its
+    folder."""
+
+    record: StepRecord
+    root: bytes = b""
+    own: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+    is_link: bool = False
+
+
+def judged(found: Sequence[StepRecord], records: Records, policy: Retention) -> list[StepRecord]:
+    """Return the records, those that fill a place checked: until none fills one unchecked."""
+    by_step, checked = {record.step: record for record in found}, set[int]()
+    while policy.has_rules and (due := places_filled([*by_step.values()], policy).keys() - checked):
+        by_step |= {record.step: record for record in at_once(records.checked, [by_step[step] for step in due])}
+        checked |= due
+    return [*by_step.values()]

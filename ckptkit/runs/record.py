@@ -1,20 +1,19 @@
 """StepRecord: one committed step as `ls` shows it and as retention judges it; Records reads those of a run.
 
-A step that was read once is taken from memory the next time, since what is committed does not change: a prune after
-every save then costs three look-ups a step, and no root but the new one is read.
+What was read once of a root is taken from memory while its object is the same, in size and time: what is committed does
+not change. A prune after each save then reads the new step alone.
 """
 
 import sys
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.format.root import ROOT_KEY, Root, step_folder
 from ckptkit.format.saved import Saved
 from ckptkit.loading.reader import read_root
-from ckptkit.runs.catalogue import NUM_LOOKUPS_AT_ONCE, step_folders
+from ckptkit.runs.catalogue import ListedStep, at_once, root_info
 from ckptkit.runs.pins import pin_note
+from ckptkit.runs.soundness import what_is_wrong
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
@@ -23,11 +22,13 @@ from threefold.storage import ObjectInfo, Storage
 class StepRecord:
     """What is known of a committed step.
 
-    `problem` says what is wrong with it; `attempt` is empty where even the root cannot be read. `saved_at` is in
-    seconds since the epoch: the root's own record, else the time of the root's object, 0 where a storage tells none.
+    `root` is the root's object. `problem` says what is wrong with the step; `attempt` is empty where even the root
+    cannot be read. `saved_at` is in seconds since the epoch: the root's own record, else the time of the root's object,
+    0 where a storage has none.
     """
 
     step: int
+    root: ObjectInfo | None = None
     saved_at: float = 0.0
     pin: str | None = None
     problem: str = ""
@@ -62,56 +63,59 @@ class StepRecord:
 
 
 class Records:
-    """The committed steps of a run; with check_parts each file that a root names is looked for, with its size."""
+    """The committed steps of a run, as far as they were read: roots by `of`, all that a step needs by `checked`."""
 
-    def __init__(self, storage: Storage, *, check_parts: bool) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._check_parts = check_parts
-        self._known: dict[int, tuple[ObjectInfo, StepRecord]] = {}
+        self._read: dict[ObjectInfo, StepRecord] = {}
+        self._sound: set[ObjectInfo] = set()
 
-    def read(self) -> list[StepRecord]:
-        """The records of all committed steps, ascending; the newest is always read anew."""
-        steps = step_folders(self.storage)
-        with ThreadPoolExecutor(NUM_LOOKUPS_AT_ONCE) as pool:
-            infos = list(pool.map(self._root_info, steps))
-            committed = [(step, info) for step, info in zip(steps, infos, strict=True) if info is not None]
-            if committed:
-                self._known.pop(committed[-1][0], None)
-            found = [record for record in pool.map(self._record, *zip(*committed, strict=True)) if record is not None]
-        for step in self._known.keys() - dict(committed).keys():
-            del self._known[step]
+    def of(self, listed: Sequence[ListedStep]) -> list[StepRecord]:
+        """Return the records of those listed steps that are committed, in their order."""
+        committed = [each for each in listed if each.root]
+        found = [record for record in at_once(self._record, committed) if record is not None]
+        roots = {each.root for each in committed}
+        self._read = {root: record for root, record in self._read.items() if root in roots}
+        self._sound &= roots
         return found
 
-    def _root_info(self, step: int) -> ObjectInfo | None:
-        return self.storage.info(f"{step_folder(step)}/{ROOT_KEY}")
+    def checked(self, record: StepRecord) -> StepRecord:
+        """Return the record with what a look at all that its root names finds wrong, if anything; reads no data."""
+        if record.root is None or record.problem or record.root in self._sound:
+            return record
+        problem = what_is_wrong(self.storage, record.step, record.root)
+        if not problem:
+            self._sound.add(record.root)
+        return replace(record, problem=problem)
 
-    def _record(self, step: int, info: ObjectInfo) -> StepRecord | None:
+    def _record(self, listed: ListedStep) -> StepRecord | None:
         """One record; None where the step was deleted since it was listed."""
-        known, record = self._known.get(step, (None, None))
-        if record is None or known != info:
+        assert listed.root is not None, "a committed step"
+        record = self._read.get(listed.root)
+        if record is None:
             try:
-                record = self._read(step, info)
+                record = self._parsed(listed.step, listed.root)
             except StorageError:
-                if self._root_info(step) is None:
+                if root_info(self.storage, listed.step) is None:
                     return None
                 raise
-            if record.problem and self._root_info(step) is None:
+            if record.problem and root_info(self.storage, listed.step) is None:
                 return None
             if not record.problem:
-                self._known[step] = (info, record)
-        return replace(record, pin=pin_note(self.storage, step))
+                self._read[listed.root] = record
+        return replace(record, pin=pin_note(self.storage, listed.step) if listed.is_pinned else None)
 
-    def _read(self, step: int, info: ObjectInfo) -> StepRecord:
+    def _parsed(self, step: int, info: ObjectInfo) -> StepRecord:
         try:
-            root = read_root(self.storage, step)
+            root = read_root(self.storage, step, info=info)
         except StorageError:
             raise
         except UserError as error:  # damaged, or of a newer format
-            return StepRecord(step, info.modified_s, problem=error.message)
+            return StepRecord(step, info, info.modified_s, problem=error.message)
         return StepRecord(
             step,
+            info,
             saved_at=root.saved.saved_at if root.saved else info.modified_s,
-            problem=missing_files(self.storage, root) if self._check_parts else "",
             attempt=root.attempt,
             layout=str(root.layout),
             file_bytes=sum(part.data_bytes + part.index_bytes for part in root.parts),
@@ -119,17 +123,3 @@ class Records:
             metadata=root.metadata,
             saved=root.saved,
         )
-
-
-def missing_files(storage: Storage, root: Root) -> str:
-    """Which file that a root names is not there with its size, and of how many; empty where all are."""
-    folder = step_folder(root.step)
-    sizes = {item.key: item.size_bytes for item in storage.list(f"{folder}/{root.attempt}/")}
-    named = [pair for part in root.parts for pair in ((part.data, part.data_bytes), (part.index, part.index_bytes))]
-    wrong = [(key, size) for key, size in named if sizes.get(f"{folder}/{key}") != size]
-    if not wrong:
-        return ""
-    key, size = wrong[0]
-    found = sizes.get(f"{folder}/{key}")
-    what = "is missing" if found is None else f"has {found:,} bytes, its root says {size:,}"
-    return f"{key} {what}" + (f", and {len(wrong) - 1} more files" if wrong[1:] else "")

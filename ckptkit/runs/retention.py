@@ -1,8 +1,8 @@
 """Retention: which committed steps to keep, a pure policy; `ckptkit.runs.pruning` deletes the others.
 
 A step stays if any rule keeps it. Whatever is asked, these stay: pinned steps; the newest good step and all that is
-newer; steps whose root cannot be read (of a newer format, perhaps). Rules that count (last, best, hourly) count good
-steps only, so that a damaged one takes nobody's place. Where no step is good nothing goes. O(n log n) in the steps.
+newer; steps whose root cannot be read (of a newer format, perhaps). Rules fill their places with good steps only, so
+that a damaged one takes nobody's place. Where no step is good nothing goes. O(n log n) in the steps.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What to keep: the newest keep_last steps; each step that keep_every divides; the keep_best by a metric of their
-    metadata; the newest step of each of the last keep_hourly hours that have one. All zero: everything.
+    """What to keep: the newest keep_last steps; the first at or after each multiple of keep_every; the keep_best by a
+    metric of their metadata; the newest step of each of the last keep_hourly hours that have one. All zero: everything.
     """
 
     keep_last: int = 0
@@ -45,35 +45,59 @@ class Retention:
 
 
 def expired(records: "Sequence[StepRecord]", policy: Retention) -> list[int]:
-    """The steps to delete, ascending; none where the policy has no rules."""
+    """Return the steps to delete, ascending; none where the policy has no rules."""
     reasons = reasons_to_keep(records, policy)
     return sorted(record.step for record in records if not reasons[record.step])
 
 
 def reasons_to_keep(records: "Sequence[StepRecord]", policy: Retention) -> dict[int, list[str]]:
-    """Why each step stays, in words; no words for a step that goes."""
+    """Return why each step stays, in words; no words for a step that goes."""
     reasons: dict[int, list[str]] = {record.step: [] for record in sorted(records, key=lambda record: record.step)}
-    good = sorted((record for record in records if record.is_good), key=lambda record: -record.step)
+    good = sorted((record.step for record in records if record.is_good), reverse=True)
     if not policy.has_rules or not good:
         return {step: ["no rule is given" if good else "no step is good"] for step in reasons}
-    oldest_of_last = good[policy.keep_last - 1].step if policy.keep_last <= len(good) else 0
+    places = places_filled(records, policy)
+    oldest_of_last = good[policy.keep_last - 1] if policy.keep_last <= len(good) else 0
     for record in records:
+        why = reasons[record.step]
         if record.pin is not None:
-            reasons[record.step].append("pinned")
+            why.append("pinned")
         if not record.is_readable:
-            reasons[record.step].append("its root cannot be read")
-        if record.step > good[0].step:
-            reasons[record.step].append("newer than the newest good step")
-        elif policy.keep_last and record.step >= oldest_of_last:
-            reasons[record.step].append(f"last {policy.keep_last}")
-        if policy.keep_every and record.step % policy.keep_every == 0:
-            reasons[record.step].append(f"every {policy.keep_every}")
-    reasons[good[0].step].append("newest good step")
-    for record in ranked(good, policy.metric, policy.mode)[: policy.keep_best]:
-        reasons[record.step].append(f"best {policy.keep_best} by {policy.metric}")
-    for record in newest_of_hours(good)[: policy.keep_hourly]:
-        reasons[record.step].append(f"hourly {policy.keep_hourly}")
+            why.append("its root cannot be read")
+        if record.step > good[0]:
+            why.append("newer than the newest good step")
+        elif not record.is_good and policy.keep_last and record.step >= oldest_of_last:
+            why.append(f"last {policy.keep_last}")
+        why += places.get(record.step, [])
     return reasons
+
+
+def places_filled(records: "Sequence[StepRecord]", policy: Retention) -> dict[int, list[str]]:
+    """Return which places good steps fill: the newest good step's, and those of each rule."""
+    good = sorted((record for record in records if record.is_good), key=lambda record: -record.step)
+    places: dict[int, list[str]] = {}
+    for place, holders in (
+        (f"last {policy.keep_last}", good[: policy.keep_last]),
+        (f"every {policy.keep_every}", first_of_multiples(good, policy.keep_every)),
+        ("newest good step", good[:1]),
+        (f"best {policy.keep_best} by {policy.metric}", ranked(good, policy.metric, policy.mode)[: policy.keep_best]),
+        (f"hourly {policy.keep_hourly}", newest_of_hours(good)[: policy.keep_hourly]),
+    ):
+        for record in holders:
+            places.setdefault(record.step, []).append(place)
+    return places
+
+
+def first_of_multiples(records: "Sequence[StepRecord]", every: int) -> "list[StepRecord]":
+    """Return the first record at or after each multiple of `every` and before the next one; none where `every` is 0.
+
+    Of steps 0, 5, 12, 14, 31 with every 10: 0, 12 and 31. Later steps, or deletions of others, change no holder.
+    """
+    first: dict[int, StepRecord] = {}
+    for record in sorted(records, key=lambda record: record.step) if every else ():
+        if record.step >= every or record.step == 0:
+            first.setdefault(record.step // every, record)
+    return list(first.values())
 
 
 def ranked(records: "Sequence[StepRecord]", metric: str, mode: Literal["min", "max"]) -> "list[StepRecord]":

@@ -1,38 +1,42 @@
-"""Temporaries: hidden files that killed writers left in the folders of steps on a local disk, which no listing shows.
+"""Temporaries: hidden files and empty folders that killed writers left in steps on a local disk; no listing shows them.
 
-A file is one only if its name says that it was to become a file of the checkpoint format.
+A file is one only if its name says that it was to become a file of the checkpoint format. Links are not followed.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.format.root import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from ckptkit.format.root import (
+    DAMAGED_ROOT_KEY,
+    PIN_KEY,
+    ROOT_KEY,
+    attempt_of,
+    is_attempt,
+    parse_step_folder,
+    step_folder,
+)
 from threefold.storage import Storage, written_name
+from threefold.storage.folders import Folder, local_root
 from threefold.storage.local import local_failure
 
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """One hidden file and, relative to its step's folder, the key that it was to have."""
+    """One hidden file: its own key and, relative to its step's folder, the one that it was to have."""
 
-    path: Path
+    hidden_key: str
     key: str
     size_bytes: int
     modified_s: float
 
-    def remove(self) -> None:
-        """Delete it, and its folder and the step's where nothing else is in them; it may be gone already."""
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise local_failure(error, "delete", self.path) from error
-        with suppress(OSError):  # not empty, or removed by another
-            self.path.parent.rmdir()
-            if "/" in self.key:
-                self.path.parent.parent.rmdir()
+
+@dataclass(frozen=True, slots=True)
+class EmptyFolder:
+    """The folder of an attempt, or of a step, in which nothing is; its key ends in "/"."""
+
+    key: str
+    modified_s: float
 
 
 def steps_on_disk(storage: Storage) -> list[int]:
@@ -43,24 +47,62 @@ def steps_on_disk(storage: Storage) -> list[int]:
 
 
 def temporaries(storage: Storage, step: int) -> list[Temporary]:
-    """Those of a step; none where the storage is not a local disk."""
+    """The hidden files of a step; none where the storage is not a local disk, or the step's folder is a link."""
+    return [
+        Temporary(f"{folder}{entry.name}", key, status.st_size, status.st_mtime)
+        for path, folder in _places(storage, step)
+        for entry in _entries(path)
+        if (key := _written_key(folder.partition("/")[2], entry.name)) and (status := _status(entry))
+    ]
+
+
+def empty_folders(storage: Storage, step: int) -> list[EmptyFolder]:
+    """The empty folders of attempts of a step, or the step's own."""
+    return [
+        EmptyFolder(folder, status.st_mtime)
+        for path, folder in _places(storage, step)
+        if not _entries(path) and (status := _status(path))
+    ]
+
+
+def remove_folder(storage: Storage, empty: EmptyFolder) -> None:
+    """Remove a folder if it is empty still, and the step's folder with its last attempt."""
+    root, inner = local_root(storage), empty.key.rstrip("/")
+    assert root is not None, "found on a local disk"
+    while inner:
+        inner, _, name = inner.rpartition("/")
+        try:
+            with Folder(root, inner) as folder:
+                folder.remove_folder(name)
+        except OSError:  # not empty, or removed by another
+            return
+
+
+def _places(storage: Storage, step: int) -> list[tuple[Path, str]]:
+    """The folder of a step on a local disk and those of its attempts, with their keys; none where it is a link."""
     folder = storage.local_path(step_folder(step))
-    if folder is None:
+    if folder is None or folder.is_symlink():
         return []
-    found = [*_files(folder, "")]
-    for attempt in _folders(folder):
-        found += _files(Path(attempt.path), f"{attempt.name}/")
-    return found
+    attempts = [attempt for attempt in _folders(folder) if is_attempt(attempt.name)]
+    return [
+        (folder, f"{folder.name}/"),
+        *((Path(attempt.path), f"{folder.name}/{attempt.name}/") for attempt in attempts),
+    ]
 
 
-def _files(folder: Path, prefix: str) -> Iterator[Temporary]:
-    for entry in _entries(folder):
-        name = written_name(entry.name)
-        key = f"{prefix}{name}"
-        if name and (key in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(key)):
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                yield Temporary(Path(entry.path), key, status.st_size, status.st_mtime)
+def _written_key(prefix: str, name: str) -> str | None:
+    """The key of the format that a hidden file was to have, None for any other file."""
+    written = written_name(name)
+    key = f"{prefix}{written}"
+    return key if written and (key in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(key)) else None
+
+
+def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
+    """The times and sizes of a file or folder; None where it is gone."""
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:

@@ -6,11 +6,10 @@ own, and the first writer finds the others' files by listing. A save that fails 
 writer outlives a killed trainer for as long as it takes to finish the save it was handed, and its copies.
 """
 
-import errno
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +20,9 @@ from ckptkit.format.root import Root, Share, check_attempt, plain_json
 from ckptkit.layout import ParallelLayout, check_rank
 from ckptkit.saving.checkpointer_options import CheckpointerOptions
 from ckptkit.saving.code_version import git_commit
+from ckptkit.saving.commit import KILLED
 from ckptkit.saving.copies import Copies
+from ckptkit.saving.places import check_places, check_writable
 from ckptkit.saving.running_save import RunningSave
 from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SkipOrder
 from ckptkit.saving.save_report import SaveCounts, SaveReport
@@ -30,9 +31,8 @@ from ckptkit.saving.structure import Structure
 from ckptkit.saving.writer_process import WriterProcess
 from ckptkit.tensor import TensorInfo
 from ckptkit.torch_tensors import host_address
+from threefold.cli import log
 from threefold.errors import StorageError, UserError
-from threefold.storage import Storage, is_same_place
-from threefold.storage.local import local_failure, make_folders
 
 DEFAULTS = CheckpointerOptions()
 MAX_SAVES = 10**9  # whose attempts have names of their own
@@ -52,12 +52,12 @@ class Checkpointer:
     ) -> None:  # fmt: skip
         check_rank(rank, world_size)
         storage = open_run(url)
-        _check_writable(storage)
-        self.url = storage.url
+        check_writable(storage)
+        self.url, self._address = storage.url, storage.address
         node = options.node
         self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
         if rank == self._first_writer and not storage.supports_if_absent:
-            print(f"warning: {url} cannot commit exclusively: let no second job save there", file=sys.stderr)
+            log(f"warning: {self.url} cannot commit exclusively: let no second job save there")
         check_attempt(f"{attempt}-{MAX_SAVES}")
         self._rank, self._attempt, self._options = rank, attempt, options
         self.counts = SaveCounts()
@@ -66,8 +66,8 @@ class Checkpointer:
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
         # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
         places = [open_run(tier.url) for tier in options.tiers]
-        _check_places([storage, *places])
-        tiers = [replace(tier, url=place.url) for tier, place in zip(options.tiers, places, strict=True)]
+        check_places([storage, *places])
+        tiers = [replace(tier, url=place.address) for tier, place in zip(options.tiers, places, strict=True)]
         self._num_saves = 0
         self._num_failed, self._last_error = 0, ""
         self._arena = Arena()
@@ -87,6 +87,7 @@ class Checkpointer:
         self._check_usable()
         self._await_running()
         structure = self._structure_of(pieces, tensors)
+        check_memory(pieces, structure.sizes, structure.dtypes)
         try:
             _, _, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
@@ -131,7 +132,7 @@ class Checkpointer:
             self._finish(running, f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
             return running.stall_s
         order = SaveOrder(
-            url=self.url, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
+            url=self._address, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
             first_writer=self._first_writer, share=self._share, files=tuple(files), ring=ring, draft=draft,
             layout=asdict(layout), num_layers=num_layers,
             metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
@@ -259,8 +260,7 @@ class Checkpointer:
         else:
             reason = f"skipped: still saving step {running.step}"
             self.join()
-            order = SkipOrder(self.url, step, attempt, self._rank, reason, self._first_writer)
-            self._writer.send(order.to_line(), self._options.timeout_s)
+            self._tell_others(step, attempt, reason)
             self._copies.skipped(step)
             error = f"rank {self._rank}: {reason}"
             self._report(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
@@ -282,8 +282,7 @@ class Checkpointer:
         """Kill the writer in the midst of a save; its successor cleans up."""
         self._writer.kill()
         running.join()
-        self._abandoned.append((running.step, running.attempt))
-        self._finish(running, reason)
+        self._finish_killed(running, reason)
 
     def _await_running(self) -> None:
         while (running := self._running) is not None:
@@ -300,12 +299,24 @@ class Checkpointer:
         if running is None or told is None:
             return
         if isinstance(told, EOFError):
-            self._abandoned.append((running.step, running.attempt))
-            self._finish(running, f"rank {self._rank}: {told} while it saved step {running.step}")
+            self._finish_killed(running, f"rank {self._rank}: {told} while it saved step {running.step}")
         else:
             self._abandoned.clear()  # it was told of them, and lived
             error = told.error and (running.given_up or told.error)
             self._finish(running, error, told.write_s, told.num_attempts, told.warning)
+
+    def _finish_killed(self, running: RunningSave, reason: str) -> None:
+        """End a save whose writer is dead; its successor lets the other ranks know at once."""
+        self._abandoned.append((running.step, running.attempt))
+        self._finish(running, reason)
+        if self._num_writers > 1:
+            with suppress(OSError):  # no successor now: the one of the next save tells them
+                self._tell_others(running.step, running.attempt, KILLED)
+
+    def _tell_others(self, step: int, attempt: str, reason: str) -> None:
+        """Have the writer say that this rank has no part in a try, so that no other rank waits for it."""
+        order = SkipOrder(self._address, step, attempt, self._rank, self._num_writers, self._first_writer, reason)
+        self._running_writer().send(order.to_line(), self._options.timeout_s)
 
     def _finish(
         self, running: RunningSave, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = ""
@@ -337,28 +348,3 @@ class Checkpointer:
         self._reports += self._copies.ended(self._writer.take_copied())
         if death:
             self._reports += self._copies.lost(death)
-
-
-def _check_writable(storage: Storage) -> None:
-    """StorageError where a run's folder cannot be: told at the start, and not after the steps up to the first save."""
-    path = storage.local_path("any")
-    if path is None:
-        return
-    try:
-        make_folders(path.parent)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise local_failure(error, "write", path.parent) from error
-
-
-def _check_places(places: Sequence[Storage]) -> None:
-    """UserError where two tiers are one place: a file would be copied onto itself, and lost; or where one is fsspec's
-    memory, which a writer process fills with what nobody else sees."""
-    for number, place in enumerate(places):
-        if place.url.startswith("memory:"):
-            raise UserError(
-                f"{place.url} is lost with the process that writes it", hint="/dev/shm/run is memory that stays"
-            )
-        if any(is_same_place(place, other) for other in places[:number]):
-            raise UserError(f"{place.url} is named twice as a tier", hint="name each tier once, the fastest first")

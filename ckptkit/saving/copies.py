@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from ckptkit.saving.save_order import Promotion, SaveOrder, SaveOutcome
 from ckptkit.saving.save_report import SaveReport
 from ckptkit.saving.tiers import Tier, is_due
+from threefold.masking import masked
 
 
 class Copies:
@@ -72,14 +73,14 @@ class Copies:
             self._awaited.pop((outcome.step, outcome.url), None)
             reports.append(
                 SaveReport(outcome.step, not outcome.error, outcome.error, outcome.data_bytes, outcome.write_s, 0.0,
-                           outcome.num_attempts, warning=outcome.warning, url=outcome.url)
+                           outcome.num_attempts, warning=outcome.warning, url=masked(outcome.url))
             )  # fmt: skip
         return reports
 
     def lost(self, reason: str) -> list[SaveReport]:
         """All that were under way or waited when the writer died."""
         reports = [
-            SaveReport(step, False, f"{reason} {step}", promotion.data_bytes, 0.0, 0.0, url=url)
+            SaveReport(step, False, f"{reason} {step}", promotion.data_bytes, 0.0, 0.0, url=masked(url))
             for (step, url), promotion in self._awaited.items()
         ]
         for key in sorted(self._awaited.keys() - self._taken_up):

@@ -16,19 +16,22 @@ from dataclasses import replace
 
 import numpy as np
 
+from ckptkit.cover import Cover
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, step_folder
 from ckptkit.io.blocks import BlockReader, Columns
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import read_root
-from ckptkit.saving.commit import check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.saving.commit import commit_root, failed_key, wait_for_parts
 from ckptkit.saving.save_order import Promotion, SaveOutcome
 from ckptkit.saving.step_writer import PartSource, StepTarget, write_data
 from ckptkit.saving.upkeep import Upkeep
 from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.masking import masked
 from threefold.storage import AlreadyExists, Storage, open_storage
-from threefold.storage.local import local_failure
+from threefold.storage.folders import local_root
+from threefold.storage.local import keep_file, local_failure, sync_name
 
 BLOCK_BYTES = 16 << 20
 MAX_TRIES, FIRST_PAUSE_S = 4, 1.0
@@ -191,6 +194,7 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
             raise AlreadyExists(f"step {promotion.step} of {source.url} is of attempt {root.attempt} by now")
     if storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
         if read_root(storage, promotion.step).attempt == promotion.attempt:
+            sync_name(storage, f"{target.folder}/{ROOT_KEY}")
             return  # the answer to an earlier try was lost
         raise AlreadyExists(f"step {promotion.step} of {storage.url} is committed already")
     if promotion.leads and promotion.num_writers > 1:
@@ -202,16 +206,14 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
     if root is None:
         _await_own_node(promotion, storage)
         return
+    is_same = root.share is None or promotion.of_node  # as in the source, which was checked when it was committed
     parts = wait_for_parts(
         storage, promotion.step, promotion.attempt, promotion.num_writers, lambda: promotion.deadline_s,
-        first_writer=promotion.first_writer,
+        first_writer=promotion.first_writer, cover=None if is_same else Cover(list(root.tensors.values())),
     )  # fmt: skip
-    copied = replace(root, parts=tuple(part for part, _ in parts), share=root.share if promotion.of_node else None)
-    if root.share is None or promotion.of_node:
-        if copied != root:
-            raise CheckFailed(f"the files of step {promotion.step} in {storage.url} are not those in {source.url}")
-    else:
-        check_complete(promotion.step, list(root.tensors.values()), [holding for _, holding in parts])
+    copied = replace(root, parts=parts, share=root.share if promotion.of_node else None)
+    if is_same and copied != root:
+        raise CheckFailed(f"the files of step {promotion.step} in {storage.url} are not those in {source.url}")
     commit_root(storage, copied)
     with suppress(StorageError):
         storage.delete([mark])
@@ -221,25 +223,41 @@ def _copy_file(source: Storage, target: StepTarget, number: int) -> None:
     """Copy one data file, and then its index, byte for byte."""
     data_key, index_key = target.keys(number)
     raw = source.read(index_key)
-    if target.storage.info(index_key) is not None and target.storage.read(index_key) == raw:
-        return
     index = PartIndex.from_bytes(raw, f"{source.url}/{index_key}")
-    path = source.local_path(data_key)
-    try:
-        reader = (
-            RemoteReader(source, data_key, index.size_bytes, index.checksums)
-            if path is None
-            else BlockReader(path, index.size_bytes, index.checksums)
-        )
-    except StorageError:
-        raise
-    except OSError as error:
-        raise local_failure(error, "read", str(path)) from error
-    with closing(reader):
+    is_there = target.storage.info(index_key) is not None and target.storage.read(index_key) == raw
+    if is_there and _is_kept(target.storage, data_key, index_key, index):
+        return
+    with closing(_open(source, data_key, index)) as reader:
         written = write_data(target, number, PartSource(index, _blocks(reader, index.size_bytes), is_reused=True))
     if (written.checksums != index.checksums).any():
         raise StorageError(f"{target.storage.url}/{data_key} was written with other bytes than were read")
     target.storage.write(index_key, raw)
+
+
+def _is_kept(storage: Storage, data_key: str, index_key: str, index: PartIndex) -> bool:
+    """Whether the files that an earlier try left do; those on a disk are made durable, and then read from it."""
+    if storage.info(data_key) is None:
+        return False
+    if local_root(storage) is not None:
+        keep_file(storage, data_key)
+        keep_file(storage, index_key)
+        try:
+            with closing(_open(storage, data_key, index)) as reader:
+                for _ in _blocks(reader, index.size_bytes):
+                    pass
+        except (CheckFailed, StorageError):
+            return False
+    return True
+
+
+def _open(storage: Storage, data_key: str, index: PartIndex) -> BlockReader | RemoteReader:
+    path = storage.local_path(data_key)
+    if path is None:
+        return RemoteReader(storage, data_key, index.size_bytes, index.checksums)
+    try:
+        return BlockReader(path, index.size_bytes, index.checksums)
+    except OSError as error:
+        raise local_failure(error, "read", path) from error
 
 
 def _blocks(reader: BlockReader | RemoteReader, size_bytes: int) -> Iterator[Columns]:
@@ -275,7 +293,7 @@ def _tell_leader(promotion: Promotion, error: str) -> None:
     """Let the leader wait no longer for this writer's files."""
     key = f"{step_folder(promotion.step)}/{failed_key(promotion.attempt, promotion.writer)}"
     with suppress(StorageError):
-        open_storage(promotion.target).write(key, error.encode())
+        open_storage(promotion.target).write(key, masked(error).encode())
 
 
 def _mark(promotion: Promotion) -> str:

@@ -30,14 +30,15 @@ BOUNCE_BYTES = 64 << 20
 def save(
     url: str, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
     num_layers: int, metadata: Mapping[str, Any], rank: int = 0, world_size: int = 1, attempt: str | None = None,
-    deadline_s: float = 600.0,
+    deadline_s: float = 600.0, awaits_commit: bool = True,
 ) -> Root | None:  # fmt: skip
-    """Write this rank's pieces as part of a step of the run at `url`; rank 0 waits for the others, commits, and gives
-    the root, other ranks give None.
+    """Write this rank's pieces as part of a step of the run at `url`; it is committed when any rank's call returns.
 
-    `attempt` is a name that all ranks of this save share and no other save uses; one process alone needs none.
-    deadline_s bounds the wait for the other ranks' files. Raises UserError where pieces do not fit the table,
-    AlreadyExists where the step is committed, else StorageError.
+    Rank 0 waits for the others, commits, and returns the root; the others wait for that, and return None. With
+    awaits_commit=False they return once their own files are durable: one process can then save all ranks one after
+    the other, rank 0 last. `attempt` is a name that all ranks of this save share and no other save uses; one process
+    alone needs none. deadline_s bounds the wait for the other ranks' files, and half of the wait for rank 0. Raises
+    UserError where pieces do not fit the table, AlreadyExists where the step is committed, else StorageError.
     """
     check_rank(rank, world_size)
     if attempt is None and world_size > 1:
@@ -63,7 +64,9 @@ def save(
         for number, file in enumerate(plan.files)
     ]
     try:
-        return write_step(target, parts, None if rank else draft, lambda _: deadline_s)
+        return write_step(
+            target, parts, None if rank else draft, lambda _: deadline_s, awaits_commit=awaits_commit
+        )
     finally:
         source.close()
 

@@ -144,14 +144,15 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class SkipOrder:
-    """A save that this writer's rank leaves out: nobody shall wait for it."""
+    """A save that this writer's rank leaves out, or whose writer was killed: nobody shall wait for it."""
 
     url: str
     step: int
     attempt: str
     writer: int
+    num_writers: int
+    first_writer: int
     reason: str
-    first_writer: int = 0
 
     def to_line(self) -> bytes:
         """One line of JSON."""

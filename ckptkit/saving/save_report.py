@@ -6,8 +6,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """How a save ended, or its copy to the tier `url`. On the first rank `ok` means committed, elsewhere that this
-    rank's files are written.
+    """How a save ended, or its copy to the tier `url`. On every rank `ok` means that the step is committed, of a copy
+    that the first rank committed it, and the others' files are there.
 
     A skipped save is not ok, and no failure either. `num_attempts` counts what was tried again, `warning` says why
     older steps were not pruned after it.

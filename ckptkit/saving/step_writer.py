@@ -13,18 +13,23 @@ from functools import partial
 
 import numpy as np
 
+from ckptkit.cover import Cover
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import ROOT_KEY, Root, part_keys, step_folder
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
 from ckptkit.io.striping import Striper
-from ckptkit.saving.commit import NotCommitted, check_complete, commit_root, failed_key, wait_for_parts
+from ckptkit.loading.reader import committed_attempt
+from ckptkit.saving.commit import NO_ANSWER, NotCommitted, await_commit, commit_root, failed_key, wait_for_parts
 from ckptkit.saving.retries import Retries
 from ckptkit.saving.stream import cut
 from ckptkit.torch_tensors import Bytes
 from threefold.errors import StorageError, UserError
+from threefold.masking import masked
 from threefold.storage import AlreadyExists, Buffer, Storage
-from threefold.storage.local import local_failure, make_folders
+from threefold.storage.folders import local_root
+from threefold.storage.local import local_failure
+from threefold.storage.new_file import NewFile
 
 UPLOAD_BYTES = 8 << 20
 
@@ -79,13 +84,15 @@ class StepTarget:
 
 def write_step(
     target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float],
-    retries: Retries | None = None, code: str = "",
+    retries: Retries | None = None, code: str = "", *, awaits_commit: bool = True,
 ) -> Root | None:  # fmt: skip
-    """Write one writer's files; the first writer, which has the root's draft, waits for all others and commits.
+    """Write one writer's files. The first writer, which has the root's draft, waits for all others and commits; the
+    others wait until it has, unless they are told not to.
 
     patience_s is asked again and again how long to wait for the others, given the seconds that this writer's own files
-    took. On a failure this writer's files are removed, and a `.failed` object tells the first. Gives the root
-    committed, which tells the version of the `code` that saves.
+    took; a writer that waits for the first one waits twice as long, for its files and for its commit. On a failure this
+    writer's files are removed, unless the root may come and name them, and a `.failed` object tells the others. Returns
+    the root where this writer committed it; it records the version of the `code` that saves.
     """
     started = time.monotonic()
     retries = retries or Retries()
@@ -95,9 +102,9 @@ def write_step(
             hint = f"a committed step is never written again; choose another step or place: ckptkit ls {url}"
             raise AlreadyExists(f"step {target.step} of {url} is committed already", hint=hint)
     except StorageError as error:
-        tell_failed(target, error)  # there are no files yet
+        tell_failed(target, str(error))  # there are no files yet
         raise
-    num_removable = len(parts)
+    may_be_named = False  # whether the first writer may commit this writer's files
     try:
         largest = max((part.draft.size_bytes for part in parts), default=0)
         target.striper.prepare(target.storage, target.keys(0)[0], largest, target.num_writers)
@@ -105,34 +112,64 @@ def write_step(
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             content = indexes[number].to_bytes()
-            if number == 0:  # from its try on, whatever its answer, writer 0 may have seen all files, and commit them
-                num_removable = 0
+            if number == 0:  # from its try on, whatever its answer
+                may_be_named = True
             retries.run(partial(target.storage.write, target.keys(number)[1], content))
         write_s = time.monotonic() - started
-        root = draft and _complete(target, draft, lambda: patience_s(write_s), retries)
-        if root is not None:
-            commit_s = time.monotonic() - started - write_s
-            root = replace(root, saved=Saved.now(code=code, write_s=write_s, commit_s=commit_s))
+        if draft is None:
+            if awaits_commit:
+                await_commit(
+                    target.storage, target.step, target.attempt, target.num_writers, lambda: 2 * patience_s(write_s),
+                    first_writer=target.first_writer, retries=retries,
+                )  # fmt: skip
+            return None
+        root = _complete(target, draft, lambda: patience_s(write_s), retries)
+        commit_s = time.monotonic() - started - write_s
+        root = replace(root, saved=Saved.now(code=code, write_s=write_s, commit_s=commit_s))
     except BaseException as error:
-        _clean_up(target, num_removable, error)
+        _clean_up(target, len(parts), error, may_be_named=may_be_named)
         raise
-    if root is not None:
-        try:
-            retries.run(partial(commit_root, target.storage, root), checks=False)
-        except (AlreadyExists, NotCommitted) as error:  # on no other failure: the root may be there
-            _clean_up(target, len(parts), error)
-            raise
+    try:
+        retries.run(partial(commit_root, target.storage, root), checks=False)
+    except (AlreadyExists, NotCommitted) as error:
+        _clean_up(target, len(parts), error)
+        raise
+    except BaseException as error:
+        tell_failed(target, f"{NO_ANSWER}{error}")
+        raise
     return root
 
 
-def clear_abandoned(target: StepTarget) -> None:
-    """Let nobody wait for what a killed writer was about, unless it is committed.
+def discard(target: StepTarget, reason: str) -> None:
+    """Let nobody wait for a try that ended without this writer; where it leads, remove all files but that word."""
+    is_told = tell_failed(target, reason)
+    if target.leads:  # without a root the others' files are of no use
+        clear(target, but=failed_key(target.attempt, target.writer))
+        if not is_told:  # there is room now
+            tell_failed(target, reason)
 
-    The writer that commits removes all files of it.
-    """
+
+def clear(target: StepTarget, *, but: str = "") -> None:
+    """Remove all files of a try, but one; of a try that is committed, and where the storage is gone, none."""
     with contextlib.suppress(UserError):
-        if not _is_committed(target):
-            _clean_up(target, 0, StorageError("its writer was killed"))
+        if committed_attempt(target.storage, target.step) != target.attempt:
+            keys = target.storage.list_keys(f"{target.folder}/{target.attempt}/")
+            target.storage.delete([key for key in keys if key != f"{target.folder}/{but}"])
+
+
+def tell_failed(target: StepTarget, reason: str) -> bool:
+    """Leave word for those who wait for this writer, unless there is one or the root says it; False: it cannot."""
+    if target.num_writers == 1:
+        return True
+    key = f"{target.folder}/{failed_key(target.attempt, target.writer)}"
+    try:
+        committed = committed_attempt(target.storage, target.step)
+        is_known = committed is not None if target.leads else committed == target.attempt
+        if not is_known and target.storage.info(key) is None:
+            target.storage.write(key, masked(reason).encode())
+    except UserError:
+        return False
+    return True
 
 
 def write_data(target: StepTarget, number: int, part: PartSource, retries: Retries | None = None) -> PartIndex:
@@ -146,20 +183,19 @@ def write_data(target: StepTarget, number: int, part: PartSource, retries: Retri
 
 def _write_blocks(target: StepTarget, key: str, part: PartSource) -> Columns:
     """Write a data file from its blocks; gives the checksums of its granules."""
-    path = target.storage.local_path(key)
+    root = local_root(target.storage)
     found: list[Columns] = []
-    if path is None:
+    if root is None:
         target.storage.write(key, _buffers(part, found), size_bytes=part.draft.size_bytes)
     else:
         try:
-            make_folders(path.parent)
-            with BlockWriter(path, part.draft.size_bytes) as writer:
+            with BlockWriter(NewFile(root, key), part.draft.size_bytes) as writer:
                 at = 0
                 for rows in part.blocks:
                     found.append(writer.write(at, rows, num_threads=target.num_threads))
                     at += int(rows[:, 1].sum())
         except OSError as error:
-            raise local_failure(error, "write", path) from error
+            raise local_failure(error, "write", root / key) from error
     return np.concatenate(found)
 
 
@@ -195,35 +231,24 @@ def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float], 
     parts = wait_for_parts(
         target.storage, target.step, target.attempt, target.num_writers, patience_s,
         first_writer=target.first_writer, retries=retries,
+        cover=Cover(list(draft.tensors.values()), is_share=draft.share is not None),
     )  # fmt: skip
-    if draft.share is None:
-        check_complete(target.step, list(draft.tensors.values()), [holding for _, holding in parts])
-    return replace(draft, parts=tuple(part for part, _ in parts))
+    return replace(draft, parts=parts)
 
 
-def _clean_up(target: StepTarget, num_files: int, error: BaseException) -> None:
-    """Make room, and let the first writer know; where the storage is gone neither works, and that has its deadline."""
-    if target.leads:  # without a root the others' files are of no use
-        with contextlib.suppress(UserError):
-            if not _is_committed(target):
-                target.storage.delete([item.key for item in target.storage.list(f"{target.folder}/{target.attempt}/")])
+def _clean_up(target: StepTarget, num_files: int, error: BaseException, *, may_be_named: bool = False) -> None:
+    """Make room, and let the others know; where the storage is gone neither works, and that has its deadline."""
+    is_over = isinstance(error, AlreadyExists | NotCommitted)
+    reason = str(error) or type(error).__name__
+    if target.leads:
+        if isinstance(error, AlreadyExists):
+            clear(target)
+        else:
+            discard(target, reason)
         return
-    for number in range(num_files):
-        with contextlib.suppress(StorageError):
-            target.storage.delete(target.keys(number))
-    tell_failed(target, error)
-
-
-def _is_committed(target: StepTarget) -> bool:
-    """Whether the step's root is there, and of this attempt."""
-    key = f"{target.folder}/{ROOT_KEY}"
-    if target.storage.info(key) is None:
-        return False
-    return Root.from_bytes(target.storage.read(key), key).attempt == target.attempt
-
-
-def tell_failed(target: StepTarget, error: BaseException) -> None:
-    """Leave word for the first writer, where the storage takes it."""
-    if not target.leads:
-        with contextlib.suppress(StorageError):
-            target.storage.write(f"{target.folder}/{failed_key(target.attempt, target.writer)}", str(error).encode())
+    if is_over or not may_be_named:
+        for number in range(num_files):
+            with contextlib.suppress(StorageError):
+                target.storage.delete(target.keys(number))
+    if not is_over:
+        tell_failed(target, reason)

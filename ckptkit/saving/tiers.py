@@ -25,8 +25,8 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One place. The first takes every save; of a slower one `every` is how many steps lie between two copies, 0: each
-    save is copied. `retention` says which steps stay there.
+    """One place. The first takes every save; to a slower one the first save at or after each multiple of `every` is
+    copied, 0: each save. `retention` says which steps stay there.
 
     `of_node`: the URL is this node's alone, and so holds the files of this node's writers only. `newest`: the newest
     step that is there when a run starts, 0 for none, the same on all ranks; None where that is not known.
@@ -94,17 +94,6 @@ def parse_tiers(texts: Sequence[str]) -> Tiers:
         if urls.count(url) > 1:
             raise UserError(f"{url} is named twice as a tier", hint="name each tier once, the fastest first")
     return Tiers(tiers[0], tuple(tiers[1:]), replica)
-
-
-def check_intervals(tiers: Tiers, save_interval: int) -> None:
-    """UserError where a slower tier is due at steps that are never saved."""
-    for tier in tiers.slower:
-        if tier.every and (not save_interval or tier.every % save_interval):
-            fitting = -(-tier.every // save_interval) * save_interval if save_interval else 0
-            raise UserError(
-                f"every={tier.every} of {tier.url} is not a multiple of checkpoint.save_interval {save_interval}",
-                hint=f"every={fitting}" if fitting else f"--save-interval {tier.every}",
-            )
 
 
 def destinations(tiers: Tiers, node: Node | None) -> tuple[Tier, ...]:

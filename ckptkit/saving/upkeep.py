@@ -4,11 +4,11 @@ import traceback
 from collections.abc import Collection
 
 from ckptkit.io.striping import Striper
+from ckptkit.runs.debris import abort_uploads
 from ckptkit.runs.pruning import Pruner
 from ckptkit.runs.retention import Retention
 from threefold.errors import UserError
 from threefold.storage import open_storage
-from threefold.storage.stale_uploads import abort_stale_uploads
 
 
 class Upkeep:
@@ -24,7 +24,7 @@ class Upkeep:
         self.striper = Striper(stripe_count, stripe_size_bytes, self._warnings.append)
         if leads:
             try:
-                abort_stale_uploads(open_storage(url))
+                abort_uploads(open_storage(url))
             except UserError as error:
                 self._warnings.append(str(error))
             except Exception as error:  # of a client library, or ours

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -24,16 +24,17 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.layout import ParallelLayout
+from ckptkit.saving.commit import KILLED
 from ckptkit.saving.handover import Handover, readable
 from ckptkit.saving.priority import step_back
 from ckptkit.saving.promotion import Promoter
 from ckptkit.saving.retries import Retries
 from ckptkit.saving.save_order import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.saving.staged_blocks import StagedBlocks
-from ckptkit.saving.step_writer import PartSource, StepTarget, clear_abandoned, tell_failed, write_step
+from ckptkit.saving.step_writer import PartSource, StepTarget, clear, discard, tell_failed, write_step
 from ckptkit.saving.upkeep import Upkeep
 from ckptkit.torch_tensors import Bytes
-from threefold.errors import EXIT_IO, StorageError, UserError
+from threefold.errors import EXIT_IO, UserError
 from threefold.storage import open_storage
 
 ORPHAN_CHECK_S = 1.0
@@ -56,11 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         for line in _lines(arguments.trainer):
             order = order_of(line)
             if isinstance(order, SkipOrder):
-                _tell_skipped(order)
+                server.skip(order)
             elif isinstance(order, PromoteOrder):
                 saving.submit(server.promoter.offer, order.promotions)
             else:
-                saving.submit(server.save, order)
+                saving.submit(server.save, order, server.take_failed_tries())
     server.let_go()
     server.promoter.finish()
     return 0
@@ -74,13 +75,19 @@ class _Server:
         self._arena = np.empty(0, np.uint8)
         self._told = threading.Lock()
         self._upkeep: Upkeep | None = None
-        self._failed_tries: list[SaveOrder] = []  # of the step that was to be saved last
+        self._failed_tries: list[StepTarget] = []  # of the leader, since its last commit
         self.promoter = Promoter(self._tell, self._has_trainer)
 
-    def save(self, order: SaveOrder) -> None:
-        """Do what an order says, and answer it."""
+    def take_failed_tries(self) -> list[StepTarget]:
+        """The tries that failed before an order came."""
+        found, self._failed_tries = self._failed_tries, []
+        return found
+
+    def save(self, order: SaveOrder, failed_tries: Sequence[StepTarget]) -> None:
+        """Do what an order says, and answer it; a commit clears what failed tries left, also of other writers."""
         started = time.monotonic()
         error = warning = ""
+        tries = [*failed_tries, *_abandoned(order)]
         blocks: StagedBlocks | None = None
         retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
         try:
@@ -89,8 +96,11 @@ class _Server:
                 self._arena = np.frombuffer(memory, np.uint8)
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
             upkeep = self._upkeep or self._begin(order)
+            for each in tries:  # where there was no word yet
+                tell_failed(each, KILLED)
             if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
-                self._clear_failed_tries(order)
+                for each in tries:  # all know how they ended, as they have saved again since
+                    clear(each)
                 if self._has_trainer():
                     upkeep.prune(order.step, order.retention, self.promoter.steps)
             warning = upkeep.take_warning()
@@ -100,8 +110,8 @@ class _Server:
         except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
-        if error:
-            self._failed_tries = [each for each in (*self._failed_tries, order) if each.step == order.step]
+        if error and order.writer == order.first_writer:
+            self._failed_tries += [*tries, _target(order)]
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
         self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
@@ -118,12 +128,15 @@ class _Server:
         )  # fmt: skip
         return self._upkeep
 
-    def _clear_failed_tries(self, order: SaveOrder) -> None:
-        """Remove what failed tries of a step that is committed now left: others' `.failed` came later."""
-        for each in self._failed_tries:
-            if each.step == order.step:
-                clear_abandoned(_target(each))
-        self._failed_tries.clear()
+    def skip(self, order: SkipOrder) -> None:
+        """Let nobody wait for this writer in a save that it has no part in."""
+        target = StepTarget(
+            open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers,
+            first_writer=order.first_writer,
+        )  # fmt: skip
+        tell_failed(target, order.reason)
+        if target.leads:
+            self._failed_tries.append(target)
 
     def _has_trainer(self) -> bool:
         """Whether there is one still: else the next one may be reading an older step, and nothing is pruned."""
@@ -149,10 +162,6 @@ def run_save(
 ) -> Root | None:
     """Write what an order says; the first writer commits, and gives the root."""
     target = replace(_target(order), striper=upkeep.striper)
-    abandoned = [replace(target, step=step, attempt=attempt) for step, attempt in order.abandoned]
-    if not target.leads:
-        for each in abandoned:
-            clear_abandoned(each)
     parts = [
         PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
                    is_reused=order.ring.is_window)
@@ -167,10 +176,15 @@ def run_save(
 
     try:
         return write_step(target, parts, draft, patience_s, retries, order.code)
-    finally:
-        if target.leads:  # last of all: what the killed writer had sent has arrived by now
-            for each in abandoned:
-                clear_abandoned(each)
+    except BaseException:
+        for each in _abandoned(order):  # last of all: what the killed writer had sent has arrived by now
+            discard(each, KILLED)
+        raise
+
+
+def _abandoned(order: SaveOrder) -> list[StepTarget]:
+    """The tries of a writer that was killed."""
+    return [replace(_target(order), step=step, attempt=attempt) for step, attempt in order.abandoned]
 
 
 def _target(order: SaveOrder) -> StepTarget:
@@ -193,13 +207,6 @@ def _draft(order: SaveOrder, arena: Bytes) -> Root:
 def _tensors_of(draft: bytes) -> Root:
     """A root's draft, read once for all saves of one structure."""
     return Root.from_bytes(draft, "an order to save")
-
-
-def _tell_skipped(order: SkipOrder) -> None:
-    target = StepTarget(
-        open_storage(order.url), order.step, order.attempt, order.writer, num_writers=0, first_writer=order.first_writer
-    )
-    tell_failed(target, StorageError(order.reason))
 
 
 def _lines(trainer: int) -> Iterator[bytes]:

@@ -8,16 +8,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import IO
 
-import ckptkit
 from ckptkit.saving.handover import Signal, readable
 from ckptkit.saving.save_order import NO_MORE, SaveOutcome
 from ckptkit.saving.staging import Arena
+from threefold.child_python import python_command, search_path
 
 CLOSE_WITHIN_S = 10.0
 DIE_WITHIN_S = 10.0  # once killed; a process that hangs in a dead file system takes for ever
@@ -31,12 +28,11 @@ class WriterProcess:
 
     def __init__(self, arena: Arena) -> None:
         # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        package = str(Path(ckptkit.__file__).parent.parent)
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Nor a temporary file: that folder may be full.
+        self._said: IO[bytes] = os.fdopen(os.memfd_create("ckptkit-writer-said", os.MFD_CLOEXEC), "w+b")
         self._process = subprocess.Popen(
             [
-                sys.executable, "-m", "ckptkit.saving.writer", f"--arena-fd={arena.fd}", f"--trainer={os.getpid()}",
+                *python_command("ckptkit.saving.writer"), f"--arena-fd={arena.fd}", f"--trainer={os.getpid()}",
                 "--handover-fds", *map(str, arena.handover.fds),
             ],
             stdin=subprocess.PIPE,
@@ -44,7 +40,7 @@ class WriterProcess:
             stderr=self._said,
             pass_fds=[arena.fd, *arena.handover.fds],
             start_new_session=True,  # torchrun and terminals kill the trainer's process group
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
             bufsize=0,
         )  # fmt: skip
         assert self._process.stdin is not None, "a pipe"

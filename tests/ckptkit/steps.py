@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ckptkit.layout import ParallelLayout
+from ckptkit.runs.catalogue import listed_steps
+from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
@@ -22,6 +24,12 @@ def write_steps(storage: Storage, *steps: int) -> None:
     """Commit steps of a root and four files each."""
     for step in steps:
         write_checkpoint(storage, step, ParallelLayout(tp=2), 1, TENSORS, VALUES)
+
+
+def checked_records(storage: Storage) -> list[StepRecord]:
+    """What is known of all committed steps, after a look at all that their roots name but data."""
+    records = Records(storage)
+    return [records.checked(record) for record in records.of(listed_steps(storage))]
 
 
 def keys(storage: Storage) -> list[str]:

@@ -30,7 +30,7 @@ def test_intervals_cover_each_element_once(numels: list[int], itemsize: int, dp_
         assert start == end
         assert start * itemsize % ALIGNMENT_BYTES == 0
         end = stop
-        for index, a, b in overlaps(offsets, numels, start, stop):
+        for index, a, b in overlaps(offsets, numels, start, stop).tolist():
             assert a < b
             for position in range(a, b):
                 covered[index, position] += 1
@@ -45,4 +45,4 @@ def test_padding_is_less_than_one_aligned_step_a_rank() -> None:
     assert total == 115
     assert padded_size(total, dp_size=4, itemsize=4) == 128
     assert [shard_interval(total, 4, rank, 4) for rank in range(4)] == [(0, 32), (32, 64), (64, 96), (96, 128)]
-    assert overlaps(offsets, [100, 3], 96, 128) == [(0, 96, 100), (1, 0, 3)]
+    assert overlaps(offsets, [100, 3], 96, 128).tolist() == [[0, 96, 100], [1, 0, 3]]

@@ -95,7 +95,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, int, 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_cut_to_any_cut(data: st.DataObject) -> None:
     tensors = [
@@ -122,7 +122,7 @@ def all_ranks(tensors: list[TensorInfo], num_layers: int, layout: ParallelLayout
     return [rank_chunks(tensors, num_layers, layout, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(first=layouts, second=layouts, tied=st.booleans())
 def test_any_layout_to_any_layout_and_back(first: ParallelLayout, second: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)
@@ -285,7 +285,7 @@ def test_storage_order_is_stage_then_parameter_with_its_optimizer_state() -> Non
     assert "norm.weight" in names[-1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layout=layouts, tied=st.booleans())
 def test_the_ranks_of_a_layout_hold_each_element_once(layout: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)

@@ -131,7 +131,7 @@ def test_best_passes_over_steps_that_cannot_be_loaded(capsys: Capture, run: str)
         Path(run, f"step-{step:09d}/a1/part-00000.index").write_bytes(b"short")
     code, _, err = call(capsys, "best", run)
     assert code == 2
-    assert "part-00000.index has 5 bytes, its root says" in err
+    assert "part-00000.index has 5 bytes, not" in err
     assert "no step" in err
 
 
@@ -139,7 +139,8 @@ def test_best_of_a_metric_that_no_step_has(capsys: Capture, run: str, tmp_path: 
     there = "there are: loss, lr, step, tokens, val_loss, val_step, optim.eps"
     assert_refused(call(capsys, "best", run, "--metric", "los"), 2, "no step of", "has the metric los", there)
     assert_refused(call(capsys, "best", f"{run}/step-000000001"), 2, "is one step, not a run")
-    assert_refused(call(capsys, "best", str(tmp_path / "none")), 2, "no committed step")
+    tmp_path.joinpath("empty").mkdir()
+    assert_refused(call(capsys, "best", str(tmp_path / "empty")), 2, "no committed step")
 
 
 def test_pin_and_unpin(capsys: Capture, run: str) -> None:
@@ -196,10 +197,10 @@ def test_prune_says_what_goes_and_why_others_stay(capsys: Capture, run: str) -> 
 def test_prune_tells_what_it_deleted_where_uploads_cannot_be_aborted(
     capsys: Capture, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def abort(storage: object) -> None:
+    def abort(*_: object, **options: object) -> None:
         raise StorageError("s3://bucket: access denied")
 
-    monkeypatch.setattr("threefold.storage.stale_uploads.abort_stale_uploads", abort)
+    monkeypatch.setattr("ckptkit.runs.debris.abort_stale_uploads", abort)
     code, out, err = call(capsys, "prune", run, "--keep-last", "2")
     assert code == 0
     assert ": deleted 3 steps" in out
@@ -218,3 +219,18 @@ def test_what_prune_refuses(capsys: Capture, run: str) -> None:
     assert_refused(call(capsys, "prune", run, "--keep-last", "-1"), 2, "keep-last")
     assert_refused(call(capsys, "prune", run, "--orphans-older-than", "3"), 2, "'3' is not a time such as 90m")
     assert len(rows(capsys, "ls", run)) == 5
+
+
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "hash", "best", "prune", "copy", "reshard"])
+def test_a_place_that_is_not_there_is_an_error(capsys: Capture, tmp_path: Path, verb: str) -> None:
+    target = [str(tmp_path / "target")] if verb in ("copy", "reshard") else []
+    for url in (str(tmp_path / "none"), f"{tmp_path}/none/step-000000001"):
+        if verb not in ("best", "prune") or url.endswith("none"):
+            assert_refused(call(capsys, verb, url, *target), 3, f"{tmp_path}/none does not exist")
+    (tmp_path / "file").write_bytes(b"")
+    assert_refused(call(capsys, verb, str(tmp_path / "file"), *target), 3, "file is not a folder")
+
+
+def test_an_empty_run_says_so(capsys: Capture, tmp_path: Path) -> None:
+    assert call(capsys, "ls", str(tmp_path)) == (0, "", f"no committed step in {tmp_path}\n")
+    assert_refused(call(capsys, "ls", f"{tmp_path}/step-000000001"), 2, "holds no committed step 1")

@@ -28,11 +28,11 @@ from tests.ckptkit.saves import (
 from threefold.storage import open_storage
 
 SAYS = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}
-FAULTS = [(c, "ENOSPC") for c in ("mkdir", "openat", "fallocate", "pwrite64", "write", "fsync", "rename", "link")]
+FAULTS = [(c, "ENOSPC") for c in ("mkdirat", "openat", "fallocate", "pwrite64", "write", "fsync", "renameat", "linkat")]
 READING = ("read", "getdents64")
-FAULTS += [(c, "EIO") for c in ("pwrite64", "write", "fsync", "rename", "link", "unlink", *READING)]
+FAULTS += [(c, "EIO") for c in ("pwrite64", "write", "fsync", "renameat", "linkat", "unlinkat", *READING)]
 PIPES = ("read", "write")  # they may fail towards the trainer too
-FAST = [("pwrite64", "ENOSPC"), ("link", "EIO")]
+FAST = [("pwrite64", "ENOSPC"), ("linkat", "EIO")]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_both_of_two_jobs_are_at_the_root_when_one_wins(tmp_path: Path) -> None:
     """Each has written all its files before either links its root."""
     url = str(tmp_path)
     with Checkpointer(url, attempt="a") as first, Checkpointer(url, attempt="b") as second:
-        delay = "link:delay_enter=1000000"
+        delay = "linkat:delay_enter=1000000"
         with Injection(first.writer_pid, delay), Injection(second.writer_pid, delay):
             save_one(first, 5, SMALL, scale=2)
             save_one(second, 5, SMALL, scale=3)
@@ -127,7 +127,7 @@ def _overtake(url: str, writer: int) -> None:
 def test_a_writer_of_a_dead_job_overtakes_the_next_job(tmp_path: Path) -> None:
     url = str(tmp_path)
     with Checkpointer(url, attempt="new") as checkpointer:
-        with Injection(checkpointer.writer_pid, "link:delay_enter=10000000"):  # its commit comes late
+        with Injection(checkpointer.writer_pid, "linkat:delay_enter=10000000"):  # its commit comes late
             save_one(checkpointer, 5, SMALL, scale=2)
             wait_until((tmp_path / "step-000000005/new-0001/part-00000.index").exists)
             trainer = start_rank(url, "--steps", 5, "--attempt", "old", "--then", "kill")

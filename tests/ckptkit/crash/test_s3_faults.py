@@ -50,9 +50,9 @@ SLOWLY_PASSING = [
 ]
 LASTING = [
     Fault("412", method="PUT", target="root.json"),
-    Fault("stall", method="PUT", target=".safetensors"),
 ]
 SLOWLY_LASTING = [
+    Fault("stall", method="PUT", target=".safetensors"),
     *(Fault(kind, method="PUT", target="root.json") for kind in ("drop", "409", "503")),
     *(Fault(kind, method="PUT", target=".safetensors") for kind in ("reset", "503")),
     Fault("drop", method="PUT", target=".safetensors", after_bytes=50_000),

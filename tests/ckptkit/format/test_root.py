@@ -206,7 +206,7 @@ infos = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     step=anything, num_layers=anything, tensors=st.lists(infos, max_size=2),
     metadata=anything | st.dictionaries(st.text(max_size=2), anything, max_size=2),

@@ -30,6 +30,7 @@ from ckptkit.io.blocks import (
 from tests.ckptkit.saves import ROOT, strace
 from threefold.errors import StorageError
 from threefold.native import load_library
+from threefold.storage.new_file import NewFile
 
 RANDOM = np.random.default_rng(0).integers(0, 256, 30 << 20, dtype=np.uint8)
 
@@ -40,7 +41,8 @@ def expected_checksums(data: bytes) -> list[int]:
 
 def write_file(path: Path, segments: list[tuple[int, int]], *, direct: bool = True, num_threads: int = 2) -> np.ndarray:
     """Write one durable file; the checksum of each granule."""
-    with BlockWriter(path, sum(size for _, size in segments), direct=direct) as writer:
+    file = NewFile(path.parent, path.name)
+    with BlockWriter(file, sum(size for _, size in segments), direct=direct) as writer:
         return writer.write(0, segments, num_threads=num_threads)
 
 
@@ -123,7 +125,7 @@ def test_a_file_written_in_windows_in_any_order(where: tuple[Path, bool]) -> Non
     data = RANDOM[:size]
     windows = [(3 * GRANULE_BYTES, size), (0, GRANULE_BYTES), (GRANULE_BYTES, 3 * GRANULE_BYTES)]
     found = np.zeros(num_granules(size), np.uint64)
-    with BlockWriter(folder / "f", size, direct=direct) as writer:
+    with BlockWriter(NewFile(folder, "f"), size, direct=direct) as writer:
         for start, stop in windows:
             first = start // GRANULE_BYTES
             values = writer.write(start, segments_of(data[start:stop]))
@@ -132,7 +134,7 @@ def test_a_file_written_in_windows_in_any_order(where: tuple[Path, bool]) -> Non
     assert found.tolist() == expected_checksums(data.tobytes())
 
 
-def test_a_file_that_is_there_is_overwritten_and_cut(where: tuple[Path, bool]) -> None:
+def test_a_file_that_is_there_is_replaced(where: tuple[Path, bool]) -> None:
     folder, direct = where
     for old in (0, 100, 5000, GRANULE_BYTES, 2 * GRANULE_BYTES + 1):
         (folder / "f").write_bytes(RANDOM[-old:].tobytes() if old else b"")
@@ -141,22 +143,24 @@ def test_a_file_that_is_there_is_overwritten_and_cut(where: tuple[Path, bool]) -
             assert (folder / "f").read_bytes() == RANDOM[:size].tobytes()
 
 
-def test_one_that_begins_the_same_file_and_dies_takes_nothing_from_another(where: tuple[Path, bool]) -> None:
+def test_writers_of_the_same_file_take_nothing_from_each_other(where: tuple[Path, bool]) -> None:
     folder, direct = where
     data = RANDOM[: GRANULE_BYTES + 77]
-    with BlockWriter(folder / "f", len(data), direct=direct) as writer:
+    with BlockWriter(NewFile(folder, "f"), len(data), direct=direct) as writer:
         writer.write(0, segments_of(data[:GRANULE_BYTES]))
-        BlockWriter(folder / "f", len(data), direct=direct).close(durable=False)
+        BlockWriter(NewFile(folder, "f"), len(data), direct=direct).abort()
+        assert not (folder / "f").exists(), "it has its name once it is whole"
         writer.write(GRANULE_BYTES, segments_of(data[GRANULE_BYTES:]))
-    late = BlockWriter(folder / "f", len(data), direct=direct)
-    late.write(0, segments_of(data))
-    assert (folder / "f").read_bytes() == data.tobytes(), "neither longer nor shorter, at any time"
-    late.close(durable=False)
+    late = BlockWriter(NewFile(folder, "f"), len(data), direct=direct)
+    late.write(0, segments_of(data[::-1].copy()))
     assert (folder / "f").read_bytes() == data.tobytes()
+    late.abort()
+    assert (folder / "f").read_bytes() == data.tobytes()
+    assert [path.name for path in folder.iterdir()] == ["f"], "what was aborted is gone"
 
 
 def test_windows_must_be_whole_granules(tmp_path: Path) -> None:
-    with BlockWriter(tmp_path / "f", 2 * GRANULE_BYTES) as writer:
+    with BlockWriter(NewFile(tmp_path, "f"), 2 * GRANULE_BYTES) as writer:
         for offset, size in [(1, 10), (0, 10), (GRANULE_BYTES, GRANULE_BYTES + 1)]:
             with pytest.raises(OSError, match="Invalid argument"):
                 writer.write(offset, segments_of(RANDOM[:size]))
@@ -242,8 +246,6 @@ def test_unsorted_or_outside_ranges_are_refused(tmp_path: Path) -> None:
 def test_missing_places_are_reported_with_their_path(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         BlockReader(tmp_path / "nowhere", 1, None)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        BlockWriter(tmp_path / "nowhere" / "f", 1)
 
 
 def test_a_full_disk_is_reported_at_open(tmp_path: Path) -> None:
@@ -260,9 +262,11 @@ def test_a_full_disk_is_reported_at_open(tmp_path: Path) -> None:
 
 def test_calls_that_a_signal_interrupts_are_made_again(tmp_path: Path) -> None:
     program = (
-        "import sys; import numpy as np; from ckptkit.io.blocks import *;"
+        "import sys; import numpy as np; from ckptkit.io.blocks import *; from pathlib import Path;"
+        "from threefold.storage import new_file;"
+        "new_file.temporary_name = lambda name: '.f.tmp';"
         "path, data, back = sys.argv[1], np.arange(9_000_001).astype(np.uint8), np.zeros(9_000_001, np.uint8);"
-        "writer = BlockWriter(path, len(data));"
+        "writer = BlockWriter(new_file.NewFile(Path(path).parent, 'f'), len(data));"
         "found = writer.write(0, [(data.ctypes.data, len(data))]); writer.close();"
         "reader = BlockReader(path, len(data), found);"
         "reader.read([(0, len(back), back.ctypes.data)]); assert (data == back).all(); print('same')"
@@ -271,7 +275,7 @@ def test_calls_that_a_signal_interrupts_are_made_again(tmp_path: Path) -> None:
     calls = ("openat", "fallocate", "pwrite64", "fsync", "close", "pread64")
     command = strace(*(f"{call}:error=EINTR:when=1" for call in calls))
     command[command.index(os.devnull)] = str(log)
-    command += ["-P", str(path), sys.executable, "-c", program, str(path)]
+    command += ["-P", str(path), "-P", str(tmp_path / ".f.tmp"), sys.executable, "-c", program, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "same\n", done.stderr
     # a call has two lines where another thread made one meanwhile, `pread64(... <unfinished` and `... pread64 resumed>`

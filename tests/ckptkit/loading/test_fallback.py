@@ -106,8 +106,10 @@ def test_another_model_and_a_named_step_are_not_passed_over(run: Path) -> None:
     flip(next((run / "step-000000003").rglob("*.safetensors")))
     with pytest.raises(CheckFailed, match="is damaged"):
         restore_newest(f"{run}/step-000000003", pieces_of(SMALL, ONE, 0))
-    with pytest.raises(UserError, match="holds no committed step"):
+    with pytest.raises(StorageError, match="nowhere does not exist"):
         restore_newest(str(run / "nowhere"), [])
+    with pytest.raises(UserError, match="holds no committed step 4"):
+        restore_newest(f"{run}/step-000000004", [])
 
 
 def test_a_storage_that_is_away_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,11 @@ def start(run: Path, options: list[list[str]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "layouts",
-    [["tp1", "tp1", "tp1"], ["tp2:0", "tp2:1", "", "tp2:0", "tp2:1"], ["pp3:0", "tp1", "tp4:2", "dp3:1"]],
+    [
+        ["tp1", "tp1", "tp1"],
+        pytest.param(["tp2:0", "tp2:1", "", "tp2:0", "tp2:1"], marks=pytest.mark.slow),
+        pytest.param(["pp3:0", "tp1", "tp4:2", "dp3:1"], marks=pytest.mark.slow),
+    ],
     ids=["replicas", "replicas of another layout and one that wants nothing", "any"],
 )
 def test_each_byte_is_read_once_and_results_are_equal(run: Path, layouts: list[str]) -> None:
@@ -89,7 +93,11 @@ def test_damage_that_one_rank_reads_is_told_to_all(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "said"), [("die", "rank 1 of 3 is gone"), ("freeze", "nothing came within 4 s from rank 1 of 3")]
+    ("then", "said"),
+    [
+        ("die", "rank 1 of 3 is gone"),
+        pytest.param("freeze", "nothing came within 4 s from rank 1 of 3", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_is_gone_is_named_by_all_others(run: Path, then: str, said: str) -> None:
     told = start(run, [["--layout", "tp1", "--deadline", "4", *(["--then", then] if r == 1 else [])] for r in range(3)])

@@ -195,7 +195,7 @@ print(needed, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 10
 """
 
 
-@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_rank_holds_little_more_than_its_part(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
     tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)
     url = str(tmp_path / "run") if place == "local" else request.getfixturevalue("s3_url")

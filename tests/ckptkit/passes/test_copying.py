@@ -1,5 +1,6 @@
 """Copy: byte for byte between any storages, never a damaged or half copy committed, a killed one goes on."""
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from ckptkit.runs.catalogue import committed_steps
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import ROOT, strace
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
 
 TENSORS = gpt_tensors(hidden=128, vocab=4001)
@@ -128,7 +129,7 @@ def test_a_copy_that_went_wrong_is_not_committed(tmp_path: Path, verify: bool, m
     assert committed_steps(open_storage(target)) == []
 
 
-@pytest.mark.parametrize("at", ["fsync:signal=KILL:when=1", "fsync:signal=KILL:when=2", "rename:signal=KILL"])
+@pytest.mark.parametrize("at", ["fsync:signal=KILL:when=1", "fsync:signal=KILL:when=2", "renameat:signal=KILL"])
 def test_a_killed_copy_is_no_checkpoint_and_goes_on(tmp_path: Path, at: str) -> None:
     source, target = make(tmp_path / "source"), tmp_path / "target"
     command = [sys.executable, "-m", "ckptkit", "copy", str(source), str(target)]
@@ -138,6 +139,60 @@ def test_a_killed_copy_is_no_checkpoint_and_goes_on(tmp_path: Path, at: str) -> 
     done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)[0]["step"] == 9
     assert contents(target) == contents(source)
+
+
+def test_no_root_is_linked_over_a_file_that_could_not_be_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier try left is made durable before it is kept; where that fails it is removed, then copied anew."""
+    source, target = make(tmp_path / "source"), tmp_path / "target"
+    copy(source, target)
+    (target / "step-000000009/root.json").unlink()
+    usual, data = os.fsync, target / "step-000000009/a1/part-00002.safetensors"
+    broken, synced, inode = [data.stat().st_ino], set[str](), data.stat().st_ino
+
+    def fsync(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino in broken:
+            broken.clear()
+            raise OSError(errno.EIO, "Input/output error")
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        usual(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    os.link(data, tmp_path / "held")  # so that no other file gets its number
+    with pytest.raises(StorageError, match=r"cannot write .*part-00002\.safetensors: Input/output error"):
+        copy(source, target)
+    assert committed_steps(open_storage(target)) == []
+    assert not data.exists()
+    synced.clear()
+    report = copy(source, target)
+    assert contents(target) == contents(source)
+    assert data.stat().st_ino != inode
+    assert report.bytes_kept > 0
+    names = {path.name for path in (target / "step-000000009/a1").iterdir()}
+    assert {name for name in names if name in synced} == names - {data.name}, "all that was kept, by this run"
+    synced.clear()
+    copy(source, target)
+    assert synced == {"step-000000009"}, "where all is there the root's name is made durable"
+
+
+@pytest.mark.parametrize("link", ["", "/a1", "/a1/part-00001.safetensors", "/a1/part-00001.index", "/root.json"])
+def test_a_copy_writes_through_no_link(tmp_path: Path, link: str) -> None:
+    """A link that was planted where the step, its attempt or a file is to be, to something and to nothing."""
+    source, outside = make(tmp_path / "source"), tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    for number, leads_to in enumerate(("outside", "nothing", "folder")):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder/mine").write_bytes(b"precious")
+        path = tmp_path / f"target-{number}/step-000000009{link}"
+        path.parent.mkdir(parents=True)
+        path.symlink_to(tmp_path / leads_to)
+        with pytest.raises(UserError):
+            copy(source, tmp_path / f"target-{number}")
+        assert os.readlink(path) == str(tmp_path / leads_to)
+    assert outside.read_bytes() == b"precious"
+    assert [each.name for each in (tmp_path / "folder").iterdir()] == ["mine"]
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_all_steps_of_a_run_but_damaged_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +213,7 @@ def test_all_steps_of_a_run_but_damaged_ones(tmp_path: Path, capsys: pytest.Capt
         (["{run}/step-000000009", "{run}-2", "--all"], "leave --all out"),
         (["{run}", "{run}-2/step-000000010"], "a copy keeps its number"),
         (["{run}", "{run}-2/step-000000009", "--all"], "a copy keeps its number"),
-        (["{run}-none", "{run}-2"], "holds no committed step"),
+        (["{run}/step-000000010", "{run}-2"], "holds no committed step 10"),
     ],
 )
 def test_bad_addresses(tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptkit.format.root import ROOT_KEY, Share, step_folder
+from ckptkit.format.saved import Saved
 from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.reader import CheckpointReader, read_root
 from ckptkit.passes.hashing import hash_checkpoint
 from ckptkit.passes.reshard import reshard
 from ckptkit.passes.verify import verify_checkpoint
@@ -29,7 +30,7 @@ def data_files(storage: Storage, step: int) -> list[bytes]:
     return [storage.read(f"{step_folder(step)}/{part.data}") for part in root.parts]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=layouts, second=layouts, tied=st.booleans())
 def test_the_target_is_what_its_ranks_would_have_saved(
     tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, tied: bool
@@ -225,3 +226,24 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         )
     assert seen[-1] == (report.bytes_needed, report.bytes_needed)
     assert np.all(np.diff([done for done, _ in seen]) >= 0)
+
+
+def test_the_same_reshard_again_keeps_what_it_made(tmp_path: Path) -> None:
+    """As one that was killed when its root was put; another save of the step is refused as before."""
+    source, target = make_source(tmp_path / "source"), open_storage(tmp_path / "target")
+    root = replace(read_root(source, 3), saved=Saved.now(code="", write_s=1.0, commit_s=0.5))
+    source.delete(["step-000000003/root.json"])
+    source.write("step-000000003/root.json", root.to_bytes())
+    with CheckpointReader(source, 3) as reader:
+        first = reshard(reader, target, ParallelLayout(dp=2))
+        before = {item.key: target.read(item.key) for item in target.list()}
+        again = reshard(reader, target, ParallelLayout(dp=2))
+        assert (again.num_files, again.bytes_written, again.url) == (first.num_files, 0, first.url)
+        with pytest.raises(UserError, match="already holds step 3"):
+            reshard(reader, target, ParallelLayout())
+    other = replace(root, saved=Saved.now(code="", write_s=2.0, commit_s=0.5))
+    source.delete(["step-000000003/root.json"])
+    source.write("step-000000003/root.json", other.to_bytes())
+    with CheckpointReader(source, 3) as reader, pytest.raises(UserError, match="already holds step 3"):
+        reshard(reader, target, ParallelLayout(dp=2))
+    assert {item.key: target.read(item.key) for item in target.list()} == before

@@ -1,6 +1,7 @@
 """Verify finds every kind of damage, all of it, and names file, offset and tensor."""
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptkit.cover import MAX_SEARCHED
 from ckptkit.format.root import ROOT_KEY, Part, Root, Share
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
 from ckptkit.layout import ParallelLayout
@@ -21,6 +23,7 @@ from threefold.storage import Buffer, ObjectInfo, open_storage
 from threefold.storage.local import LocalStorage
 
 LAYERS = 3
+SMALL = gpt_tensors(1)
 
 
 def make(folder: Path, **options: object) -> Root:
@@ -159,6 +162,11 @@ class Away(LocalStorage):
         if key.endswith(self.suffix):
             raise StorageError("no answer")
 
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for item in super().list(prefix):
+            self._answer(item.key)
+            yield item
+
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("suffix", ["00002.safetensors", "00002.index"])
@@ -184,6 +192,38 @@ def test_a_file_that_grew_or_shrank_is_found(tmp_path: Path) -> None:
         assert fault.tensors
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["safetensors", "index", "root.json"])
+def test_bytes_behind_the_end_of_a_file_are_found_on_any_storage(tmp_path: Path, name: str, share: float) -> None:
+    for storage in (open_storage(tmp_path), open_storage(f"memory://{uuid.uuid4().hex}")):
+        root = write_checkpoint(storage, 9, ParallelLayout(), 1, SMALL, values(SMALL))
+        part = root.parts[0]
+        key = f"step-000000009/{ {'safetensors': part.data, 'index': part.index}.get(name, name) }"
+        storage.write(key, storage.read(key) + b"\n")
+        if name == "root.json":
+            with pytest.raises(CheckFailed, match="its checksum differs"):
+                CheckpointReader(storage, 9)
+            continue
+        with CheckpointReader(storage, 9) as reader:
+            [fault] = verify_checkpoint(reader, share=share).faults
+        assert fault.file == key.removeprefix("step-000000009/")
+        assert " bytes, not " in fault.what
+
+
+@pytest.mark.parametrize("work", [verify_checkpoint, hash_checkpoint, CheckpointReader.stored.func])
+def test_a_step_that_is_pruned_while_it_is_read_is_reported_as_that(
+    tmp_path: Path, work: Callable[[CheckpointReader], object]
+) -> None:
+    storage = open_storage(tmp_path)
+    for step in (7, 9):
+        write_checkpoint(storage, step, ParallelLayout(), 1, SMALL, values(SMALL))
+    with CheckpointReader(storage, 7) as reader:
+        storage.delete(storage.list_keys("step-000000007/"))
+        with pytest.raises(StorageError, match=r"step 7 of .* was pruned while it was read") as caught:
+            work(reader)
+    assert caught.value.hint == f"read the newest one: {storage.url}/step-000000009"
+
+
 def test_a_lost_file_is_told_with_the_tensors_that_it_holds_and_no_others(tmp_path: Path) -> None:
     root = make(tmp_path, max_chunks=9)
     part = root.parts[1]
@@ -200,7 +240,7 @@ def test_a_lost_file_is_told_with_the_tensors_that_it_holds_and_no_others(tmp_pa
     assert {first, *others} <= held
 
 
-@pytest.mark.parametrize(("call", "share"), [("read_ranges", 0), ("info", 0), ("open_part", 1), ("read_part", 1)])
+@pytest.mark.parametrize(("call", "share"), [("read_ranges", 0), ("list", 0), ("open_part", 1), ("read_part", 1)])
 def test_what_cannot_be_read_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, share: float
 ) -> None:
@@ -237,7 +277,8 @@ def test_files_of_another_rank_under_right_checksums_are_found(tmp_path: Path) -
     (folder / ROOT_KEY).write_bytes(fake.to_bytes())
     faults = verify(tmp_path).faults
     assert faults
-    assert all("exactly once" in fault.what for fault in faults)
+    assert all("stored more than once" in f.what or "are missing" in f.what for f in faults[:MAX_SEARCHED])
+    assert all(fault.what.endswith("bytes are stored, not each once") for fault in faults[MAX_SEARCHED:])
 
 
 def test_the_share_of_one_node_is_sound_though_not_whole_unless_something_is_in_it_twice(tmp_path: Path) -> None:
@@ -251,8 +292,10 @@ def test_the_share_of_one_node_is_sound_though_not_whole_unless_something_is_in_
         copy.write_bytes((folder / getattr(root.parts[2], kind)).read_bytes())
     twice = replace(root.parts[2], data=root.parts[0].data, index=root.parts[0].index)
     path.write_bytes(replace(root, parts=(twice, root.parts[2]), share=Share(first=0, count=3, of=4)).to_bytes())
-    [fault] = verify(tmp_path).faults
-    assert "exactly once" in fault.what
+    faults = verify(tmp_path).faults
+    assert faults
+    assert "bytes are stored more than once, first [" in faults[0].what
+    assert not any("missing" in fault.what for fault in faults)
 
 
 def test_a_header_that_its_index_does_not_describe_is_found(tmp_path: Path) -> None:

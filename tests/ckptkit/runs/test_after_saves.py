@@ -76,7 +76,7 @@ def test_after_a_save_only_what_is_new_is_read(tmp_path: Path) -> None:
         storage.reads.clear()
         assert pruner.after_save(storage, step, policy) == ""
         roots = [key for key in storage.reads if key != f"step-{step - 3:09d}/root.json"]  # read before it goes
-        assert roots == [f"step-{step:09d}/root.json"]
+        assert set(roots) == {f"step-{step:09d}/root.json"}
     assert committed_steps(storage) == [4, 5, 6]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.runs.catalogue import committed_steps, latest_step, resolve
-from threefold.errors import UserError
+from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 
 
@@ -33,9 +33,12 @@ def test_only_folders_with_a_root_are_committed_steps(url: str) -> None:
 
 def test_addresses(url: str) -> None:
     storage = open_storage(url)
-    with pytest.raises(UserError, match="holds no committed step") as caught:
+    with pytest.raises(StorageError, match=r"does not exist|nothing is stored at") as caught:
         resolve(url)
     assert caught.value.hint is not None
+    storage.write("notes.txt", b"mine")
+    with pytest.raises(UserError, match="holds no committed step") as caught:
+        resolve(url)
     storage.write("step-000000003/root.json", b"{}")
     storage.write("step-000000020/root.json", b"{}")
     assert (resolve(url)[0].url, resolve(url)[1]) == (storage.url, 20)

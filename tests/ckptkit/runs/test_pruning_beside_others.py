@@ -12,10 +12,9 @@ from ckptkit.loading.reader import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin, pin_key
 from ckptkit.runs.pruning import prune
-from ckptkit.runs.record import Records
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.saves import SMALL, assert_holds, save_whole
-from tests.ckptkit.steps import DAY_S, LAST, Watched, age, keys, write_steps
+from tests.ckptkit.steps import DAY_S, LAST, Watched, age, checked_records, keys, write_steps
 from threefold.errors import UserError
 from threefold.storage import open_storage
 
@@ -42,7 +41,7 @@ def test_prunes_beside_a_job_that_saves(tmp_path: Path) -> None:
     def work() -> int:
         num_prunes = 0
         while not ended.is_set():
-            prune(open_storage(tmp_path), LAST, orphans_older_than_s=0)
+            prune(open_storage(tmp_path), LAST)
             num_prunes += 1
             time.sleep(0.01)
         return num_prunes
@@ -107,7 +106,7 @@ def test_a_newer_step_that_commits_meanwhile_is_not_touched(tmp_path: Path) -> N
 
     storage.before = commit
     assert prune(storage, LAST, orphans_older_than_s=0).deleted == [1]
-    assert [record.is_good for record in Records(storage, check_parts=True).read()] == [True, True]
+    assert [record.is_good for record in checked_records(storage)] == [True, True]
 
 
 def test_nothing_more_goes_once_the_newest_good_step_went_away(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_a_pin_that_is_put_while_the_root_goes_brings_it_back(tmp_path: Path) ->
     report = prune(storage, LAST)
     assert (report.deleted, report.kept[1]) == ([], ["pinned meanwhile"])
     assert (tmp_path / "step-000000001/root.json").read_bytes() == root
-    assert all(record.is_good for record in Records(storage, check_parts=True).read())
+    assert all(record.is_good for record in checked_records(storage))
 
 
 def test_a_pin_that_comes_too_late_is_refused(tmp_path: Path) -> None:
@@ -181,5 +180,5 @@ def test_a_step_that_is_saved_anew_meanwhile_is_no_orphan(tmp_path: Path) -> Non
 
     storage.before = save_anew
     assert prune(storage, LAST, orphans_older_than_s=0).orphans == []
-    assert [(record.attempt, record.is_good) for record in Records(plain, check_parts=True).read()] == [("b", True)]
+    assert [(record.attempt, record.is_good) for record in checked_records(plain)] == [("b", True)]
     assert prune(plain, LAST, orphans_older_than_s=0).orphans == ["step-000000002/a1"]

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.runs.record import StepRecord
-from ckptkit.runs.retention import HOUR_S, Retention, expired, newest_of_hours, ranked, reasons_to_keep
+from ckptkit.runs.retention import (
+    HOUR_S,
+    Retention,
+    expired,
+    first_of_multiples,
+    newest_of_hours,
+    ranked,
+    reasons_to_keep,
+)
 from threefold.errors import UserError
 
 RULES = ("keep_last", "keep_every", "keep_best", "keep_hourly")
@@ -101,8 +109,29 @@ def test_a_damaged_step_newer_than_the_newest_good_one_stays() -> None:
     assert kept(found, Retention(keep_last=1)) == {2, 3}
 
 
-def test_every() -> None:
-    assert kept([good(step) for step in (0, 5, 10, 14, 20, 21)], Retention(keep_every=10)) == {0, 10, 20, 21}
+def test_every_takes_the_first_step_at_or_after_each_multiple() -> None:
+    every = Retention(keep_every=10)
+    assert kept([good(step) for step in (0, 5, 10, 14, 20, 21)], every) == {0, 10, 20, 21}
+    assert kept([good(step) for step in (3, 9, 11, 19, 20, 38, 39, 45)], every) == {11, 20, 38, 45}
+    assert kept([StepRecord(11, attempt="a", problem="a file is missing"), good(13), good(14), good(25)], every) == {
+        13,
+        25,
+    }
+
+
+@given(st.sets(st.integers(0, 200), min_size=1), st.integers(1, 40), st.data())
+def test_a_holder_of_a_multiple_stays_whatever_is_saved_or_pruned_later(
+    steps: set[int], every: int, data: st.DataObject
+) -> None:
+    """After each save only what is kept is there, as after every prune, and the end is that of one prune of all."""
+    policy, there = Retention(keep_every=every), list[StepRecord]()
+    for step in sorted(steps):
+        there.append(good(step))
+        if data.draw(st.booleans()):
+            there = [record for record in there if record.step in kept(there, policy)]
+    held = {record.step for record in first_of_multiples([good(step) for step in steps], every)}
+    assert kept(there, policy) == held | {max(steps)} == kept([good(step) for step in steps], policy)
+    assert len({step // every for step in held}) == len(held)
 
 
 def test_the_best_of_equal_ones_is_the_newest() -> None:

@@ -52,7 +52,7 @@ def begin(checkpointer: Checkpointer, step: int, pieces: list[Piece], tensors: l
 
 
 @pytest.mark.parametrize("options", [CheckpointerOptions(), WINDOW], ids=["arena", "window"])
-@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_what_changes_after_the_join_is_not_saved(
     place: str, options: CheckpointerOptions, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

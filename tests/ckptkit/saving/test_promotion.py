@@ -162,6 +162,7 @@ def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
         assert_holds(url, 7, SMALL, scale=7)
 
 
+@pytest.mark.slow
 def test_a_writer_without_a_trainer_prunes_nothing(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     """The job's next start may be reading an older step."""
     save_whole(tmp_path, 1, SMALL)
@@ -423,7 +424,7 @@ def test_a_choice_that_is_passed_over_meanwhile_ends_no_lane(tmp_path: Path, mon
 
 def test_the_leader_aborts_stale_uploads_to_its_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, asked = queue.SimpleQueue[SaveOutcome](), list[str]()
-    monkeypatch.setattr("ckptkit.saving.upkeep.abort_stale_uploads", lambda storage: asked.append(storage.url))
+    monkeypatch.setattr("ckptkit.saving.upkeep.abort_uploads", lambda storage: asked.append(storage.url))
     monkeypatch.setattr(promotion_module, "promote", lambda order, striper: None)
     promoter = Promoter(told.put)
     for step in (1, 2):
@@ -483,6 +484,7 @@ class TwoNodes:
         return pieces_of(SMALL, self.layout, rank, arrays)
 
 
+@pytest.mark.parametrize("slow", ["local", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_nodes_save_apart_and_a_shared_tier_gets_the_whole_step(tmp_path: Path, slow: str) -> None:
     nodes = TwoNodes(tmp_path / "nodes", slow)
     for node in (0, 1):

@@ -1,6 +1,6 @@
 """`ckptkit.save`: one call, and the step is committed."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.passes.verify import verify_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import save as saving
-from ckptkit.saving.step_writer import StepTarget, clear_abandoned
+from ckptkit.saving.commit import KILLED
+from ckptkit.saving.step_writer import StepTarget, clear, discard, tell_failed
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -61,21 +62,40 @@ def test_ranks_share_an_attempt(tmp_path: Path) -> None:
     layout = ParallelLayout(tp=2, dp=2)
     with pytest.raises(UserError, match="a save of 4 ranks needs an attempt"):
         save(tmp_path, 1, layout)
-    others = [threading.Thread(target=save, args=(tmp_path, 1, layout, r), kwargs={"attempt": "x"}) for r in (1, 2, 3)]
-    for other in others:
-        other.start()
-    root = save(tmp_path, 1, layout, attempt="x")
-    for other in others:
-        other.join()
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(save, tmp_path, 1, layout, rank, attempt="x") for rank in (1, 2, 3)]
+        root = save(tmp_path, 1, layout, attempt="x")
+        assert [other.result() for other in others] == [None] * 3
     assert root is not None
     assert len(root.parts) == 4
     assert_holds(tmp_path, 1, SMALL)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"writer 1 of 2 was not done within 0\.[0-9] s"):
+    late = r"writer 1 of 2 was not done within 0\.[0-9] s"
+    with pytest.raises(StorageError, match=late):
         save(tmp_path, 1, ParallelLayout(dp=2), attempt="x", deadline_s=0.2)
-    assert list(open_storage(tmp_path).list()) == []
+    assert list(open_storage(tmp_path).list_keys()) == ["step-000000001/x/part-00000.failed"]
+    with pytest.raises(StorageError, match=f"step 1 of .* is not committed: writer 0 failed: .*{late}"):
+        save(tmp_path, 1, ParallelLayout(dp=2), 1, attempt="x")
+    assert list(open_storage(tmp_path).list_keys()) == ["step-000000001/x/part-00000.failed"]
+
+
+def test_no_rank_takes_a_step_for_saved_that_is_not(tmp_path: Path) -> None:
+    """One rank stores another's pieces, so the step cannot be committed; all learn why, and nothing but that stays."""
+    layout = ParallelLayout(dp=3)
+    doubled = pieces_of(SMALL, layout, 1, values(SMALL))
+    common = {"tensors": SMALL, "layout": layout, "num_layers": NUM_LAYERS, "metadata": {}, "world_size": 3}
+    with ThreadPoolExecutor(2) as pool:
+        others = [
+            pool.submit(ckptkit.save, str(tmp_path), 1, doubled, rank=rank, attempt="x", **common) for rank in (1, 2)
+        ]
+        with pytest.raises(CheckFailed, match=r"stored more than once, first \[.*\], by writers 1, 2"):
+            save(tmp_path, 1, layout, attempt="x")
+        for other in others:
+            with pytest.raises(StorageError, match=r"not committed: writer 0 failed: (?s:.*) by writers 1, 2"):
+                other.result()
+    assert list(open_storage(tmp_path).list_keys()) == ["step-000000001/x/part-00000.failed"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +125,7 @@ def test_what_no_root_could_name_is_refused_before_anything_is_written(
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
     common = {"tensors": SMALL, "layout": ONE, "num_layers": NUM_LAYERS, "metadata": {}}
-    with pytest.raises(CheckFailed, match="do not make up the tensors"):
+    with pytest.raises(CheckFailed, match="does not hold each element of each tensor exactly once"):
         ckptkit.save(str(tmp_path), 1, pieces[1:], **common)
     with pytest.raises(UserError, match="not contiguous"):
         ckptkit.save(str(tmp_path), 1, [ckptkit.Piece(p.name, p.box, p.start, p.stop, np.repeat(p.data, 2)[::2])
@@ -156,13 +176,23 @@ def test_a_save_that_lost_takes_no_file_of_a_winner_of_the_same_name(
 
 
 @pytest.mark.parametrize("writer", [0, 1])
-def test_what_a_killed_writer_was_about_is_cleared_unless_it_is_committed(tmp_path: Path, writer: int) -> None:
+def test_what_a_killed_writer_was_about_is_removed_unless_it_is_committed(tmp_path: Path, writer: int) -> None:
     save(tmp_path, 1, attempt="a")
     storage = open_storage(tmp_path)
     before = list(storage.list_keys())
-    clear_abandoned(StepTarget(storage, 1, "a", writer, num_writers=2))
+    committed = StepTarget(storage, 1, "a", writer, num_writers=2)
+    for act in (lambda: discard(committed, KILLED), lambda: tell_failed(committed, KILLED), lambda: clear(committed)):
+        act()
+        assert list(storage.list_keys()) == before
+    storage.write("step-000000002/b/part-00000.safetensors", b"half")
+    target = StepTarget(storage, 2, "b", writer, num_writers=2)
+    discard(target, KILLED)
+    left = [f"part-0000{writer}.failed", *(["part-00000.safetensors"] if writer else [])]
+    assert sorted(set(storage.list_keys()) - set(before)) == sorted(f"step-000000002/b/{name}" for name in left)
+    discard(target, "another reason")
+    assert storage.read(f"step-000000002/b/part-0000{writer}.failed").decode() == KILLED, "the first word stays"
+    clear(target)
     assert list(storage.list_keys()) == before
-    storage.write("step-000000001/b/part-00000.safetensors", b"half")
-    clear_abandoned(StepTarget(storage, 1, "b", writer, num_writers=2))
-    left = [] if writer == 0 else ["part-00000.safetensors", "part-00001.failed"]
-    assert sorted(set(storage.list_keys()) - set(before)) == [f"step-000000001/b/{name}" for name in left]
+    alone = StepTarget(storage, 2, "b", 0, num_writers=1)
+    assert tell_failed(alone, KILLED), "there is nobody to be told"
+    assert list(storage.list_keys()) == before

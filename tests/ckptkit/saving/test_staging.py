@@ -128,7 +128,7 @@ def test_orders_and_outcomes_survive_their_line() -> None:
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
     assert order_of(order.to_line()) == order
-    skip = SkipOrder("s3://bucket/ü", 3, "a-0001", 1, "still saving")
+    skip = SkipOrder("s3://bucket/ü", 3, "a-0001", 1, 4, 0, "still saving")
     assert skip.to_line().count(b"\n") == 1
     assert order_of(skip.to_line()) == skip
     outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, 2, "warned")

@@ -10,7 +10,6 @@ from ckptkit.saving.tiers import (
     Tier,
     Tiers,
     agreed_steps,
-    check_intervals,
     destinations,
     filled,
     is_due,
@@ -60,16 +59,6 @@ def test_what_is_not_well_written_is_refused_with_a_hint(texts: list[str], messa
     assert raised.value.hint
 
 
-def test_a_slower_tier_is_due_at_saved_steps_only() -> None:
-    tiers = parse_tiers(["/a", "/b,every=1000", "/c"])
-    check_intervals(tiers, 500)
-    with pytest.raises(UserError, match="every=1000 of /b is not a multiple of checkpoint") as raised:
-        check_intervals(tiers, 300)
-    assert raised.value.hint == "every=1200"
-    with pytest.raises(UserError, match="save_interval 0"):
-        check_intervals(tiers, 0)
-
-
 @given(every=st.integers(1, 20), saved=st.sets(st.integers(1, 200), min_size=1))
 def test_of_the_steps_that_are_saved_the_first_of_each_interval_is_due(every: int, saved: set[int]) -> None:
     after, due = 0, []
@@ -81,17 +70,6 @@ def test_of_the_steps_that_are_saved_the_first_of_each_interval_is_due(every: in
     assert due == sorted(first.values())
     assert all(is_due(0, step, None) for step in saved)
     assert [step for step in saved if is_due(every, step, None)] == [step for step in saved if step % every == 0]
-
-
-@given(every=st.integers(1, 50), interval=st.integers(1, 50))
-def test_the_hint_for_an_interval_holds(every: int, interval: int) -> None:
-    tiers = parse_tiers(["/a", f"/b,every={every}"])
-    if every in range(0, every + 1, interval):
-        check_intervals(tiers, interval)
-        return
-    with pytest.raises(UserError) as raised:
-        check_intervals(tiers, interval)
-    check_intervals(parse_tiers(["/a", f"/b,{raised.value.hint}"]), interval)
 
 
 def test_names_of_nodes_are_filled_in() -> None:

@@ -15,7 +15,7 @@ def test_the_first_writer_aborts_what_killed_writers_left(monkeypatch: pytest.Mo
         asked.append(storage.url)
         raise failure
 
-    monkeypatch.setattr("ckptkit.saving.upkeep.abort_stale_uploads", abort)
+    monkeypatch.setattr("ckptkit.saving.upkeep.abort_uploads", abort)
     assert Upkeep("memory://run", leads=False, stripe_count=0, stripe_size_bytes=0).take_warning() == ""
     assert asked == []
     upkeep = Upkeep("memory://run", leads=True, stripe_count=0, stripe_size_bytes=0)
