@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from threefold.cli import log, print_json
+from threefold.cli import log, print_json, print_line
 from threefold.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _archive(arguments: argparse.Namespace) -> int:
         print_json(asdict(found))
     else:
         kept = f", {found.num_kept} of them kept" * (found.num_kept > 0)
-        print(
+        print_line(
             f"{found.path}: {found.num_files} files{kept}, {found.size_bytes / 1e6:,.1f} MB in "
             f"{found.packed_bytes / 1e6:,.1f} MB"
         )

@@ -16,9 +16,9 @@ import xxhash
 
 from datakit.manifest import WORK_FOLDER, replace_durably, url_behind
 from datakit.pipeline.output import take_lock
-from datakit.shard import FileDigest, blocks_of, flush_to_disk, writing
+from datakit.shard import FileDigest, blocks_of, durable_file, writing
 from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage.local import make_folders, sync_folder
+from threefold.storage.folders import make_folders, sync_folder
 
 _NOTE, _LOCK = "assembly.json", "lock"
 
@@ -139,10 +139,9 @@ def _check_free(output: Path) -> None:
 
 def _copy_file(source: Path, target: Path, digest: FileDigest) -> None:
     hasher = xxhash.xxh3_64()
-    with writing(target), target.open("wb") as file:
+    with durable_file(target) as file:
         for block in blocks_of(source):
             hasher.update(block)
             file.write(block)
-        flush_to_disk(file)
     if hasher.hexdigest() != digest.xxh3_64:
         raise CheckFailed(f"{source} is damaged: its checksum does not hold", hint=f"datakit verify {source.parent}")

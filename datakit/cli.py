@@ -2,19 +2,22 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from datakit import archive_verbs, convert_verb, store_verbs
-from threefold.cli import Parser, log, print_json, run
+from threefold.cli import Parser, log, print_json, print_line, run
+from threefold.console import live, print_table
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 if TYPE_CHECKING:
     from datakit.tags import Tag
 
-INPUT_HELP = "files, folders, globs or URLs of such, of .jsonl or .txt, plain, .gz or .zst, and of .parquet or .arrow"
+INPUT_HELP = (
+    "files, folders, globs or URLs of such, of .jsonl, .ndjson, .json (one object a line) or .txt, plain, .gz, .zst, "
+    ".xz or .bz2, and of .parquet or .arrow; - is jsonl from standard input; pipes are copied to $TMPDIR first"
+)
 STORED_HELP = "a store or an archive, in a folder, on s3:// or at any fsspec URL"
 DEFAULT_EOD = "<|endoftext|>"
 
@@ -113,7 +116,7 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
         "--text-key",
         default="text",
         metavar="KEY,...",
-        help="key (parquet, arrow: column) of the text; the texts of several are joined by blank lines",
+        help="key (parquet, arrow: column) of the text, a.b for b inside a; several texts are joined by blank lines",
     )
     parser.add_argument("--txt-split", choices=["file", "line"], default="file", help="what is a document in .txt")
     parser.add_argument("--skip-invalid", action="store_true", help="skip documents that cannot be read or tokenized")
@@ -159,24 +162,28 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         tags=tuple(arguments.tags or ()),
         dedup=arguments.dedup,
     )
-    summary = preprocess(
-        arguments.inputs,
-        arguments.output,
-        recipe,
-        num_workers=arguments.workers,
-        backend=arguments.tokenizer_backend,
-        engine=arguments.engine,
-        ray_address=arguments.ray_address,
-        item_bytes=arguments.item_size,
-        report=log,
-    )
+    with live() as shown:
+        summary = preprocess(
+            arguments.inputs,
+            arguments.output,
+            recipe,
+            num_workers=arguments.workers,
+            backend=arguments.tokenizer_backend,
+            engine=arguments.engine,
+            ray_address=arguments.ray_address,
+            item_bytes=arguments.item_size,
+            report=shown.say,
+            progress=shown.show,
+        )
     if arguments.json:
         print_json(asdict(summary))
         return EXIT_OK
     if summary.skipped:
         print(f"skipped {_counts(summary.skipped)}")
+    if summary.num_replaced:
+        print(f"replaced lone surrogates by U+FFFD in {summary.num_replaced:,} documents")
     for store in summary.stores:
-        print(
+        print_line(
             f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_shards} shards"
         )
     print(
@@ -224,18 +231,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print_json(found)
         return EXIT_OK
     tokenizer = manifest.tokenizer
-    print(f"{path}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {manifest.dtype}")
+    print_line(f"{path}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {manifest.dtype}")
     if record:
         print(f"archive      {record.packed_bytes / 1e6:,.1f} MB, zstd level {record.level}")
     print(f"fingerprint  {manifest.fingerprint}")
     print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
     print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
-    print("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
+    print_line("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
     if manifest.skipped:
         print(f"skipped      {_counts(manifest.skipped)}")
     print(f"shards       {len(manifest.shards)}")
-    for shard in manifest.shards:
-        print(f"  {shard.name}  {shard.num_documents:>12,} documents  {shard.num_tokens:>16,} tokens")
+    rows = [(shard.name, f"{shard.num_documents:,}", f"{shard.num_tokens:,}") for shard in manifest.shards]
+    print_table(("shard", "documents", "tokens"), rows, left={"shard"})
     return EXIT_OK
 
 
@@ -258,9 +265,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     elif not faults:
         print(f"{arguments.store}: all checksums hold")
     for fault in faults:
-        print(f"error: {fault}", file=sys.stderr)
+        log(f"error: {fault}")
     if faults:
-        print("hint: restore these files from a copy, or make them anew in another place", file=sys.stderr)
+        log("hint: restore these files from a copy, or make them anew in another place")
     return EXIT_CHECK_FAILED if faults else EXIT_OK
 
 

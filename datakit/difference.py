@@ -4,15 +4,17 @@ Lengths are compared by windows of the index, tokens by windows of a MiB: one se
 difference, flat memory. Where documents came from is told, not compared.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from datakit.origins import Origin
-from datakit.shard import Int64s, ShardIndex, Tokens
+from datakit.shard import Int64s, ShardIndex, Tokens, reading
 from datakit.store import TokenStore
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed
 
 _WINDOW_DOCUMENTS = 1 << 18
 _WINDOW_TOKENS = 1 << 19
@@ -101,12 +103,12 @@ class _Stream:
 
     def lengths(self, document: int, token: int) -> Int64s:
         """The lengths of documents from this one on, which begins at this token: a window, or what the shard has."""
-        number = int(np.searchsorted(self.store.document_starts, document, side="right")) - 1
+        number = bisect_right(self.store.document_starts, document) - 1
         if number != self._number:
             self._open(number)
             if token != self.store.token_starts[number]:
                 raise self._damaged("the lengths of its documents do not sum to its tokens")
-        first = document - int(self.store.document_starts[number])
+        first = document - self.store.document_starts[number]
         lengths = self._index.lengths[first : first + _WINDOW_DOCUMENTS].astype(np.int64)
         if lengths.min(initial=0) < 0:
             raise self._damaged(f"it gives a document {lengths.min()} tokens")
@@ -116,13 +118,9 @@ class _Stream:
         """The tokens at addresses [start, stop), which lie in the open shard."""
         assert self._file is not None, "lengths opens the shard"
         dtype = self._index.dtype
-        try:
-            self._file.seek((start - int(self.store.token_starts[self._number])) * dtype.itemsize)
+        with reading(Path(self._file.name)):
+            self._file.seek((start - self.store.token_starts[self._number]) * dtype.itemsize)
             found = np.fromfile(self._file, dtype, stop - start)
-        except OSError as error:
-            raise StorageError(
-                f"cannot read {self._file.name}: {error.strerror}", hint=f"ls -l {self._file.name}"
-            ) from error
         if len(found) < stop - start:
             raise self._damaged("its documents reach beyond its tokens")
         return found
@@ -139,10 +137,8 @@ class _Stream:
         if self._index.num_sequences != entry.num_documents or self._index.dtype.name != self.store.dtype:
             raise self._damaged(f"it holds {self._index.num_sequences} {self._index.dtype} sequences")
         path = self.store.path / f"{entry.name}.bin"
-        try:
+        with reading(path):
             self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
     def _damaged(self, what: str) -> CheckFailed:
         return CheckFailed(f"{self._index.path} is damaged: {what}", hint=f"datakit verify {self.store.path}")

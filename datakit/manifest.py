@@ -15,9 +15,9 @@ import orjson
 import xxhash
 
 from datakit.fields import Fields
-from datakit.shard import RESTORE_HINT, FileDigest, write_durably, writing
-from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage.local import sync_folder
+from datakit.shard import RESTORE_HINT, FileDigest, reading, write_durably, writing
+from threefold.errors import CheckFailed, UserError
+from threefold.storage.folders import sync_folder
 
 FILE_NAME = "manifest.json"
 WORK_FOLDER = ".work"  # holds sealed items until a store is complete
@@ -102,16 +102,15 @@ class Manifest:
         path = folder / FILE_NAME
         if url := url_behind(folder):
             raise UserError(f"{url} is no local folder", hint=f"datakit unarchive {url} --output STORE")
-        try:
-            with path.open("rb") as file:
-                size_bytes = os.fstat(file.fileno()).st_size
-                if size_bytes > MAX_BYTES:
-                    raise _fault(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
-                data = file.read()
-        except FileNotFoundError:
-            raise _not_a_store(folder) from None
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+        with reading(path):
+            try:
+                with path.open("rb") as file:
+                    size_bytes = os.fstat(file.fileno()).st_size
+                    if size_bytes > MAX_BYTES:
+                        raise _fault(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
+                    data = file.read()
+            except FileNotFoundError:
+                raise _not_a_store(folder) from None
         return cls.parse(path, data)
 
     @classmethod
@@ -154,7 +153,11 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     write_durably(temporary, content)
     with writing(path):
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         sync_folder(path.parent)
 
 

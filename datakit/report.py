@@ -3,7 +3,6 @@
 import html
 import os
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from datakit.manifest import replace_durably
 from datakit.store_statistics import Statistics
 from threefold.errors import UserError
+from threefold.packages import require
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -22,8 +22,7 @@ svg { max-width: 100%; height: auto } td:first-child { overflow-wrap: anywhere }
 
 def require_plots() -> None:
     """UserError where plots cannot be drawn here."""
-    if find_spec("matplotlib") is None:
-        raise UserError("a report needs matplotlib, which is not installed", hint="pip install 'threefold[plot]'")
+    require("matplotlib", "a report")
 
 
 def write_report(statistics: Statistics, path: str | os.PathLike[str]) -> None:

@@ -1,19 +1,25 @@
 """TokenShard: one `.bin` + `.idx` pair, byte-compatible with Megatron's indexed dataset v1.
 
-Opening costs O(1): the header and the file sizes are checked, nothing else is read; both files are memory-mapped. The
-layout stands in docs/formats/token-store.md. A damaged pair is a CheckFailed that names the file and the fault.
+Opening costs O(1): the header and the file sizes are checked, nothing else is read; both files are memory-mapped, and
+no file descriptor stays open. The layout stands in docs/formats/token-store.md. A damaged pair is a CheckFailed that
+names the file and the fault.
 """
 
+import ctypes
+import errno
 import mmap
 import os
+import re
 import struct
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +34,14 @@ DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint1
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 RESTORE_HINT = "restore the file from a copy, or make it anew with `datakit preprocess`"
+_LIMITS = {  # what to look at when it is a limit of the process or the machine that is reached, not the file's fault
+    errno.EMFILE: "ulimit -n 65536",
+    errno.ENFILE: "sysctl fs.file-nr",
+    errno.ENOMEM: "ulimit -v; sysctl vm.max_map_count",
+}
 _BLOCK_BYTES = 8 << 20
+# under TMPDIR: an output behind a URL is made in the one first, pipes are copied to the other
+_SCRATCH_NAME = re.compile(r"datakit-(\d.*|spool)")
 _WRITE_BUFFER_BYTES = 1 << 20
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -116,7 +129,8 @@ class ShardWriter:
         self._lengths = array("i")
         self._hash = xxhash.xxh3_64()
         with writing(self.bin_path):
-            self._file = self.bin_path.open("wb", buffering=_WRITE_BUFFER_BYTES)
+            self.bin_path.unlink(missing_ok=True)  # of an earlier try: each writes a file of its own
+            self._file = self.bin_path.open("xb", buffering=_WRITE_BUFFER_BYTES)
 
     @property
     def num_documents(self) -> int:
@@ -138,12 +152,16 @@ class ShardWriter:
         self.num_tokens += sum(lengths)
 
     def finish(self) -> tuple[FileDigest, FileDigest]:
-        """Write the index, make both files durable, and give the digests of `.bin` and `.idx`."""
-        with writing(self.bin_path):
-            flush_to_disk(self._file)
-            self._file.close()
+        """Write the index, make both files durable, and return the digests of both; a failure removes them."""
         index = encode_index(np.frombuffer(self._lengths, np.int32), self.dtype)
-        write_durably(self.idx_path, index)
+        try:
+            with writing(self.bin_path):
+                flush_to_disk(self._file)
+                self._file.close()
+            write_durably(self.idx_path, index)
+        except BaseException:
+            self.abandon()
+            raise
         size_bytes = self.num_tokens * self.dtype.itemsize
         return FileDigest(size_bytes, self._hash.hexdigest()), FileDigest(len(index), xxhash.xxh3_64_hexdigest(index))
 
@@ -164,15 +182,36 @@ def encode_index(lengths: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> byte
     return b"".join([header, lengths.astype("<i4").tobytes(), pointers.tobytes(), boundaries.tobytes()])
 
 
-def map_file(path: Path) -> mmap.mmap | bytes:
-    """Map a whole file for reading; an empty file gives empty bytes."""
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+def map_file(path: Path) -> memoryview:
+    """Map a whole file for reading; it is unmapped with the last view of it.
+
+    StorageError if the file cannot be opened or mapped; its cause's errno is ENOMEM if the address space is full.
+    """
+    with reading(path), path.open("rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        return np.asarray(_Mapping(file.fileno(), size_bytes)).data if size_bytes else memoryview(b"")
+
+
+class _Mapping:
+    """A file's bytes in memory. An `mmap.mmap` would keep a descriptor, and a store has more shards than a process
+    may open files."""
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        address = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        finalize(self, _libc().munmap, address, size_bytes).atexit = False  # threads may read until the very end
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size_bytes,), "data": (address, True)}
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
+    libc.munmap.restype, libc.munmap.argtypes = number, [pointer, size]
+    return libc
 
 
 def digest_file(path: Path) -> FileDigest:
@@ -186,25 +225,48 @@ def digest_file(path: Path) -> FileDigest:
 
 def blocks_of(path: Path) -> Iterator[bytes]:
     """The bytes of a file, 8 MiB at a time."""
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+    with reading(path), path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block
 
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a whole file and make it reach the disk."""
-    with writing(path), path.open("wb") as file:
+    with durable_file(path) as file:
         file.write(content)
-        flush_to_disk(file)
 
 
-def flush_to_disk(file: Any) -> None:
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file to write; leaving the `with` makes it reach the disk, leaving it by an exception removes it.
+
+    A file that an earlier try left is removed first: one that could not be made durable is never written again.
+    """
+    with writing(path):
+        path.unlink(missing_ok=True)
+        try:
+            with path.open("xb") as file:
+                yield file
+                flush_to_disk(file)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def flush_to_disk(file: BinaryIO) -> None:
     """Empty an open file's buffer and make its content reach the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the system's refusals to read `path` into a StorageError that names it and what to do."""
+    try:
+        yield
+    except OSError as error:
+        hint = _LIMITS.get(error.errno or 0, f"ls -l {path}")
+        raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
 
 
 @contextmanager
@@ -213,15 +275,25 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # what becomes of an output behind a URL is made in a folder of ours there first
-        scratch = path.is_relative_to(tempfile.gettempdir()) and any(part.startswith("datakit-") for part in path.parts)
+        scratch = any(map(_SCRATCH_NAME.fullmatch, path.parts))
         what = "export TMPDIR=FOLDER of another disk" if scratch else "choose another --output"
+        hint = _LIMITS.get(error.errno or 0, f"make room or {what}, then rerun")
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", hint=hint) from error
+
+
+def temporary_folder() -> Path:
+    """Return the folder for temporary files; StorageError if there is none that takes a file, as when it is full."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        wanted = os.environ.get("TMPDIR") or "/tmp"
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}", hint=f"make room or {what}, then rerun"
+            f"no temporary folder takes a file, {wanted} neither: perhaps its disk is full",
+            hint=f"df -h {wanted}; make room, or export TMPDIR=FOLDER of another disk",
         ) from error
 
 
-def _parse_header(path: Path, index: mmap.mmap | bytes) -> tuple["np.dtype[Any]", int, int]:
+def _parse_header(path: Path, index: memoryview) -> tuple["np.dtype[Any]", int, int]:
     """Dtype, number of sequences and number of document boundaries; all sizes are checked against the file's."""
     if len(index) < HEADER.size:
         raise CheckFailed(f"{path} has {len(index)} bytes, too few for an index", hint=RESTORE_HINT)

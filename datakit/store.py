@@ -1,24 +1,28 @@
 """TokenStore: a folder of token shards and a manifest, read as one address space of tokens and of documents.
 
 Opening reads the manifest and checks that every shard's files have their sizes: O(shards), whatever their size. Shards
-are mapped at first use; at most `MAX_OPEN_SHARDS` stay mapped, so that stores of any size fit the process's limits.
+are mapped at first use, without a descriptor. All stores of a process together keep at most `OPEN_SHARDS.most` of them
+mapped, so that any number of stores of any size fits its limits.
 """
 
 import os
-from collections import OrderedDict
+from bisect import bisect_right
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from threading import Lock
+from typing import Any
 
 import numpy as np
 
+from datakit.kept_open import Bound, KeptOpen
 from datakit.manifest import FILE_NAME, Manifest, ShardEntry
 from datakit.origins import Origin, Origins
-from datakit.shard import FileDigest, Int64s, Tokens, TokenShard
+from datakit.shard import FileDigest, Tokens, TokenShard
 from datakit.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError
 
-MAX_OPEN_SHARDS = 4096
+OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
+OPEN_ORIGINS = Bound(8)  # their tables of sources, once read, may be large
 
 
 class TokenStore:
@@ -31,10 +35,10 @@ class TokenStore:
         """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
         self.path, self.manifest = path, manifest
         self.fingerprint = manifest.fingerprint
-        self.token_starts = _starts([shard.num_tokens for shard in manifest.shards])
-        self.document_starts = _starts([shard.num_documents for shard in manifest.shards])
-        self._open: OrderedDict[int, TokenShard] = OrderedDict()
-        self._lock = Lock()
+        self.token_starts = [0, *accumulate(shard.num_tokens for shard in manifest.shards)]
+        self.document_starts = [0, *accumulate(shard.num_documents for shard in manifest.shards)]
+        self._shards: KeptOpen[TokenShard] = KeptOpen(OPEN_SHARDS)
+        self._origins: KeptOpen[Origins] = KeptOpen(OPEN_ORIGINS)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
@@ -59,12 +63,12 @@ class TokenStore:
     @property
     def num_tokens(self) -> int:
         """Tokens in the store."""
-        return int(self.token_starts[-1])
+        return self.token_starts[-1]
 
     @property
     def num_documents(self) -> int:
         """Documents in the store."""
-        return int(self.document_starts[-1])
+        return self.document_starts[-1]
 
     @property
     def dtype(self) -> str:
@@ -81,14 +85,13 @@ class TokenStore:
         """The token that ends documents, where the tokenizer has one."""
         return self.manifest.tokenizer.eod_id
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a path; whoever unpickles it opens the store there and checks that it is the same one."""
+        return _reopen, (os.path.abspath(self.path), self.fingerprint)
+
     def shard(self, number: int) -> TokenShard:
         """An open shard; the most recently used ones stay mapped."""
-        with self._lock:
-            shard = self._open.pop(number, None) or self._open_shard(self.manifest.shards[number])
-            self._open[number] = shard
-            if len(self._open) > MAX_OPEN_SHARDS:
-                self._open.popitem(last=False)
-            return shard
+        return self._shards.get(number, self._open_shard)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """A copy of the tokens at addresses [start, stop) of the store, over shard borders."""
@@ -97,7 +100,7 @@ class TokenStore:
         found = np.empty(stop - start, self.dtype)
         at = start
         while at < stop:
-            number, first = self._locate(self.token_starts, at)
+            number, first = self.locate_token(at)
             part = self.shard(number).tokens[at - first : stop - first]
             found[at - start : at - start + len(part)] = part
             at += len(part)
@@ -115,7 +118,7 @@ class TokenStore:
         start = int(opened.index.pointers[number - first]) // opened.dtype.itemsize
         if not 0 <= start <= opened.num_tokens:
             raise self._damaged(f"{opened.idx_path} is damaged: document {number - first} begins at token {start}")
-        return int(self.token_starts[shard]) + start
+        return self.token_starts[shard] + start
 
     def origin(self, number: int) -> Origin:
         """Where one document came from."""
@@ -133,19 +136,18 @@ class TokenStore:
         return self.tags.of(shard, self.origin(number).path)
 
     def origins(self, shard: int) -> Origins:
-        """The origins of one shard's documents."""
-        entry = self.manifest.shards[shard]
-        origins = Origins(self.path / f"{entry.name}.origin", entry.first_line)
-        if origins.num_documents != entry.num_documents:
-            what = f"{origins.path} has {origins.num_documents} documents, its manifest says {entry.num_documents}"
-            raise self._damaged(what)
-        return origins
+        """The origins of one shard's documents; few stay open."""
+        return self._origins.get(shard, self._open_origins)
+
+    def locate_token(self, token: int) -> tuple[int, int]:
+        """The shard that a token address lies in, and the address of its first token."""
+        return _locate(self.token_starts, token)
 
     def document_at(self, token: int) -> int:
         """The document that a token address lies in: from a row of a batch back to its text."""
         if not 0 <= token < self.num_tokens:
             raise IndexError(f"token {token} of {self.num_tokens} in {self.path}")
-        number, first = self._locate(self.token_starts, token)
+        number, first = self.locate_token(token)
         shard = self.shard(number)
         offset_bytes = (token - first) * shard.dtype.itemsize
         inside = int(np.searchsorted(shard.index.pointers, offset_bytes, side="right")) - 1
@@ -153,14 +155,23 @@ class TokenStore:
         end = begin + int(shard.index.lengths[inside]) * shard.dtype.itemsize
         if inside < 0 or not begin <= offset_bytes < end:  # whoever walks on by documents' ends must get on
             raise self._damaged(f"{shard.idx_path} is damaged: no document holds token {token - first} of it")
-        return int(self.document_starts[number]) + inside
+        return self.document_starts[number] + inside
 
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
         """The files of one shard with their recorded sizes and checksums."""
         kinds = {"bin": entry.bin, "idx": entry.idx, "origin": entry.origin}
         return [(self.path / f"{entry.name}.{kind}", digest) for kind, digest in kinds.items()]
 
-    def _open_shard(self, entry: ShardEntry) -> TokenShard:
+    def _open_origins(self, number: int) -> Origins:
+        entry = self.manifest.shards[number]
+        origins = Origins(self.path / f"{entry.name}.origin", entry.first_line)
+        if origins.num_documents != entry.num_documents:
+            what = f"{origins.path} has {origins.num_documents} documents, its manifest says {entry.num_documents}"
+            raise self._damaged(what)
+        return origins
+
+    def _open_shard(self, number: int) -> TokenShard:
+        entry = self.manifest.shards[number]
         shard = TokenShard(self.path / entry.name)
         found = shard.dtype.name, shard.num_documents, shard.index.num_sequences, shard.num_tokens
         expected = self.dtype, entry.num_documents, entry.num_documents, entry.num_tokens
@@ -176,14 +187,17 @@ class TokenStore:
     def _locate_document(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
-        return self._locate(self.document_starts, number)
-
-    @staticmethod
-    def _locate(starts: Int64s, address: int) -> tuple[int, int]:
-        """The shard that an address lies in, and the address of its first element."""
-        number = int(np.searchsorted(starts, address, side="right")) - 1
-        return number, int(starts[number])
+        return _locate(self.document_starts, number)
 
 
-def _starts(counts: list[int]) -> Int64s:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+def _reopen(path: str, fingerprint: str) -> TokenStore:
+    store = TokenStore.open(path)
+    if store.fingerprint != fingerprint:
+        what = f"{path} is not the store that was pickled: its fingerprint is {store.fingerprint}, not {fingerprint}"
+        raise CheckFailed(what, hint=f"datakit inspect {path}")
+    return store
+
+
+def _locate(starts: list[int], address: int) -> tuple[int, int]:
+    number = bisect_right(starts, address) - 1
+    return number, starts[number]

@@ -126,7 +126,7 @@ def _count_shard(store: TokenStore, number: int, lengths: "_LengthCounts", sourc
     if index.num_sequences != entry.num_documents:
         what = f"{index.num_sequences} sequences, its manifest says {entry.num_documents} documents"
         raise _damaged(store, index.path, what)
-    num_tokens, paths = 0, origins.sources()
+    num_tokens, paths = 0, origins.sources
     tags = [store.tags.of(number, path) for path in paths] if store.tags else [None] * len(paths)
     for start in range(0, index.num_sequences, _WINDOW_DOCUMENTS):
         window = index.lengths[start : start + _WINDOW_DOCUMENTS].astype(np.int64)

@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from threefold.cli import print_json
+from threefold.cli import print_json, print_line
+from threefold.console import has_colours, print_table
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ def inspect_excerpt(arguments: argparse.Namespace) -> int:
                 }
                 for part in excerpt.parts
             ],
-        }
+        },
+        masks=False,
     )
     return EXIT_OK
 
@@ -82,7 +85,7 @@ def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
 
     for part, ids in excerpt.part_tokens():
         origin = part.origin
-        print(
+        print_line(
             f"document {part.document:,}, tokens {part.start:,} to {part.start + part.num_tokens:,}: "
             f"{origin.path or 'no source'}, line {origin.line:,}, byte {origin.offset_bytes:,}"
             + (f", tag {part.tag}" if part.tag else "")
@@ -93,7 +96,9 @@ def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
             print(tokenizer.decode(ids))
         else:
             shown = (piece.translate(_CONTROLS) for piece in pieces(tokenizer, ids) if piece)
-            print("".join(f"{_COLOURS[i % 2]}{piece}{_PLAIN}" for i, piece in enumerate(shown)))
+            colours = _COLOURS if has_colours(sys.stdout) else ("", "")
+            plain = _PLAIN if has_colours(sys.stdout) else ""
+            print("".join(f"{colours[i % 2]}{piece}{plain}" for i, piece in enumerate(shown)))
 
 
 def add_stats(verbs: "Verbs") -> None:
@@ -134,20 +139,27 @@ def _print_statistics(found: "Statistics") -> None:
             f"tokens a document  min {lengths.min:,}  median {lengths.median:,}  p90 {lengths.p90:,}  "
             f"p99 {lengths.p99:,}  max {lengths.max:,}  mean {lengths.mean:,.1f}"
         )
-    print(f"\n{'length':>21}  {'documents':>14}  {'tokens':>18}")
-    for bucket in found.histogram:
-        length = f"{bucket.min_length:,} to {bucket.max_length:,}" if bucket.max_length > 1 else f"{bucket.max_length}"
-        print(f"{length:>21}  {bucket.num_documents:>14,}  {bucket.num_tokens:>18,}")
+    buckets = [
+        (f"{bucket.min_length:,} to {bucket.max_length:,}" if bucket.max_length > 1 else f"{bucket.max_length}", bucket)
+        for bucket in found.histogram
+    ]
+    rows = [(length, f"{bucket.num_documents:,}", f"{bucket.num_tokens:,}") for length, bucket in buckets]
+    print()
+    print_table(("length", "documents", "tokens"), rows)
     if found.tags:
-        print(f"\n{'tokens':>18}  {'documents':>14}  tag")
-    for tag in found.tags:
-        print(f"{tag.num_tokens:>18,}  {tag.num_documents:>14,}  {tag.name or 'no tag'}")
-    print(f"\n{'tokens':>18}  {'documents':>14}  source")
-    for source in found.sources:
-        print(f"{source.num_tokens:>18,}  {source.num_documents:>14,}  {source.path or 'no source'}")
+        _print_shares("tag", [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in found.tags])
+    sources = [(source.path or "no source", source.num_documents, source.num_tokens) for source in found.sources]
     others = found.other_sources
     if others.num_sources:
-        print(f"{others.num_tokens:>18,}  {others.num_documents:>14,}  {others.num_sources:,} others")
+        sources.append((f"{others.num_sources:,} others", others.num_documents, others.num_tokens))
+    _print_shares("source", sources)
+
+
+def _print_shares(what: str, rows: Sequence[tuple[str, int, int]]) -> None:
+    """Print names with their numbers of documents and tokens, the names last: they may be long."""
+    print()
+    cells = [(f"{num_tokens:,}", f"{num_documents:,}", name) for name, num_documents, num_tokens in rows]
+    print_table(("tokens", "documents", what), cells, left={what})
 
 
 def add_merge(verbs: "Verbs") -> None:

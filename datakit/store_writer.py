@@ -56,10 +56,14 @@ class StoreShardWriter:
         self._origins.extend(path, offsets, lines, tokens, [length * itemsize for length in lengths])
 
     def finish(self) -> ShardEntry:
-        """Make all three files durable and give the manifest's entry for them."""
+        """Make all three files durable and return the manifest's entry for them; a failure removes them."""
         bin_digest, idx_digest = self._tokens.finish()
         content = self._origins.encode()
-        write_durably(self._stem.with_suffix(".origin"), content)
+        try:
+            write_durably(self._stem.with_suffix(".origin"), content)
+        except BaseException:
+            self.abandon()
+            raise
         return ShardEntry(
             name=self._stem.name,
             num_documents=self._tokens.num_documents,

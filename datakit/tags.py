@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from datakit.manifest import Manifest
+from datakit.text.folders import plain_path
+from datakit.text.remote_file import is_url
 from threefold.errors import CheckFailed, UserError
 
 
@@ -32,7 +34,7 @@ class Tag:
         name, _, pattern = text.partition("=")
         if not name or not pattern:
             raise ValueError(f"{text!r} is no tag like code=corpus/code")
-        return cls(name, pattern if "://" in pattern else os.path.normpath(pattern))
+        return cls(name, pattern if is_url(pattern) else plain_path(pattern))
 
     def matches(self, path: str) -> bool:
         """Whether a source file has this tag, where no earlier one matches it."""

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from datakit.archives.archive_record import RECORD_NAME
 from datakit.archives.store_source import SourceFile, StoreSource, is_plain_folder
-from datakit.manifest import Manifest, ShardEntry
-from datakit.shard import FileDigest, ShardIndex
+from datakit.manifest import FILE_NAME, Manifest, ShardEntry
+from datakit.shard import HEADER, FileDigest, ShardIndex, reading
 from datakit.store import TokenStore
 from threefold.errors import CheckFailed, StorageError
+from threefold.storage import Storage, open_storage
 
 MAX_NAMED_DOCUMENTS = MAX_NAMED_FRAMES = 10
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache while it is hashed and searched
@@ -48,15 +50,27 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
     if not is_plain_folder(os.fspath(path)):
         source = StoreSource.open(os.fspath(path))
         with _threads() as pool:
-            return [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
+            found = [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
+        return [*_record_faults(source.storage), *found]
     folder = Path(path)
     store = TokenStore(folder, Manifest.read(folder))
+    record_faults = list(_record_faults(open_storage(folder)))
 
     def check(number: int) -> list[Fault]:
         return list(_shard_faults(store, number, store.manifest.shards[number]))
 
     with _threads() as pool:
-        return [fault for faults in pool.map(check, range(len(store.manifest.shards))) for fault in faults]
+        shards = pool.map(check, range(len(store.manifest.shards)))
+        return record_faults + [fault for faults in shards for fault in faults]
+
+
+def _record_faults(storage: Storage) -> Iterator[Fault]:
+    """What stands beside the JSON object of a record, which no checksum covers."""
+    for name in (FILE_NAME, RECORD_NAME):
+        content = storage.read(name) if storage.info(name) else b"\n"
+        expected = content.strip() + b"\n"
+        if content != expected:
+            yield Fault(f"{storage.url}/{name}", f"has {len(content)} bytes, {len(expected)} expected")
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -70,7 +84,7 @@ def _shard_faults(store: TokenStore, number: int, entry: ShardEntry) -> Iterator
         message = _file_fault(file, digest, largest if file.suffix == ".bin" else None)
         if message:
             damaged[file.suffix] = Fault(str(file), message)
-    first = int(store.document_starts[number])
+    first = store.document_starts[number]
     for suffix, fault in damaged.items():
         documents = _damaged_documents(store, number, entry, suffix)
         yield Fault(fault.file, fault.message, tuple(first + document for document in documents))
@@ -98,21 +112,20 @@ class _Largest:
 
 def _file_fault(file: Path, digest: FileDigest, largest: _Largest | None) -> str | None:
     """What is wrong with the bytes of a file, None if nothing; in that pass the tokens of a `.bin` are looked at."""
-    try:
-        size_bytes = file.stat().st_size
-        if size_bytes != digest.size_bytes:
-            return f"has {size_bytes} bytes, its manifest says {digest.size_bytes}"
-        hasher, block = xxhash.xxh3_64(), memoryview(bytearray(min(_BLOCK_BYTES, size_bytes)))
-        with file.open("rb") as stream:
-            while num_bytes := stream.readinto(block):
-                hasher.update(block[:num_bytes])
-                if largest:
-                    largest.add(block[:num_bytes])
-        return None if hasher.hexdigest() == digest.xxh3_64 else "is damaged: its checksum does not hold"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
+    with reading(file):
+        try:
+            size_bytes = file.stat().st_size
+            if size_bytes != digest.size_bytes:
+                return f"has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+            hasher, block = xxhash.xxh3_64(), memoryview(bytearray(min(_BLOCK_BYTES, size_bytes)))
+            with file.open("rb", buffering=0) as stream:
+                while num_bytes := stream.readinto(block):
+                    hasher.update(block[:num_bytes])
+                    if largest:
+                        largest.add(block[:num_bytes])
+        except FileNotFoundError:
+            return "is missing"
+    return None if hasher.hexdigest() == digest.xxh3_64 else "is damaged: its checksum does not hold"
 
 
 def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix: str) -> list[int]:
@@ -153,6 +166,9 @@ def _content_faults(store: TokenStore, number: int, entry: ShardEntry, largest: 
     except CheckFailed as error:
         yield Fault(str(store.path / entry.name), error.message)
         return
+    num_index_bytes = HEADER.size + 12 * entry.num_documents + 8 * (entry.num_documents + 1)
+    if entry.idx.size_bytes != num_index_bytes:  # Megatron's own may go on, a store's does not
+        yield Fault(str(shard.idx_path), f"has {entry.idx.size_bytes} bytes, {num_index_bytes} expected")
     if wrong := _damaged_in_index(shard.index, entry):
         yield Fault(str(shard.idx_path), "contradicts itself", tuple(wrong))
     if not 0 <= largest < store.vocab_size and entry.num_tokens:

@@ -18,6 +18,7 @@ from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.seekable_zstd import FRAME_BYTES, pack
 from datakit.archives.store_source import StoreSource, is_plain_folder
 from datakit.manifest import FILE_NAME, WORK_FOLDER
+from datakit.pipeline.output import abort_uploads
 from datakit.shard import FileDigest, blocks_of
 from datakit.store import TokenStore
 from threefold.errors import CheckFailed, UserError
@@ -84,6 +85,9 @@ class _Archiving:
             made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
             files = {f"{name}{SUFFIX}": made[name] for name in self._files}
             record, num_kept = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files), len(kept)
+            if files:
+                prefix = os.path.commonprefix(list(files))  # noqa: RUF071 - the begin of keys, not a folder
+                abort_uploads(self._storage, prefix, self._report)
             self._storage.write(FILE_NAME, self._manifest_bytes)
             self._storage.write(RECORD_NAME, record.encode())
         self._storage.delete([PLAN_KEY, *map(_note_key, self._files)])
@@ -98,7 +102,7 @@ class _Archiving:
     def _complete_record(self) -> ArchiveRecord:
         """The record of the complete archive that is there; UserError where it is another one."""
         url = self._storage.url
-        record = StoreSource.open(url).record
+        record = StoreSource.open(self._storage.address).record
         assert record
         if (record.manifest, record.level, record.frame_bytes) != (self._manifest, self._level, FRAME_BYTES):
             raise UserError(

@@ -13,7 +13,7 @@ from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.store_source import SourceFile, StoreSource, is_plain_folder
 from datakit.assembly import Assembly, assembling, remove_work
 from datakit.manifest import FILE_NAME, replace_durably
-from datakit.shard import blocks_of, flush_to_disk, writing
+from datakit.shard import blocks_of, durable_file
 from datakit.store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 
@@ -47,8 +47,7 @@ def unarchive(
 
 def _fetch(source: StoreSource, file: SourceFile, assembly: Assembly, threads: FileThreads) -> None:
     target = assembly.work / file.name
-    with writing(target), target.open("wb") as stream:
+    with durable_file(target) as stream:
         for block in threads.until_ended(source.blocks(file)):
             stream.write(block)
-        flush_to_disk(stream)
     assembly.adopt(target)

@@ -18,7 +18,7 @@ from datakit.assembly import Assembly, assembling, remove_work
 from datakit.foreign.foreign_store import ANEW, Choices, check_tokens, make_store
 from datakit.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry, TokenizerIdentity
 from datakit.origins import document_check, origins_head
-from datakit.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, flush_to_disk, writing
+from datakit.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, durable_file, writing
 from datakit.store import TokenStore
 from threefold.errors import CheckFailed, StorageError, UserError
 
@@ -159,7 +159,7 @@ def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest,
     """Check all tokens of a dataset and write the `.origin` of its documents; the digests of `.bin` and `.origin`."""
     shard = dataset.shard
     bin_hash, origin_hash, size_bytes = xxhash.xxh3_64(), xxhash.xxh3_64(), 0
-    with origin.open("wb") as file:
+    with durable_file(origin) as file:
 
         def write(content: bytes) -> None:
             nonlocal size_bytes
@@ -177,7 +177,6 @@ def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest,
         for block, checks in _blocks(dataset, vocab_size):
             bin_hash.update(block)
             write(np.array(checks, "<u4").tobytes())
-        flush_to_disk(file)
     bin_bytes = shard.num_tokens * shard.dtype.itemsize
     return FileDigest(bin_bytes, bin_hash.hexdigest()), FileDigest(size_bytes, origin_hash.hexdigest())
 

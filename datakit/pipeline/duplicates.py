@@ -5,7 +5,7 @@ into the order of the input: O(documents) of sequential reading and writing, 200
 documents and of repeats. What comes out is one file, which tells each item the ordinals of its duplicates.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -18,8 +18,8 @@ import xxhash
 from datakit.manifest import WORK_FOLDER
 from datakit.pipeline.output import Output
 from datakit.pipeline.shuffle import MAX_BUCKETS, Shuffle, UInt64s
-from datakit.shard import Int64s, flush_to_disk, writing
-from datakit.text.documents import Document
+from datakit.shard import Int64s, durable_file, writing
+from datakit.text.documents import Documents
 from threefold.errors import UserError
 
 HASH_BYTES = 16
@@ -79,7 +79,7 @@ def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
         places.finish()
         table = np.zeros(len(items), _ITEM)
         table["num_documents"] = np.diff(starts)
-        with writing(path), path.open("wb") as file:
+        with durable_file(path) as file:
             file.seek(_HEADER.size + table.nbytes)
             for group in range(num_groups):
                 numbers = [rows[:, 0] for rows in places.read(group, _PLACE_RUN_BYTES)]
@@ -90,7 +90,6 @@ def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
             table["begin"][1:] = np.cumsum(table["num_duplicates"])[:-1]
             file.seek(0)
             file.write(_HEADER.pack(_MAGIC, _identity(items), len(items)) + table.tobytes())
-            flush_to_disk(file)
     output.adopt(WORK_FOLDER, [path])
     return int(table["num_duplicates"].sum())
 
@@ -134,16 +133,15 @@ class ItemDuplicates:
         self._passed = 0
         self.num_left_out = 0
 
-    def leave_out(self, documents: Iterable[Document]) -> Iterator[Document]:
+    def leave_out(self, documents: Documents) -> Documents:
         """Those of the item's next documents that are the first of their text."""
-        for document in documents:
-            is_duplicate = self._passed == self._next
-            self._passed += 1
-            if is_duplicate:
-                self.num_left_out += 1
-                self._next = next(self._ordinals, None)
-            else:
-                yield document
+        begin, self._passed = self._passed, self._passed + len(documents)
+        is_first = np.ones(len(documents), np.bool_)
+        while self._next is not None and self._next < self._passed:
+            is_first[self._next - begin] = False
+            self.num_left_out += 1
+            self._next = next(self._ordinals, None)
+        return documents.where(is_first)
 
     def require_all(self, path: str) -> None:
         """UserError where the documents were not as many as were hashed; `path` names the item."""

@@ -19,13 +19,14 @@ from datakit.fields import Fields
 from datakit.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, shard_entry
 from datakit.pipeline.duplicates import Duplicates
 from datakit.pipeline.output import Output
-from datakit.pipeline.recipe import Recipe
+from datakit.pipeline.recipe import WHOLE, Recipe
 from datakit.shard import writing
 from datakit.store_writer import StoreShardWriter, store_dtype
-from datakit.text.documents import Document, DocumentReader
+from datakit.text.documents import DocumentReader, Documents
 from datakit.text.inputs import FileSlice, WorkItem
+from datakit.tokenization.encoded import Encoded
 from datakit.tokenization.encoder import Encoder
-from datakit.tokenization.tokenizer import Ids, TextFault
+from datakit.tokenization.tokenizer import TextFault
 from threefold.errors import CheckFailed, UserError
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
@@ -35,21 +36,28 @@ RECORDS_FOLDER = f"{WORK_FOLDER}/items"
 
 @dataclass(frozen=True, slots=True)
 class ItemRecord:
-    """What a sealed item gave: the lines it read, its input bytes, its shards by store, what it skipped by reason."""
+    """What a sealed item gave: the lines it read, its input bytes, its shards by store, what it skipped by reason.
+
+    `num_replaced` documents had lone surrogates; `digests` are those of the slices as they were read, "" if unknown.
+    """
 
     item: WorkItem
     num_lines: int
     input_bytes: int
     shards: dict[str, list[ShardEntry]]
     skipped: dict[str, int] = field(default_factory=dict)
+    num_replaced: int = 0
+    digests: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an item is."""
+    """How far an item is, and in which of its slices; so many documents went to the reference, not the fast engine."""
 
     input_bytes: int
     num_tokens: int
+    num_by_reference: int = 0
+    slice: int = 0
 
 
 class ItemEncoder:
@@ -66,23 +74,26 @@ class ItemEncoder:
         """Make the item's shards and its record, or nothing."""
         end = [] if self._eod_id is None else [self._eod_id]
         writers = {part: _ShardSequence(self._work(part), item.number, self._dtype, end) for part in self._recipe.parts}
-        num_lines = input_bytes = num_tokens = 0
+        num_lines = input_bytes = num_tokens = num_by_reference = num_replaced = 0
+        digests: list[str] = []
         skipped: Counter[str] = Counter()
         duplicates = self._duplicates and self._duplicates.of_item(item.number)
         try:
-            for part in item.slices:
-                reader = DocumentReader(part, self._recipe.rules)
-                for batch in _batches(duplicates.leave_out(reader) if duplicates else reader):
-                    encoded = self._encode(part, batch, skipped)
-                    shares: dict[str, list[tuple[Document, Ids]]] = {}
-                    for document, ids in zip(batch, encoded, strict=True):
-                        shares.setdefault(self._recipe.part_of(document.text), []).append((document, ids))
-                    input_bytes += sum(document.input_bytes for document in batch)
-                    num_tokens += sum(map(len, encoded))
-                    for store, share in shares.items():
-                        writers[store].extend(share, part.file.path)
-                    report(Progress(input_bytes, num_tokens))
+            for number, part in enumerate(item.slices):
+                report(Progress(input_bytes, num_tokens, num_by_reference, number))
+                reader = DocumentReader(part, self._recipe.rules, with_digest=part.file.is_known_by_time)
+                runs = reader.runs()
+                for batch in _batches(map(duplicates.leave_out, runs) if duplicates else runs):
+                    batch, encoded = self._encode(part, batch, skipped)
+                    for store, documents, share in self._shares(batch, encoded):
+                        writers[store].extend(documents, share, part.file.path)
+                    input_bytes += batch.input_bytes
+                    num_tokens += len(encoded.tokens)
+                    num_by_reference += encoded.num_by_reference
+                    report(Progress(input_bytes, num_tokens, num_by_reference, number))
                 num_lines += reader.num_lines
+                num_replaced += reader.num_replaced
+                digests.append(reader.digest)
                 skipped += reader.skipped
             if duplicates:
                 duplicates.require_all(item.slices[0].file.path)
@@ -94,20 +105,30 @@ class ItemEncoder:
             raise
         for store, entries in shards.items():
             self._output.adopt(store, [self._scratch / store / name for entry in entries for name in _files(entry)])
-        record = ItemRecord(item, num_lines, input_bytes, shards, skipped)
+        record = ItemRecord(item, num_lines, input_bytes, shards, skipped, num_replaced, digests)
         self._output.write(_record_key(item), orjson.dumps(record))
 
-    def _encode(self, part: FileSlice, batch: list[Document], skipped: Counter[str]) -> list[Ids]:
-        """The ids of each document; one on which the tokenizer gives up leaves the batch where invalid ones may."""
+    def _encode(self, part: FileSlice, batch: Documents, skipped: Counter[str]) -> tuple[Documents, Encoded]:
+        """The documents and their ids; one on which the tokenizer gives up leaves the batch where invalid ones may."""
         while True:
             try:
-                return self._encoder.encode_batch([document.text for document in batch])
+                return batch, self._encoder.encode_batch(batch.texts)
             except TextFault as fault:
                 if not self._recipe.skip_invalid:
-                    place = f"{part.file.path}, the document at byte {batch[fault.number].offset_bytes}"
+                    place = f"{part.file.path}, the document at byte {batch.places[0, fault.number]}"
                     raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
                 skipped["invalid"] += 1
-                del batch[fault.number]
+                batch = batch[: fault.number] + batch[fault.number + 1 :]
+
+    def _shares(self, batch: Documents, encoded: Encoded) -> Iterator[tuple[str, Documents, Encoded]]:
+        """What of a batch goes to each store."""
+        if self._recipe.split is None:
+            yield WHOLE, batch, encoded
+            return
+        parts = list(map(self._recipe.part_of, batch.texts))
+        for store in dict.fromkeys(parts):
+            chosen = np.array([part == store for part in parts])
+            yield store, batch.where(chosen), encoded.where(chosen)
 
     def _work(self, part: str) -> Path:
         folder = self._scratch / part
@@ -121,25 +142,21 @@ class _ShardSequence:
 
     def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: list[int]) -> None:
         self._folder, self._item_number, self._dtype = folder, item_number, dtype
-        self._end = np.array(end, dtype)
+        self._end = end
         self._open: StoreShardWriter | None = None
         self._finished: list[ShardEntry] = []
 
-    def extend(self, documents: list[tuple[Document, Ids]], path: str) -> None:
+    def extend(self, documents: Documents, encoded: Encoded, path: str) -> None:
         """Append documents of one file."""
+        ended = encoded.framed((), self._end)
+        tokens, lengths = ended.tokens.astype(self._dtype), ended.lengths.tolist()
         while documents:
-            lengths = [len(ids) + len(self._end) for _, ids in documents]
             target = self._current()
             count = target.room(lengths)
-            pieces = [piece for _, ids in documents[:count] for piece in (ids, self._end)]
-            target.extend(
-                np.concatenate(pieces, dtype=self._dtype, casting="unsafe").tobytes(),
-                lengths[:count],
-                path,
-                [document.offset_bytes for document, _ in documents[:count]],
-                [document.line for document, _ in documents[:count]],
-            )
-            documents = documents[count:]
+            offsets, lines, _ = documents.places[:, :count].tolist()
+            num_tokens = sum(lengths[:count])
+            target.extend(tokens[:num_tokens].tobytes(), lengths[:count], path, offsets, lines)
+            documents, lengths, tokens = documents[count:], lengths[count:], tokens[num_tokens:]
 
     def _current(self) -> StoreShardWriter:
         if self._open is not None and self._open.is_full:
@@ -184,8 +201,10 @@ def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> Item
         stores = record.table("shards")
         shards = {part: [shard_entry(entry) for entry in stores.tables(part)] for part in stores.raw}
         found = ItemRecord(
-            item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped")
-        )
+            item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped"),
+            record.number("num_replaced") if "num_replaced" in record.raw else 0,
+            record.texts("digests") if "digests" in record.raw else [""] * len(item.slices),
+        )  # fmt: skip
     except CheckFailed:  # damaged: the item is made again
         return None
     for part, entries in shards.items():
@@ -200,23 +219,27 @@ def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
     """What the record of an item says, None where it is damaged, or of another item or other input."""
     try:
         record = Fields.parse("record", content)
-    except CheckFailed:
+        return record if WorkItem.parse(record.raw["item"]) == item else None
+    except (CheckFailed, KeyError, TypeError):
         return None
-    return record if record.raw.get("item") == orjson.loads(orjson.dumps(item)) else None
 
 
 def _files(entry: ShardEntry) -> list[str]:
     return [f"{entry.name}{suffix}" for suffix in SUFFIXES]
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        if batch and (characters + len(document.text) > _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS):
-            yield batch
-            batch, characters = [], 0
-        batch.append(document)
-        characters += len(document.text)
-    if batch:
-        yield batch
+def _batches(runs: Iterable[Documents]) -> Iterator[Documents]:
+    waiting = Documents.of([])
+    for run in runs:
+        waiting += run
+        while (count := _room(waiting)) < len(waiting):
+            yield waiting[:count]
+            waiting = waiting[count:]
+    if waiting:
+        yield waiting
+
+
+def _room(documents: Documents) -> int:
+    """How many of the next documents belong into one batch: at least one."""
+    ends = np.cumsum([len(text) for text in documents.texts[:_BATCH_DOCUMENTS]])
+    return max(1, int(np.searchsorted(ends, _BATCH_CHARACTERS, side="right")))

@@ -14,7 +14,7 @@ from datakit.manifest import WORK_FOLDER
 from datakit.pipeline.duplicates import HASH_BYTES, ItemHashes
 from datakit.pipeline.item import Progress, fields_of_record
 from datakit.pipeline.output import Output
-from datakit.shard import flush_to_disk, writing
+from datakit.shard import durable_file, writing
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import WorkItem
 from threefold.errors import CheckFailed
@@ -36,16 +36,11 @@ class ItemHasher:
         temporary, checksum, num_bytes = self._scratch / file_name, xxhash.xxh3_64(), 0
         with writing(temporary):
             self._scratch.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    for block in self._blocks(item, report):
-                        file.write(block)
-                        checksum.update(block)
-                        num_bytes += len(block)
-                    flush_to_disk(file)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with durable_file(temporary) as file:
+            for block in self._blocks(item, report):
+                file.write(block)
+                checksum.update(block)
+                num_bytes += len(block)
         self._output.adopt(FOLDER, [temporary])
         content = {"item": item, "num_documents": num_bytes // HASH_BYTES, "xxh3_64": checksum.hexdigest()}
         self._output.write(record_key, orjson.dumps(content))
@@ -53,14 +48,15 @@ class ItemHasher:
     def _blocks(self, item: WorkItem, report: Callable[[Progress], None]) -> Iterator[bytearray]:
         """The hashes of an item's documents, some at a time."""
         block, input_bytes = bytearray(), 0
-        for part in item.slices:
+        for number, part in enumerate(item.slices):
+            report(Progress(input_bytes, 0, slice=number))
             for document in DocumentReader(part, self._rules):
                 block += xxhash.xxh3_128_digest(document.text.encode())
                 input_bytes += document.input_bytes
                 if len(block) == _BLOCK_BYTES:
                     yield block
                     block = bytearray()
-                    report(Progress(input_bytes, 0))
+                    report(Progress(input_bytes, 0, slice=number))
         yield block
         report(Progress(input_bytes, 0))
 

@@ -19,6 +19,7 @@ class Meter:
         self._read = 0  # bytes on disk of the sealed items
         self._bytes: dict[int, int] = {}
         self._tokens: dict[int, int] = {}
+        self._by_reference: dict[int, int] = {}
         self._started_s = self._reported_s = time.monotonic()
 
     def update(self, item: WorkItem, message: dict[str, Any]) -> None:
@@ -27,6 +28,12 @@ class Meter:
             self._read += self._sizes[item.number]
         self._bytes[item.number] = message["progress"]["input_bytes"]
         self._tokens[item.number] = message["progress"]["num_tokens"]
+        self._by_reference[item.number] = message["progress"]["num_by_reference"]
+
+    @property
+    def num_by_reference(self) -> int:
+        """How many documents the reference has encoded."""
+        return sum(self._by_reference.values())
 
     def is_due(self) -> bool:
         now_s = time.monotonic()
@@ -35,18 +42,22 @@ class Meter:
             self._reported_s = now_s
         return due
 
+    @property
+    def share(self) -> float:
+        """Which share of the input is in sealed items, by bytes on disk."""
+        return self._read / max(sum(self._sizes.values()), 1)
+
     def line(self) -> str:
+        """How far the items are; speeds until all are sealed, as then the summary of the whole job says its speed."""
         elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
         megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
-        return (
-            f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB, {megabytes / elapsed_s:.1f} MB/s"
-            + (f", {tokens / elapsed_s:,.0f} tokens/s" if tokens else "")
-            + self._left(elapsed_s)
-        )
-
-    def _left(self, elapsed_s: float) -> str:
-        """How long the rest will take if it goes on like the sealed items."""
-        if not self._read or self._num_sealed == self._num_items:
-            return ""
-        seconds = round(elapsed_s * (sum(self._sizes.values()) / self._read - 1))
-        return f", {timedelta(seconds=seconds)} left"
+        line = f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB"
+        if self._num_sealed == self._num_items:
+            return line
+        line += f", {megabytes / elapsed_s:.1f} MB/s"
+        if tokens:
+            line += f", {tokens / elapsed_s:,.0f} tokens/s"
+        if self._read:  # if it goes on like the sealed items
+            seconds = round(elapsed_s * (sum(self._sizes.values()) / self._read - 1))
+            line += f", {timedelta(seconds=seconds)} left"
+        return line

@@ -6,11 +6,11 @@ runs of one machine exclude each other, and runs of several put the same bytes.
 """
 
 import fcntl
+import math
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,18 +18,20 @@ from pathlib import Path
 import xxhash
 
 from datakit.manifest import FILE_NAME, WORK_FOLDER, Manifest
-from datakit.shard import blocks_of, writing
+from datakit.shard import blocks_of, temporary_folder, writing
 from datakit.text.inputs import open_file
 from datakit.text.remote_file import is_url
 from threefold.errors import StorageError, UserError
-from threefold.storage import AlreadyExists
-from threefold.storage.local import make_folders, sync_folder
+from threefold.storage import AlreadyExists, Storage, written_name
+from threefold.storage.folders import make_folders, sync_folder
+from threefold.storage.local import LocalStorage
 from threefold.storage.repeating import open_repeating, repeating
+from threefold.storage.stale_uploads import abort_stale_uploads
 
 NOTE = f"{WORK_FOLDER}/recipe.json"
 LOCK_PATIENCE_S = 5.0
 UPLOAD_MEMORY_BYTES = 48 << 20
-_NUM_READERS, _BLOCK_BYTES = 16, 4 << 20
+_NUM_READERS, _BLOCK_BYTES = 64, 4 << 20
 
 
 class Output:
@@ -40,7 +42,7 @@ class Output:
         self.place = str(self.folder or place.rstrip("/"))
         self._storage = open_repeating(place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
         name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
-        self.work = self.folder / WORK_FOLDER if self.folder else Path(tempfile.gettempdir()) / name
+        self.work = self.folder / WORK_FOLDER if self.folder else temporary_folder() / name
 
     @property
     def scratch(self) -> Path:
@@ -67,7 +69,9 @@ class Output:
 
     def write(self, key: str, content: bytes) -> None:
         """Put a small file, seen whole or not at all."""
-        self._storage.write(key, content)
+        folder, _, name = key.rpartition("/")
+        storage, root = self._storage_of(folder)
+        storage.write(f"{root}{name}", content)
 
     def begin(self, note: bytes) -> bytes:
         """Put the note that says how the output is made, or give the one that is there."""
@@ -103,6 +107,12 @@ class Output:
                 file.replace(target / file.name)
             sync_folder(target)
 
+    def _storage_of(self, folder: str) -> tuple[Storage, str]:
+        """The storage of one of the output's folders, and how its keys begin; a local one may be a link to a disk."""
+        if self.folder is None or not folder:
+            return self._storage, key_of(folder, "")
+        return LocalStorage(self.folder / folder), ""
+
     def size_of(self, key: str) -> int | None:
         """The size in bytes of a file of the output, None where it is missing."""
         info = self._storage.info(key)
@@ -116,22 +126,31 @@ class Output:
         """Remove the shards of one of the output's stores, except those of these names."""
         keys = [key.removeprefix(key_of(part, "")) for key in self.sizes(part)]
         names = [name for name in keys if name.startswith("shard-") and Path(name).stem not in but]
-        self._storage.delete([key_of(part, name) for name in names])
+        storage, root = self._storage_of(part)
+        storage.delete([f"{root}{name}" for name in names])
+
+    def abort_uploads(self, part: str, report: Callable[[str], None]) -> None:
+        """Abort the uploads of shards of one of the output's stores that killed runs left unfinished."""
+        abort_uploads(self._storage, key_of(part, "shard-"), report)
 
     def remove_folder(self, folder: str) -> None:
         """Remove all files below a folder of the output."""
         self._storage.delete(list(self.sizes(folder)))
 
     def remove_work(self) -> None:
-        """Remove all that only an unfinished output needs."""
+        """Remove all that only an unfinished output needs, and what kills left of small files that were being put."""
         if self.folder is None:
             self.remove_folder(WORK_FOLDER)
+        else:
+            for path in (*self.folder.glob(".*.tmp"), *self.folder.glob("*/.*.tmp")):
+                if written_name(path.name):
+                    path.unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[int]:
         """Hold the output for this process and its workers; gives the lock's file descriptor."""
-        self._check_free()
+        self.check_free()
         lock = self.work / "lock"
         with writing(self.work):
             make_folders(self.work)
@@ -165,7 +184,7 @@ class Output:
         repeating(lambda: self._storage.write(key, blocks_of(file)))
         file.unlink()
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
         """UserError where the output holds anything but an unfinished store."""
         lock = f"{WORK_FOLDER}/lock"
         if self.folder and self.folder.exists() and not self.folder.is_dir():
@@ -190,6 +209,17 @@ def take_lock(descriptor: int, path: Path, output: str, *, patience_s: float = 0
             raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
     if not os.fstat(descriptor).st_nlink:
         raise StorageError(f"another run has just completed {output}", hint=f"datakit inspect {output}")
+
+
+def abort_uploads(storage: Storage, prefix: str, report: Callable[[str], None]) -> None:
+    """Abort what killed runs left unfinished of uploads of keys that start with prefix; report if that is impossible.
+
+    Call it while no run uploads such keys: its files are all there.
+    """
+    try:
+        abort_stale_uploads(storage, prefix, older_than_s=-math.inf)
+    except UserError as error:
+        report(f"uploads that a killed run left unfinished may remain at {storage.url}: {error.message}")
 
 
 def key_of(part: str, name: str) -> str:

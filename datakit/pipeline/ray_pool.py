@@ -7,9 +7,9 @@ travels through Ray.
 
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from datakit.pipeline.task import Task
 from datakit.pipeline.worker import seal_item
 from datakit.pipeline.worker_pool import WORKER_ENVIRONMENT, raise_error
 from datakit.text.inputs import WorkItem
-from threefold.errors import StorageError, UserError
+from threefold.child_python import search_path
+from threefold.errors import StorageError
+from threefold.packages import needed_for
 
 MAX_ITEM_LOSSES, MAX_FAILED_STARTS = 3, 3
 PLACE_WITHIN_S, CONNECT_WITHIN_S = 120.0, 10.0
@@ -29,12 +31,13 @@ class RayPool:
     def __init__(self, num_workers: int, *, address: str | None) -> None:
         """Join the cluster at an address ("auto" finds the one of this machine), or start one here where it is None."""
         self._ray = _import_ray()
-        paths = os.pathsep.join(os.path.abspath(path or ".") for path in sys.path)
-        environment = {"env_vars": {**WORKER_ENVIRONMENT, "PYTHONPATH": paths}}
+        paths = os.pathsep.join(search_path())
+        environment = {"env_vars": {**WORKER_ENVIRONMENT, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}}
         options: dict[str, Any] = {"_node_ip_address": "127.0.0.1"} if (address or "").startswith("127.") else {}
         try:
             _check_answers(address)
-            self._ray.init(address, log_to_driver=False, logging_level="error", runtime_env=environment, **options)
+            with chdir(os.sep):  # Ray lets its workers import from the folder that is current here
+                self._ray.init(address, log_to_driver=False, logging_level="error", runtime_env=environment, **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise StorageError(f"no Ray cluster answers at {address}: {error}", hint="ray status") from error
         self._actor = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(_Sealer)
@@ -147,10 +150,8 @@ def _import_ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if (Path.home() / ".ray" / "auth_token").exists():  # `ray start` then asks for it, but a driver does not offer it
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    try:
+    with needed_for("--engine ray"):
         import ray
-    except ImportError:
-        raise UserError("ray is not installed", hint="pip install 'threefold[ray]'") from None
     return ray
 
 

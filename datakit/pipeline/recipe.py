@@ -13,6 +13,7 @@ from datakit.text.documents import DocumentRules
 from datakit.text.inputs import InputFile
 from datakit.tokenization.tokenizer import DEFAULT_EOD
 from threefold.errors import UserError
+from threefold.masking import masked
 
 WHOLE, TRAIN, VALID = "", "train", "valid"
 
@@ -68,7 +69,7 @@ class Recipe:
             "skip_invalid": self.skip_invalid,
             "skip_empty": self.skip_empty,
             "max_chars": self.max_chars,
-            "tags": [[tag.name, tag.pattern] for tag in self.tags],
+            "tags": [[tag.name, masked(tag.pattern)] for tag in self.tags],
             "dedup": self.dedup,
         }
         return {
@@ -83,7 +84,7 @@ class Recipe:
 
 def input_digest(files: Sequence[InputFile]) -> str:
     """XXH3-64 over the paths and sizes of the input files."""
-    return xxhash.xxh3_64_hexdigest(orjson.dumps([[file.path, file.size_bytes] for file in files]))
+    return xxhash.xxh3_64_hexdigest(orjson.dumps([[masked(file.path), file.size_bytes] for file in files]))
 
 
 def differences(

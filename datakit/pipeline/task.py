@@ -14,6 +14,7 @@ from datakit.pipeline.recipe import Recipe
 from datakit.tags import Tag
 from datakit.text.inputs import WorkItem
 from datakit.tokenization.encoder import open_encoder
+from datakit.tokenization.fast_encoder import NO_TERMS, Terms
 
 HASH = "hash"  # in place of a backend: the documents are only hashed
 
@@ -27,19 +28,21 @@ class Sealer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Where the stores go, how text becomes tokens, whose tokens they are, and the backend that makes them."""
+    """Where the stores go, how text becomes tokens, whose tokens they are, and the backend with its terms."""
 
     output: str
     recipe: Recipe
     identity: TokenizerIdentity
     backend: str
+    terms: Terms = NO_TERMS
 
     def sealer(self) -> Sealer:
         """What seals the run's items, in the process that calls this."""
         output = Output(self.output)
         if self.backend == HASH:
             return ItemHasher(output, self.recipe.rules)
-        return ItemEncoder(output, self.recipe, open_encoder(self.recipe.tokenizer, self.backend), self.identity)
+        encoder = open_encoder(self.recipe.tokenizer, self.backend, self.terms)
+        return ItemEncoder(output, self.recipe, encoder, self.identity)
 
     def to_line(self) -> bytes:
         """The task as one line of JSON."""
@@ -51,4 +54,5 @@ class Task:
         raw = orjson.loads(line)
         split, tags = raw["recipe"]["split"], raw["recipe"]["tags"]
         recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split), "tags": tuple(Tag(**tag) for tag in tags)})
-        return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"])
+        terms = Terms(**{name: tuple(value) for name, value in raw["terms"].items()})
+        return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"], terms)

@@ -18,10 +18,12 @@ import orjson
 
 from datakit.pipeline.item import Progress
 from datakit.pipeline.task import Sealer, Task
-from datakit.text.inputs import FileSlice, InputFile, WorkItem
+from datakit.text.documents import memory_hint
+from datakit.text.inputs import WorkItem
 from threefold.errors import StorageError, UserError
 
 PROGRESS_INTERVAL_S = 0.5
+LARGE_BYTES = 1 << 20  # a file that may take all memory is named before it is read
 
 
 def main() -> None:
@@ -33,7 +35,7 @@ def main() -> None:
     threading.Thread(target=_receive, args=(messages,), daemon=True).start()
     sealer = Task.from_line(messages.get()).sealer()
     while True:
-        _serve(sealer, _parse_item(orjson.loads(messages.get())), answers)
+        _serve(sealer, WorkItem.parse(orjson.loads(messages.get())), answers)
 
 
 def _receive(messages: "queue.SimpleQueue[bytes]") -> None:
@@ -53,6 +55,9 @@ def seal_item(sealer: Sealer, item: WorkItem, progress: Callable[[Progress], Non
 
     try:
         sealer.seal(item, report)
+    except MemoryError:
+        file = item.slices[latest.slice].file
+        return {"error": {"io": True, "message": f"memory does not suffice for {file.path}", "hint": memory_hint(file)}}
     except OSError as error:
         return {"error": {"io": True, "message": str(error), "hint": None}}
     except UserError as error:
@@ -61,12 +66,14 @@ def seal_item(sealer: Sealer, item: WorkItem, progress: Callable[[Progress], Non
 
 
 def _serve(sealer: Sealer, item: WorkItem, answers: BinaryIO) -> None:
-    reported_s = time.monotonic()
+    reported_s, reported_slice = time.monotonic(), 0
 
     def report(progress: Progress) -> None:
-        nonlocal reported_s
-        if time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
-            reported_s = time.monotonic()
+        nonlocal reported_s, reported_slice
+        part = item.slices[progress.slice]
+        is_large = progress.slice != reported_slice and part.stop - part.start >= LARGE_BYTES
+        if is_large or time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
+            reported_s, reported_slice = time.monotonic(), progress.slice
             _send(answers, {"progress": progress})
 
     _send(answers, seal_item(sealer, item, report))
@@ -74,11 +81,6 @@ def _serve(sealer: Sealer, item: WorkItem, answers: BinaryIO) -> None:
 
 def _send(answers: BinaryIO, message: dict[str, Any]) -> None:
     answers.write(orjson.dumps(message) + b"\n")
-
-
-def _parse_item(raw: dict[str, Any]) -> WorkItem:
-    slices = (FileSlice(InputFile(**part["file"]), part["start"], part["stop"]) for part in raw["slices"])
-    return WorkItem(raw["number"], tuple(slices))
 
 
 if __name__ == "__main__":

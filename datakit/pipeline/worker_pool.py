@@ -7,14 +7,15 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from datakit.pipeline.task import Task
+from datakit.text.documents import memory_hint
 from datakit.text.inputs import WorkItem
+from threefold.child_python import python_command, search_path
 from threefold.errors import StorageError, UserError
 
 # One thread each; and large frees go back to the system: glibc would keep a long document's memory for ever. A few free
@@ -78,13 +79,12 @@ class _Worker:
     """One worker process and the item it has."""
 
     def __init__(self, keep_open: int) -> None:
-        paths = os.pathsep.join(path or "." for path in sys.path)
-        environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": paths}
+        environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(search_path())}
         # a Ctrl-C is the parent's alone, also while a worker imports, before it can ignore one
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "datakit.pipeline.worker"],
+                python_command("datakit.pipeline.worker"),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(keep_open,), bufsize=0,
             )  # fmt: skip
         finally:
@@ -94,6 +94,7 @@ class _Worker:
         assert answers is not None, "stdout is a pipe"
         self._items, self.answers = items, answers
         self.item: WorkItem | None = None
+        self._slice = 0  # of the item, as far as the worker said
         self._unread = b""
 
     def begin(self, task: Task) -> None:
@@ -102,7 +103,7 @@ class _Worker:
 
     def take(self, item: WorkItem | None) -> bool:
         """Begin an item; False when there is none."""
-        self.item = item
+        self.item, self._slice = item, 0
         if item is not None:
             self._send(orjson.dumps(item) + b"\n")
         return item is not None
@@ -116,6 +117,7 @@ class _Worker:
         messages = [orjson.loads(line) for line in lines]
         for message in messages:
             raise_error(message)
+            self._slice = message["progress"]["slice"]
         return messages
 
     def _send(self, line: bytes) -> None:
@@ -129,9 +131,11 @@ class _Worker:
     def _death(self) -> StorageError:
         code = self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        item = self.item
-        place = f" in work item {item.number} ({item.slices[0].file.path})" if item else ""
-        more = ", perhaps for memory: give fewer --workers" if code == -9 else ""
+        place = more = ""
+        if self.item:
+            file = self.item.slices[self._slice].file
+            place = f" in work item {self.item.number} ({file.path})"
+            more = f"; perhaps for memory: {memory_hint(file)}" if code in (-signal.SIGKILL, -signal.SIGABRT) else ""
         return StorageError(
             f"a worker {how}{place}; sealed items are kept",
             hint=f"rerun the same command to continue{more}",

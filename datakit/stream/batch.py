@@ -1,6 +1,6 @@
 """HostBatch: the rows of one step in one buffer of host memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,10 @@ class HostBatch:
         shape = num_rows, seq_length
         size = num_rows * seq_length
         buffer = np.empty(size * BYTES_A_TOKEN, np.uint8)
-        tokens, labels, positions = (buffer[8 * size * i : 8 * size * (i + 1)].view(np.int64) for i in range(3))
-        mask = buffer[24 * size :].view(np.float32)
-        return cls(buffer, tokens.reshape(shape), labels.reshape(shape), positions.reshape(shape), mask.reshape(shape))
+        tokens, labels, positions = np.ndarray((3, *shape), np.int64, buffer)
+        return cls(buffer, tokens, labels, positions, np.ndarray(shape, np.float32, buffer, 24 * size))
 
     def reshaped(self, *shape: int, first_sample: int, epochs: tuple[int, ...]) -> "HostBatch":
         """The same memory in another shape, with its place in the stream."""
-        arrays = {name: getattr(self, name).reshape(shape) for name in ("tokens", "labels", "positions", "loss_mask")}
-        return replace(self, **arrays, first_sample=first_sample, epochs=epochs)
+        tokens, labels, positions = [array.reshape(shape) for array in (self.tokens, self.labels, self.positions)]
+        return HostBatch(self.buffer, tokens, labels, positions, self.loss_mask.reshape(shape), first_sample, epochs)

@@ -9,8 +9,13 @@ Weights may change along the way: segments are append-only `(from_sample, weight
 """
 
 import math
+import reprlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +27,12 @@ from datakit.store import TokenStore
 from datakit.stream.batch import HostBatch
 from datakit.stream.cursor import Cursor
 from datakit.stream.gather import Pieces, gather
-from datakit.stream.permutation import Permutation
+from datakit.stream.permutation import Permutation, elements_at
 from datakit.stream.rotation import CIRCLE, Rotation
 from threefold.errors import UserError
 
-_BLOCK = 8192  # samples between two places where the counts of the stores are computed from nothing
-_MAX_CACHED_BLOCKS = 64
+MAX_SAMPLES = 1 << 62  # the stream is endless, its arithmetic is not
+_MAX_KEPT_ORDERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +56,18 @@ class Blend:
     ) -> None:
         """`sources` are stores with their first weights; `later` appends `(from_sample, weights of all stores)`.
 
-        A store that joins later has weight 0 at first. UserError where a weighted store holds no row.
+        A store that joins later has weight 0 at first. UserError where a weighted store holds no row, a weight is no
+        finite number from 0 on, or the stores were made with different tokenizers.
         """
         self.stores = tuple(store for store, _ in sources)
         self.seq_length, self.seed = seq_length, seed
-        first = Segment(0, tuple(float(weight) for _, weight in sources))
-        self.segments = (first, *(Segment(start, tuple(map(float, weights))) for start, weights in later))
+        changes = [(0, [weight for _, weight in sources]), *later]
+        self.segments = tuple(Segment(_whole(start), tuple(map(_weight, weights))) for start, weights in changes)
         self.rows = np.array([max(0, (store.num_tokens - 1) // seq_length) for store in self.stores], np.int64)
+        self._num_rows: list[int] = self.rows.tolist()
+        self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
         self._check_segments()
+        self._check_tokenizers()
         self._rotations = [
             Rotation(segment.weights, _hash(f"{seed}/segment/{i}") % CIRCLE) for i, segment in enumerate(self.segments)
         ]
@@ -66,7 +75,15 @@ class Blend:
         for i, following in enumerate(self.segments[1:]):
             length = following.from_sample - self.segments[i].from_sample
             self._bases.append(self._bases[i] + self._rotations[i].counts(length))
-        self._block_counts: dict[int, Int64s] = {}
+        self._begins = [segment.from_sample for segment in self.segments]
+        self._orders: dict[tuple[int, int], Permutation] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the stores' paths and what was asked for."""
+        first, *later = self.segments
+        changes = [(segment.from_sample, segment.weights) for segment in later]
+        sources = list(zip(self.stores, first.weights))
+        return partial(Blend, sources, seq_length=self.seq_length, seed=self.seed, later=changes), ()
 
     def digest(self, num_segments: int | None = None) -> str:
         """XXH3-64 of what the stream up to the end of the first segments depends on, seed and row length apart."""
@@ -101,78 +118,59 @@ class Blend:
 
     def counts(self, num_samples: int) -> Int64s:
         """How many of the stream's first samples come from each store."""
-        start = num_samples // _BLOCK * _BLOCK
-        sources = self._sources(start, num_samples)
-        return self._block_start_counts(start) + np.bincount(sources, minlength=len(self.stores))
+        if not 0 <= num_samples <= MAX_SAMPLES:
+            raise UserError(f"the stream has no first {num_samples} samples, from 0 to 2^62 can be counted")
+        number = bisect_right(self._begins, num_samples) - 1
+        return self._bases[number] + self._rotations[number].counts(num_samples - self._begins[number])
 
     def epochs(self, num_samples: int) -> tuple[int, ...]:
         """How many whole epochs of each store the stream's first samples make."""
-        return tuple((self.counts(num_samples) // np.maximum(self.rows, 1)).tolist())
+        return tuple((self.counts(num_samples) // self._epoch_samples).tolist())
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        """For each global sample, its store's number and which of that store's samples it is."""
-        samples = np.asarray(samples, np.int64)
-        sources, numbers = np.empty_like(samples), np.empty_like(samples)
-        blocks = samples // _BLOCK
-        for block in np.unique(blocks):
-            inside = blocks == block
-            start = int(block) * _BLOCK
-            found = self._locate_range(start, int(samples[inside].max()) + 1)
-            sources[inside], numbers[inside] = (column[samples[inside] - start] for column in found)
+        """For each global sample, its store's number and which of that store's samples it is; O(log) each."""
+        wanted = _checked(samples)
+        if len(self.segments) == 1:
+            return self._rotations[0].locate(wanted)
+        sources, numbers = np.empty_like(wanted), np.empty_like(wanted)
+        segments = np.searchsorted(self._begins, wanted, side="right") - 1
+        for segment in set(segments.tolist()):
+            inside = segments == segment
+            found, earlier = self._rotations[segment].locate(wanted[inside] - self._begins[segment])
+            sources[inside], numbers[inside] = found, earlier + self._bases[segment][found]
         return sources, numbers
 
     def addresses(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and the address of its first token there."""
-        sources, numbers = self.locate(samples)
-        starts = np.empty_like(numbers)
-        epochs = numbers // self.rows[sources]
-        for source, epoch in set(zip(sources.tolist(), epochs.tolist())):
-            chosen = (sources == source) & (epochs == epoch)
-            key = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}".encode()
-            order = Permutation(int(self.rows[source]), key)
-            starts[chosen] = order(numbers[chosen] % self.rows[source]) * self.seq_length
-        return sources, starts
+        sources, starts = self._starts(samples)
+        return np.array(sources, np.int64), np.array(starts, np.int64)
 
     def batch(self, samples: npt.ArrayLike, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
-        """The given global samples as one batch [samples, seq_length]."""
-        sources, starts = self.addresses(samples)
-        pieces = Pieces(len(sources), self.seq_length)
-        for source in np.unique(sources):
-            rows = np.flatnonzero(sources == source)
-            pieces.add(self.stores[source], rows, starts[rows])
+        """The given global samples as one batch [samples, seq_length]; UserError where there are none."""
+        pieces = Pieces(self.seq_length)
+        for source, start in zip(*self._starts(samples)):
+            pieces.add(self.stores[source], start)
         return gather(pieces, mask_eod_loss=mask_eod_loss, reset_positions=reset_positions)
 
-    def _locate_range(self, start: int, stop: int) -> tuple[Int64s, Int64s]:
-        """Store and number of the samples [start, stop); start is a block's begin."""
-        sources = self._sources(start, stop)
-        order = np.argsort(sources, kind="stable")
-        ordered = sources[order]
-        numbers = np.empty_like(sources)
-        earlier_in_range = np.arange(len(ordered)) - np.searchsorted(ordered, ordered, side="left")
-        numbers[order] = self._block_start_counts(start)[ordered] + earlier_in_range
-        return sources, numbers
+    def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
+        """What `addresses` returns, as lists: for single samples, arrays cost more than what they hold."""
+        found, numbers = self.locate(samples)
+        sources: list[int] = found.tolist()
+        places = []
+        for source, number in zip(sources, numbers.tolist()):
+            epoch, position = divmod(number, self._num_rows[source])
+            places.append((self._order(source, epoch), position))
+        return sources, [element * self.seq_length for element in elements_at(places)]
 
-    def _sources(self, start: int, stop: int) -> Int64s:
-        """The store of each of the samples [start, stop)."""
-        found = np.empty(stop - start, np.int64)
-        begins = [segment.from_sample for segment in self.segments]
-        for rotation, begin, end in zip(self._rotations, begins, [*begins[1:], stop]):
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                found[first - start : last - start] = rotation.sources(first - begin, last - begin)
-        return found
-
-    def _block_start_counts(self, start: int) -> Int64s:
-        """How many samples of each store precede a block: a floor sum a store, so the last few are kept."""
-        found = self._block_counts.get(start)
-        if found is None:
-            if len(self._block_counts) >= _MAX_CACHED_BLOCKS:
-                self._block_counts.clear()
-            number = max(i for i, segment in enumerate(self.segments) if segment.from_sample <= start)
-            inside = start - self.segments[number].from_sample
-            found = self._bases[number] + self._rotations[number].counts(inside)
-            self._block_counts[start] = found
-        return found
+    def _order(self, source: int, epoch: int) -> Permutation:
+        """The order of a store's rows in one epoch of it; the last few are kept."""
+        order = self._orders.get((source, epoch))
+        if order is None:
+            if len(self._orders) >= _MAX_KEPT_ORDERS:
+                self._orders.clear()
+            key = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}".encode()
+            order = self._orders[source, epoch] = Permutation(self._num_rows[source], key)
+        return order
 
     def _check_segments(self) -> None:
         if not self.stores or self.seq_length < 1:
@@ -181,16 +179,57 @@ class Blend:
             weights = segment.weights
             if len(weights) != len(self.stores):
                 raise UserError(f"{len(weights)} weights for {len(self.stores)} stores")
-            if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-                raise UserError(f"weights {weights}: none may be negative, and one must be positive")
-            if previous is not None and segment.from_sample <= previous.from_sample:
-                raise UserError(f"weights from sample {segment.from_sample} on come after {previous.from_sample}")
+            if not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
+                raise UserError(
+                    f"weights {reprlib.repr(weights)}: none may be negative, one must be positive, their sum finite"
+                )
+            start = segment.from_sample
+            if previous is not None and not previous.from_sample < start < MAX_SAMPLES:
+                raise UserError(f"weights from sample {start} on come after {previous.from_sample}")
             for store, weight, rows in zip(self.stores, weights, self.rows):
                 if weight > 0 and not rows:
                     raise UserError(
                         f"{store.path} holds {store.num_tokens} tokens, too few for one row of {self.seq_length} + 1",
                         hint=f"--seq-length {max(1, store.num_tokens - 1)}",
                     )
+
+    def _check_tokenizers(self) -> None:
+        """UserError where two stores name different tokenizers; one made of tokens alone names none."""
+        named = [(store, found) for store in self.stores if (found := store.manifest.tokenizer.fingerprint)]
+        for store, fingerprint in named[1:]:
+            first, expected = named[0]
+            if fingerprint != expected:
+                raise UserError(
+                    f"{first.path} was made with the tokenizer of fingerprint {expected}, {store.path} with that of "
+                    f"{fingerprint}: the same token is other text there",
+                    hint="datakit preprocess INPUT... --output STORE --tokenizer FILE, one for all stores",
+                )
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, Integral):
+        raise UserError(f"weights from sample {reprlib.repr(value)} on: not a whole number", hint="later=[(1000, ...)]")
+    return int(value)
+
+
+def _weight(value: Any) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(f"weight {reprlib.repr(value)} is not a number that a float holds", hint="weights like 0.7 and 0.3")
+
+
+def _checked(samples: npt.ArrayLike) -> Int64s:
+    """Sample numbers as int64 [n]; UserError where one is none."""
+    found = np.array(samples, ndmin=1)
+    if not found.size:
+        raise UserError("no samples are asked for", hint="batch([0]) is the stream's first sample")
+    listed = found.tolist()
+    if found.dtype.kind not in "iu" or found.ndim > 1 or not 0 <= min(listed) <= max(listed) < MAX_SAMPLES:
+        raise UserError(f"samples {reprlib.repr(listed)} are not a list of whole numbers from 0 to 2^62 - 1")
+    return found.astype(np.int64, copy=False)
 
 
 def _hash(text: str) -> int:

@@ -1,14 +1,20 @@
 """Loader: a rank's share of the stream, step by step; it starts in O(1) and resumes exactly, under any dp size.
 
+Pickled, it goes on at its cursor in the process that unpickles it; so does each side of a fork.
+
 In a step that begins at sample `first`, row i of micro-batch m on data-parallel rank r is global sample
 `first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from datakit.shard import Int64s
 from datakit.stream.batch import HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
@@ -42,8 +48,14 @@ class Loader:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._options = {"mask_eod_loss": mask_eod_loss, "reset_positions": reset_positions}
         self._num_samples = 0 if cursor is None else cursor.num_samples
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader")
         self._ahead: Future[HostBatch] | None = None
+        self._start_thread()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the blend and the place in it; the step that was made ahead is made again."""
+        num_microbatches, micro_batch_size, _ = self._shape
+        shape = micro_batch_size, num_microbatches, self._dp_rank, self._dp_size
+        return partial(Loader, self._blend, *shape, self.cursor, **self._options), ()
 
     @property
     def global_batch_size(self) -> int:
@@ -57,6 +69,8 @@ class Loader:
 
     def next_step(self) -> HostBatch:
         """The next step's rows of this rank, arrays [num_microbatches, micro_batch_size, seq_length]."""
+        if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
+            self._start_thread()
         ahead = self._ahead or self._thread.submit(self._step, self._num_samples)
         self._ahead = None  # a step that failed is made again by the next call
         batch = ahead.result()
@@ -84,10 +98,17 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self, first: int) -> HostBatch:
+    def samples(self, first: int) -> Int64s:
+        """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
         num_microbatches, micro_batch_size, _ = self._shape
         microbatches = np.arange(num_microbatches)[:, None] * self._dp_size + self._dp_rank
-        samples = first + microbatches * micro_batch_size + np.arange(micro_batch_size)
-        batch = self._blend.batch(samples.ravel(), **self._options)
+        return first + microbatches * micro_batch_size + np.arange(micro_batch_size)
+
+    def _start_thread(self) -> None:
+        self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
+        self._ahead = None
+
+    def _step(self, first: int) -> HostBatch:
+        batch = self._blend.batch(self.samples(first).ravel(), **self._options)
         epochs = self._blend.epochs(first + self.global_batch_size)
         return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from datakit.text.inputs import FileSlice, open_file
+from datakit.text.inputs import FileSlice
 from datakit.text.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 _BATCH_ROWS = 64
 _BUFFER_BYTES, _REMOTE_BUFFER_BYTES = 1 << 20, 8 << 20
+Path = tuple[str, ...]  # the name of a column, and of the fields in it that lead to a text
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 _MAPPED_BYTES = 32 << 20
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -60,7 +61,7 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
 
     remote = is_url(part.file.path)
     with (
-        nullcontext(part.file.path) if not remote else open_file(part.file.path) as source,
+        nullcontext(part.file.spooled or part.file.path) if not remote else part.file.open() as source,
         ParquetFile(
             source,
             pre_buffer=False,
@@ -68,7 +69,8 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
             page_checksum_verification=True,
         ) as file,
     ):
-        columns = _found_columns(part, names, file.schema_arrow)
+        paths = _found_columns(part, names, file.schema_arrow)
+        columns = sorted({".".join(path) for path in paths})
         num_rows, row, groups = max(file.metadata.num_rows, 1), 0, []
         for number in range(file.num_row_groups):
             if part.start <= part.file.size_bytes * row // num_rows < part.stop:
@@ -78,7 +80,7 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
             raise EOFError(f"its row groups have {row} rows, its footer says {file.metadata.num_rows}")
         if groups:
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
-                yield [_as_bytes(batch.column(name)) for name in columns]
+                yield [_as_bytes(_column(batch, path)) for path in paths]
 
 
 def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
@@ -86,7 +88,7 @@ def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]
     import pyarrow
 
     mapped: mmap.mmap | None = None
-    with open_file(part.file.path) as file:
+    with part.file.open() as file:
         if is_url(part.file.path):
             source = pyarrow.PythonFile(file, mode="r")
         elif not os.fstat(file.fileno()).st_size:
@@ -94,14 +96,14 @@ def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]
         else:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             source = pyarrow.BufferReader(pyarrow.py_buffer(mapped))
-        yield from _pieces(_record_batches(part, names, source), names, mapped)
+        yield from _pieces(_record_batches(part, names, source), mapped)
 
 
-def _pieces(batches: Iterator[Any], names: Sequence[str], mapped: mmap.mmap | None) -> Iterator[list[Any]]:
+def _pieces(batches: Iterator[tuple[list[Path], Any]], mapped: mmap.mmap | None) -> Iterator[list[Any]]:
     """Columns of 64 rows; of a mapped file, the pages that were read are let go of."""
     num_bytes = 0
-    for batch in batches:
-        columns = [_as_bytes(batch.column(name)) for name in names if name in batch.schema.names]
+    for paths, batch in batches:
+        columns = [_as_bytes(_column(batch, path)) for path in paths]
         for row in range(0, batch.num_rows, _BATCH_ROWS):
             pieces = [column.slice(row, _BATCH_ROWS) for column in columns]
             yield pieces
@@ -111,20 +113,22 @@ def _pieces(batches: Iterator[Any], names: Sequence[str], mapped: mmap.mmap | No
                 num_bytes = 0
 
 
-def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[Any]:
-    """The record batches that begin in the slice; those of a file with an index count as equally large."""
+def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[tuple[list[Path], Any]]:
+    """The record batches that begin in the slice, with the paths in them; those of a file with an index count as
+    equally large."""
     from pyarrow import ipc
 
     if source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC:
         file = ipc.open_file(source)
-        _found_columns(part, names, file.schema)
+        paths = _found_columns(part, names, file.schema)
         for number in range(file.num_record_batches):
             if part.start <= part.file.size_bytes * number // file.num_record_batches < part.stop:
-                yield file.get_batch(number)
+                yield paths, file.get_batch(number)
         return
     source.seek(0)
     schema = ipc.open_stream(source).schema
-    numbers = [schema.names.index(name) for name in _found_columns(part, names, schema)]
+    paths = _found_columns(part, names, schema)
+    numbers = sorted({schema.names.index(path[0]) for path in paths})
     source.seek(0)
     stream = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=numbers, use_threads=False))
     while (begin := source.tell()) < part.stop:
@@ -133,9 +137,17 @@ def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Itera
         except StopIteration:
             return
         if begin >= part.start:
-            yield batch
+            yield paths, batch
     if begin == source.size():
         raise EOFError("its stream ends without an end mark")
+
+
+def _column(batch: Any, path: Path) -> Any:
+    """The column of a batch that a path leads to; null where what it lies in is null."""
+    column = batch.column(path[0])
+    for name in path[1:]:
+        column = column.flatten()[column.type.get_field_index(name)]
+    return column
 
 
 def _as_bytes(column: Any) -> Any:
@@ -150,19 +162,54 @@ def _as_bytes(column: Any) -> Any:
     return column
 
 
-def _found_columns(part: FileSlice, names: Sequence[str], schema: Any) -> list[str]:
-    """Those of the columns that are there, all of text; UserError with the columns that there are, or with the type."""
-    texts = [field.name for field in schema if _is_text(field.type)]
-    found = [name for name in names if name in schema.names]
+def _found_columns(part: FileSlice, names: Sequence[str], schema: Any) -> list[Path]:
+    """Those of the columns that are there, all of text; UserError with the columns that there are, or with the type.
+
+    A name may lead into columns of structs, as `meta.text` does; a column that is there as it is spelled wins.
+    """
+    fields = {field.name: field.type for field in schema}
+    texts = [".".join(path) for path in _text_paths(fields)]
+    found = [path for name in names if (path := _find_path(fields, name))]
     hint = f"--text-key {texts[0]}" if texts else "convert a column of text into one of type string"
     if not found:
         asked, others = " or ".join(map(repr, names)), ", ".join(map(repr, schema.names)) or "none"
         raise UserError(f"{part.file.path}: no column {asked}; its columns: {others}", hint=hint)
-    for name in found:
-        if name not in texts:
-            kind = schema.field(name).type
-            raise UserError(f"{part.file.path}: the column {name!r} is no text but {kind}", hint=hint)
+    for path in found:
+        if not _is_text(kind := _type_of(fields, path)):
+            raise UserError(f"{part.file.path}: the column {'.'.join(path)!r} is no text but {kind}", hint=hint)
     return found
+
+
+def _find_path(fields: dict[str, Any], name: str) -> Path | None:
+    if name in fields:
+        return (name,)
+    at = name.find(".")
+    while at >= 0:
+        head, rest = name[:at], name[at + 1 :]
+        if head in fields and (inner := _find_path(_fields_of(fields[head]), rest)):
+            return (head, *inner)
+        at = name.find(".", at + 1)
+    return None
+
+
+def _type_of(fields: dict[str, Any], path: Path) -> Any:
+    for name in path[:-1]:
+        fields = _fields_of(fields[name])
+    return fields[path[-1]]
+
+
+def _text_paths(fields: dict[str, Any]) -> Iterator[Path]:
+    """The paths to all texts, those that lie right in the table first."""
+    yield from ((name,) for name, kind in fields.items() if _is_text(kind))
+    for name, kind in fields.items():
+        yield from ((name, *path) for path in _text_paths(_fields_of(kind)))
+
+
+def _fields_of(kind: Any) -> dict[str, Any]:
+    """The fields of a struct by name, none of another type."""
+    from pyarrow import types
+
+    return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
 
 
 def _is_text(kind: Any) -> bool:

@@ -5,26 +5,29 @@ null is a document without text). The texts of several keys or columns are joine
 the text is a UserError that names file, line and byte; only what the rules say is skipped, and counted.
 """
 
-import gzip
-import zlib
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import BinaryIO, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
-import orjson
-import zstandard
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from datakit.text.blocks import digest_of, read_blocks
 from datakit.text.columns import read_columns, rows_before
-from datakit.text.inputs import FileSlice, is_lines, open_file
+from datakit.text.formats import COLUMN_KINDS, SHOWN_BY, is_lines
+from datakit.text.inputs import FileSlice, InputFile
+from datakit.text.json_text import BOM, Fault, JsonText, decode, require_lines
 from datakit.text.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30
-_READ_BYTES = 256 << 10  # well below what an allocator takes from the system anew each time
-_ZSTD_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
-_ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; memory is what a file's own window takes
+_RUN_CHARACTERS, _RUN_DOCUMENTS = 1 << 18, 1024
+_AT_ONCE_BYTES = 1 << 18  # more is a long line, of which no copy is made
 
 
 class Document(NamedTuple):
@@ -37,6 +40,41 @@ class Document(NamedTuple):
     offset_bytes: int
     line: int
     input_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Documents of one file as columns: their texts, and in `places` three rows, of offsets, lines and input bytes."""
+
+    texts: list[str]
+    places: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, documents: Sequence[Document]) -> "Documents":
+        """Make columns of single documents."""
+        places = np.array([document[1:] for document in documents], np.int64).reshape(-1, 3).T
+        return cls([document.text for document in documents], places)
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> "Documents":
+        """Return the documents that are chosen, of a flag for each."""
+        return Documents(list(compress(self.texts, chosen)), self.places[:, chosen])
+
+    @property
+    def input_bytes(self) -> int:
+        """The bytes of input of all together."""
+        return int(self.places[2].sum())
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, part: slice) -> "Documents":
+        return Documents(self.texts[part], self.places[:, part])
+
+    def __add__(self, others: "Documents") -> "Documents":
+        return Documents(self.texts + others.texts, np.concatenate([self.places, others.places], axis=1))
+
+    def __iter__(self) -> Iterator[Document]:
+        return map(Document, self.texts, *self.places.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +96,92 @@ class DocumentRules:
 class DocumentReader:
     """Iterates over the documents of one slice, in order.
 
-    `num_lines` counts the lines passed so far, `skipped` the documents among them that were skipped, by reason.
+    `num_lines` counts the lines passed so far, `skipped` the documents among them that were skipped, by reason,
+    `num_replaced` those whose lone surrogates were replaced. Once all documents were given, the file was the one that
+    was found; `with_digest` then gives `digest`, the XXH3-64 of the slice's bytes as they are in the file.
     """
 
-    def __init__(self, part: FileSlice, rules: DocumentRules) -> None:
+    def __init__(self, part: FileSlice, rules: DocumentRules, *, with_digest: bool = False) -> None:
         self._part, self._rules = part, rules
         self._keys = list(dict.fromkeys(rules.text_key.split(",")))
+        self._json = JsonText(self._keys)
+        self._hash = xxhash.xxh3_64() if with_digest else None
+        self._filters = rules.skip_empty or rules.max_chars is not None
         self.num_lines = 0
         self.skipped: Counter[str] = Counter()
+        self.digest = ""
+
+    @property
+    def num_replaced(self) -> int:
+        return self._json.num_replaced
 
     def __iter__(self) -> Iterator[Document]:
-        rules, keys, is_json = self._rules, self._keys, self._part.file.kind == "jsonl"
-        ends = b"\r\n" if self._part.file.kind == "txt" and rules.txt_split == "line" else b""
-        filters = rules.skip_empty or rules.max_chars is not None
-        for line, (offset, content) in enumerate(self._contents()):
+        for run in self.runs():
+            yield from run
+
+    def runs(self) -> Iterator[Documents]:
+        """Return the documents some at a time: together 256 Ki characters and one document, or a block of lines."""
+        if self._part.file.kind == "jsonl":
+            for offset, lines in _whole_lines(self._part, self._hash):
+                run = self._read_at_once(offset, lines) if len(lines) <= _AT_ONCE_BYTES else None
+                yield from self._runs_of(_split(offset, lines)) if run is None else [run]
+        else:
+            yield from self._runs_of(self._contents())
+        self._finish()
+
+    def _read_at_once(self, offset: int, lines: bytes) -> Documents | None:
+        """The documents of whole lines, in half the time that single lines take; None if any line is not plain."""
+        texts = self._json.find_all(lines)
+        if texts is None:
+            return None
+        ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == ord("\n")) + 1
+        if not lines.endswith(b"\n"):
+            ends = np.append(ends, len(lines))
+        begins = np.concatenate([[0], ends[:-1]])
+        numbers = np.arange(self.num_lines, self.num_lines + len(texts))
+        self.num_lines += len(texts)
+        run = Documents(texts, np.stack([offset + begins, numbers, ends - begins]))
+        if not self._filters:
+            return run
+        reasons = list(map(self._reason_to_skip, texts))
+        self.skipped.update(filter(None, reasons))
+        return run.where(np.array([reason is None for reason in reasons]))
+
+    def _runs_of(self, contents: Iterable[tuple[int, bytes]]) -> Iterator[Documents]:
+        run, characters = list[Document](), 0
+        try:
+            for document in self._documents(contents):
+                run.append(document)
+                characters += len(document.text)
+                if characters >= _RUN_CHARACTERS or len(run) == _RUN_DOCUMENTS:
+                    yield Documents.of(run)
+                    run, characters = [], 0
+        except Exception:
+            yield Documents.of(run)  # what comes before the fault is not lost
+            raise
+        yield Documents.of(run)
+
+    def _documents(self, contents: Iterable[tuple[int, bytes]]) -> Iterator[Document]:
+        """The documents one by one."""
+        find_text, is_json = self._json.find, self._part.file.kind == "jsonl"
+        mark = "" if self._part.file.kind in COLUMN_KINDS.values() else BOM
+        ends = b"\r\n" if self._is_text_lines() else b""
+        for line, (offset, content) in enumerate(contents, self.num_lines):
             self.num_lines = line + 1
             try:
                 if is_json:
-                    if content.isspace():
+                    if content.isspace() or (text := find_text(content)) is None:
                         continue
-                    text = _json_text(content, keys)
                 else:
-                    text = _decode(content.rstrip(ends))
-            except _Fault as fault:
-                if not rules.skip_invalid:
-                    raise self._told(fault, offset, line, content) from None
+                    text = decode(content.rstrip(ends)).removeprefix(mark)
+            except Fault as fault:
+                if not self._rules.skip_invalid:
+                    raise self._placed(fault, offset, line, content) from None
                 self.skipped["invalid"] += 1
                 continue
-            if filters and (reason := self._reason_to_skip(text)):
+            except MemoryError:
+                raise self._too_large(len(content)) from None
+            if self._filters and (reason := self._reason_to_skip(text)):
                 self.skipped[reason] += 1
                 continue
             yield Document(text, offset, line, len(content))
@@ -93,11 +189,32 @@ class DocumentReader:
     def _contents(self) -> Iterator[tuple[int, bytes]]:
         """Offset and bytes of each line, or of what else holds one document."""
         part = self._part
-        if not is_lines(part.file):
+        if not is_lines(part.file.kind):
             return ((0, b"\n\n".join(filter(None, values))) for values in read_columns(part, self._keys))
-        if part.file.kind == "txt" and self._rules.txt_split == "file":
-            return iter([(0, b"".join(_blocks(part)))])
-        return _lines(part)
+        if part.file.kind == "txt" and not self._is_text_lines():
+            return iter([(0, self._whole_text())])
+        return (line for offset, lines in _whole_lines(part, self._hash) for line in _split(offset, lines))
+
+    def _is_text_lines(self) -> bool:
+        return self._part.file.kind == "txt" and self._rules.txt_split == "line"
+
+    def _whole_text(self) -> bytes:
+        """The content of a text file that is one document."""
+        size_bytes = self._part.stop - self._part.start
+        if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise self._too_large(size_bytes)
+        try:
+            return b"".join(read_blocks(self._part, self._hash))
+        except MemoryError:
+            raise self._too_large(size_bytes) from None
+
+    def _finish(self) -> None:
+        """Check that the file did not change meanwhile, and keep the digest of what was read."""
+        part = self._part
+        part.file.require_unchanged()
+        if self._hash is not None:
+            read = is_lines(part.file.kind)  # tables are not read from front to back
+            self.digest = self._hash.hexdigest() if read else digest_of(part.file, part.start, part.stop)
 
     def _reason_to_skip(self, text: str) -> str | None:
         if self._rules.skip_empty and (not text or text.isspace()):
@@ -106,85 +223,59 @@ class DocumentReader:
             return "too_long"
         return None
 
-    def _told(self, fault: "_Fault", offset: int, line: int, content: bytes) -> UserError:
-        """A fault with its place; what comes before the slice is counted only now, where one is named."""
+    def _placed(self, fault: Fault, offset: int, line: int, content: bytes) -> UserError:
+        """A fault with its place; what comes before the slice is counted only now, when one is named."""
         part, message, hint = self._part, fault.message, fault.hint
-        if not is_lines(part.file):
+        if not is_lines(part.file.kind):
             row = rows_before(part, self._keys) + line + 1
             return UserError(f"{part.file.path}, row {row}: {message} at byte {fault.byte}", hint="--skip-invalid")
+        if part.file.kind == "jsonl" and part.start:
+            require_lines(part.file, next(read_blocks(FileSlice(part.file, 0, part.file.size_bytes))))
         line += _lines_before(part) + content.count(b"\n", 0, fault.byte or 0) + 1
         if fault.byte is not None:
             message += f" at byte {offset + fault.byte}"
             hint = f"iconv -f LATIN1 -t UTF-8 {part.file.path} -o FIXED, if it is Latin-1"
-        show = {"": "cat", "gz": "zcat", "zst": "zstdcat"}[part.file.compression]
+        show = SHOWN_BY[part.file.compression]
         look = "--skip-invalid" if is_url(part.file.path) else f"{show} {part.file.path} | sed -n {line}p"
         return UserError(f"{part.file.path}, line {line}: {message}", hint=hint or look)
 
-
-class _Fault(Exception):
-    """What is wrong with one document, the byte of it where that is known, and a hint better than to look at it."""
-
-    def __init__(self, message: str, *, byte: int | None = None, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.byte, self.hint = message, byte, hint
+    def _too_large(self, size_bytes: int) -> StorageError:
+        file = self._part.file
+        what = f"{file.path}: a document of {size_bytes:,} bytes does not fit into memory"
+        return StorageError(what, hint=memory_hint(file))
 
 
-def _json_text(content: bytes, keys: list[str]) -> str:
-    try:
-        value = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        _decode(content)  # invalid UTF-8 is told as what it is
-        raise _Fault(f"invalid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _Fault("no JSON object")
-    if len(keys) == 1 and isinstance(text := value.get(keys[0]), str):
-        return text
-    found = {key: value[key] for key in keys if key in value and (value[key] is not None or len(keys) == 1)}
-    if not found:
-        asked = " or ".join(map(repr, keys)) + " with a text" * (len(keys) > 1)
-        others = ", ".join(map(repr, value)) or "none"
-        texts = [name for name, other in value.items() if isinstance(other, str)]
-        hint = f"--text-key {max(texts, key=lambda name: len(value[name]))}" if texts else None
-        raise _Fault(f"no key {asked}; its keys: {others}", hint=hint)
-    for key, other in found.items():
-        if not isinstance(other, str):
-            raise _Fault(f"{key!r} is no text but {type(other).__name__}")
-    return "\n\n".join(filter(None, found.values()))
-
-
-def _decode(content: bytes) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise _Fault(f"invalid UTF-8: {error.reason} 0x{content[error.start]:02x}", byte=error.start) from None
+def memory_hint(file: InputFile) -> str:
+    """Return what to try if memory does not suffice for a file."""
+    return "give fewer --workers" + ", or --txt-split line if each line is a document" * (file.kind == "txt")
 
 
 def _lines_before(part: FileSlice) -> int:
-    count, remaining = 0, part.start
-    if remaining:
-        with open_file(part.file.path) as stream:
-            while remaining and (block := stream.read(min(_READ_BYTES, remaining))):
-                count += block.count(b"\n")
-                remaining -= len(block)
-    return count
+    before = FileSlice(part.file, 0, part.start)
+    return sum(block.count(b"\n") for block in read_blocks(before)) if part.start else 0
 
 
-def _lines(part: FileSlice) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each line, its newline included."""
+def _whole_lines(part: FileSlice, digest: xxhash.xxh3_64 | None) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of some whole lines at a time, newlines included; a line over several blocks comes alone."""
     offset = part.start
     rest: list[bytes] = []  # a line that goes on in the next block
     rest_bytes = 0
-    for block in _blocks(part):
-        for content in BytesIO(block):
-            if not content.endswith(b"\n"):
-                rest.append(content)
-                rest_bytes += len(content)
-                continue
-            if rest:
-                content = b"".join([*rest, content])
-                rest, rest_bytes = [], 0
-            yield offset, content
-            offset += len(content)
+    for block in read_blocks(part, digest):
+        if offset == 0 and not rest and part.file.kind == "jsonl":
+            require_lines(part.file, block)
+        begin, end = 0, block.rfind(b"\n") + 1
+        if rest and end:
+            begin = block.index(b"\n") + 1
+            line = b"".join([*rest, block[:begin]])
+            rest, rest_bytes = [], 0
+            yield offset, line
+            offset += len(line)
+        if begin < end:
+            yield offset, block[begin:end]
+            offset += end - begin
+        if end < len(block):
+            rest.append(block[end:])
+            rest_bytes += len(block) - end
         if rest_bytes > MAX_LINE_BYTES:
             raise UserError(
                 f"{part.file.path}: the line at byte {offset} is longer than {MAX_LINE_BYTES} bytes",
@@ -194,57 +285,8 @@ def _lines(part: FileSlice) -> Iterator[tuple[int, bytes]]:
         yield offset, b"".join(rest)
 
 
-def _blocks(part: FileSlice) -> Iterator[bytes]:
-    """The uncompressed bytes of a slice, at most a few MiB at a time."""
-    path = part.file.path
-    with open_file(path, stop=part.stop) as stream:
-        try:
-            if part.file.compression == "gz":
-                yield from _gzip_blocks(stream)
-            elif part.file.compression == "zst":
-                yield from _zstd_blocks(stream)
-            else:
-                yield from _plain_blocks(stream, part)
-        except EOFError:
-            raise UserError(
-                f"{path} is truncated: its compressed data ends too early", hint="copy or download it again"
-            ) from None
-        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-            raise UserError(f"{path} is damaged: {error}", hint="copy or download it again") from None
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
-
-
-def _plain_blocks(stream: BinaryIO, part: FileSlice) -> Iterator[bytes]:
-    stream.seek(part.start)
-    remaining = part.stop - part.start
-    while remaining:
-        block = stream.read(min(_READ_BYTES, remaining))
-        if not block:
-            raise UserError(f"{part.file.path} became shorter while it was read", hint="rerun when it is complete")
-        remaining -= len(block)
-        yield block
-
-
-def _gzip_blocks(stream: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=stream) as unpacked:
-        while block := unpacked.read(_READ_BYTES):
-            yield block
-
-
-def _zstd_blocks(stream: BinaryIO) -> Iterator[bytes]:
-    """All frames of a file; EOFError where the last is cut off, which zstandard's own readers pass in silence."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
-    frame = decompressor.decompressobj()
-    begun = False
-    while packed := stream.read(_ZSTD_READ_BYTES):
-        while packed:
-            begun = True
-            if block := frame.decompress(packed):
-                yield block
-            if not frame.eof:
-                break
-            packed = frame.unused_data
-            frame, begun = decompressor.decompressobj(), False
-    if begun:
-        raise EOFError
+def _split(offset: int, lines: bytes) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of each line."""
+    for line in BytesIO(lines):
+        yield offset, line
+        offset += len(line)

@@ -1,40 +1,87 @@
-"""Inputs: the text files that a command names (files, folders, globs, URLs), in one sorted order, and how they are cut.
+"""Inputs: the text files that a command names (files, folders, globs, URLs, pipes), in one sorted order.
 
-Work items group small files and split large ones at line ends, parquet and Arrow files between row groups. The cut
-depends on the files alone, never on workers, so that the same command gives the same bytes with any number of them.
+They are cut into work items, which group small files and split large ones at line ends, parquet and Arrow files between
+row groups. The cut depends on the files alone, never on workers, so that the same command gives the same bytes with any
+number of them. What is behind URLs is known from listings; only large files of lines are looked into to split them.
 """
 
-import glob
 import io
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import BinaryIO
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, BinaryIO
 
+from datakit.text.finding import find
+from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format
 from datakit.text.remote_file import RemoteFile, is_url, storage_of
+from datakit.text.spool import Spool
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo
-from threefold.storage.repeating import open_repeating
 
-LINE_KINDS = {".jsonl": "jsonl", ".txt": "txt"}
-COLUMN_KINDS = {".parquet": "parquet", ".arrow": "arrow"}  # compressed inside, never as a whole
-COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
 _ITEMS_OF_A_SMALL_INPUT = 96  # at least half as many: two workers killed lose less than 5 % of it
-_LINE_READ_BYTES, _REMOTE_BUFFER_BYTES = 64 << 10, 1 << 20
+_PROBE_BYTES, _MAX_PROBE_BYTES = 16 << 10, 4 << 20
+_NUM_PROBES, _PROBE_BATCH = 64, 4096
+_REMOTE_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One text file: its path or URL, its format, compression ("" for none), size and time of change (0: unknown)."""
+    """One text file: its path or URL, format, compression ("" for none) and size, and what shows that it changed.
+
+    That is `etag`, a server's or the digest of what came through a pipe, or else the time of change (0: unknown).
+    `spooled` is where what came through a pipe can be opened.
+    """
 
     path: str
     kind: str
     compression: str
     size_bytes: int
     modified_ns: int
+    etag: str = ""
+    spooled: str = field(default="", compare=False)
+
+    @property
+    def is_known_by_time(self) -> bool:
+        """Whether only its time shows that a local file changed, so that its content has to be digested as well."""
+        return not self.etag and not is_url(self.path)
+
+    def open(self, *, stop: int | None = None) -> BinaryIO:
+        """Open the file, of which nothing at or after `stop` is needed; StorageError if that fails."""
+        return open_file(self.spooled or self.path, stop=stop, size_bytes=self.size_bytes)
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Read the bytes [start, stop), fewer where the file ends before; with one request, if it is behind a URL."""
+        if is_url(self.path):
+            storage, key = storage_of(self.path)
+            [content] = storage.read_ranges(key, [(start, stop)])
+            return bytes(content)
+        with self.open() as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def differs_from(self, other: "InputFile") -> bool:
+        """Whether size, ETag or time of change differ; what one of the two does not know does not count."""
+        if self.size_bytes != other.size_bytes or (self.etag and other.etag):
+            return (self.size_bytes, self.etag) != (other.size_bytes, other.etag)
+        return 0 not in (self.modified_ns, other.modified_ns) and self.modified_ns != other.modified_ns
+
+    def require_unchanged(self) -> None:
+        """UserError if the file is no longer the one that was found."""
+        if self.spooled:
+            return
+        if is_url(self.path):
+            storage, key = storage_of(self.path)
+            info = storage.info(key)
+            now = None if info is None else _describe_object(self.path, info)
+        else:
+            now = _describe(self.path)
+        if now is None or self.differs_from(now):
+            raise UserError(
+                f"{self.path} changed while it was read", hint="rerun the same command when the input is complete"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +103,34 @@ class WorkItem:
     number: int
     slices: tuple[FileSlice, ...]
 
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> "WorkItem":
+        """Return the item that JSON was made of; KeyError or TypeError if that is damaged."""
+        slices = (FileSlice(InputFile(**part["file"]), part["start"], part["stop"]) for part in raw["slices"])
+        return cls(raw["number"], tuple(slices))
 
-def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
-    """The files that these files, folders, globs and URLs of such name, sorted, each once.
 
-    Folders are searched through and through, hidden names and links to folders left out.
+def find_inputs(
+    arguments: Sequence[str],
+    spool: Spool | None = None,
+    report: Callable[[str], None] = lambda _: None,
+    *,
+    but: Sequence[str] = (),
+) -> list[InputFile]:
+    """Return the files that these files, folders, globs, URLs and pipes name, sorted, each once.
+
+    `report` takes one line on what folders and globs hold that is not read. `spool` copies pipes, which are refused
+    without one; "-" is standard input. `but` are files and folders that a search leaves out: a command's own.
     """
-    paths: set[str] = set()
-    remote: dict[str, ObjectInfo] = {}
-    for argument in arguments:
-        if is_url(argument):
-            remote |= _find_remote(argument)
-            continue
-        named = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
-        if not named:
-            raise UserError(f"no such input: {argument}", hint=f"ls {os.path.dirname(argument) or '.'}")
-        for path in named:
-            if os.path.isdir(path):
-                paths.update(_text_files(path))
-            else:
-                paths.add(os.path.normpath(path))
-    if not paths and not remote:
-        patterns = [f"*{suffix}[.gz|.zst]" for suffix in LINE_KINDS] + [f"*{suffix}" for suffix in COLUMN_KINDS]
-        hint = f"name files like {' '.join(patterns)}"
-        raise UserError(f"the input is empty: no file in {' '.join(arguments)}", hint=hint)
-    files = [_describe(path) for path in paths] + [_describe_remote(url, info) for url, info in remote.items()]
+    found = find(arguments, but)
+    if notice := found.notice():
+        report(notice)
+    files = [_describe(path) for path in found.files]
+    files += [_describe_object(url, info) for url, info in found.objects.items()]
+    files += [_copy(path, spool) for path in sorted(found.pipes)]
+    if not files:
+        more = f" ({notice})" if notice else ""
+        raise UserError(f"the input is empty: no text file in {' '.join(arguments)}{more}", hint=NAMES_HINT)
     return sorted(files, key=lambda file: file.path)
 
 
@@ -90,19 +140,25 @@ def default_item_bytes(files: Sequence[InputFile]) -> int:
     return min(MAX_ITEM_BYTES, max(MIN_ITEM_BYTES, 1 << share.bit_length()))
 
 
-def cut(files: Iterable[InputFile], item_bytes: int, *, split_txt: bool) -> Iterator[WorkItem]:
-    """Work items of about `item_bytes` on disk; plain jsonl (and txt of one document a line) is split at line ends.
+def cut(files: Sequence[InputFile], item_bytes: int, *, split_txt: bool) -> Iterator[WorkItem]:
+    """Return work items of about `item_bytes` on disk; plain jsonl (and txt of lines) is split at line ends.
 
-    A parquet or Arrow file is split too; an item is empty where none of its row groups begins in its part.
+    A parquet or Arrow file is split too; an item is empty if none of its row groups begins in its part.
     """
+    splits = [_is_split(file, item_bytes, split_txt) for file in files]
+    line_begins = _line_begins(
+        (file, offset)
+        for file, is_split in zip(files, splits)
+        if is_split and is_lines(file.kind)
+        for offset in _inner_offsets(file, item_bytes)
+    )
     number, group, group_bytes = 0, list[FileSlice](), 0
-    for file in files:
-        splits = not file.compression and (file.kind != "txt" or split_txt) and file.size_bytes > item_bytes
-        if group and (splits or group_bytes + file.size_bytes > item_bytes):
+    for file, is_split in zip(files, splits):
+        if group and (is_split or group_bytes + file.size_bytes > item_bytes):
             yield WorkItem(number, tuple(group))
             number, group, group_bytes = number + 1, [], 0
-        if splits:
-            for part in _split(file, item_bytes):
+        if is_split:
+            for part in _split(file, item_bytes, line_begins):
                 yield WorkItem(number, (part,))
                 number += 1
         else:
@@ -112,95 +168,64 @@ def cut(files: Iterable[InputFile], item_bytes: int, *, split_txt: bool) -> Iter
         yield WorkItem(number, tuple(group))
 
 
-def _split(file: InputFile, item_bytes: int) -> Iterator[FileSlice]:
-    """Parts of about equal size that begin where a line begins, in files of columns anywhere."""
+def _is_split(file: InputFile, item_bytes: int, split_txt: bool) -> bool:
+    return not file.compression and (file.kind != "txt" or split_txt) and file.size_bytes > item_bytes
+
+
+def _inner_offsets(file: InputFile, item_bytes: int) -> list[int]:
+    """Return where the parts of a file begin, but for the first, if all are equally large."""
     num_parts = -(-file.size_bytes // item_bytes)
+    return [file.size_bytes * part // num_parts for part in range(1, num_parts)]
+
+
+def _split(file: InputFile, item_bytes: int, line_begins: Iterator[int]) -> Iterator[FileSlice]:
+    """Return parts that begin where a line begins, in files of columns anywhere; none is without bytes."""
+    offsets = _inner_offsets(file, item_bytes)
+    stops = islice(line_begins, len(offsets)) if is_lines(file.kind) else offsets
     start = 0
-    with open_file(file.path) as stream:
-        for part in range(1, num_parts + 1):
-            stop = file.size_bytes * part // num_parts
-            if part < num_parts and is_lines(file):
-                stop = _line_begin(stream, stop, file.size_bytes)
-            if stop > start:
-                yield FileSlice(file, start, stop)
-                start = stop
+    for stop in (*stops, file.size_bytes):
+        if stop > start:
+            yield FileSlice(file, start, stop)
+            start = stop
 
 
-def is_lines(file: InputFile) -> bool:
-    """Whether a file is text of lines, not a table of columns."""
-    return file.kind in LINE_KINDS.values()
+def _line_begins(points: Iterable[tuple[InputFile, int]]) -> Iterator[int]:
+    """Return for each file and offset the first begin of a line at or after it; many are looked for at once."""
+    points = iter(points)
+    with ThreadPoolExecutor(_NUM_PROBES) as threads:
+        while batch := list(islice(points, _PROBE_BATCH)):
+            yield from threads.map(_line_begin, batch)
 
 
-def _line_begin(stream: BinaryIO, offset: int, size_bytes: int) -> int:
-    """The first begin of a line at or after an offset, in a file of this size."""
-    stream.seek(offset - 1)
-    at = offset - 1
-    while block := stream.read(_LINE_READ_BYTES):
+def _line_begin(point: tuple[InputFile, int]) -> int:
+    file, offset = point
+    at, num_bytes = offset - 1, _PROBE_BYTES
+    while at < file.size_bytes:
+        block = file.read_range(at, min(at + num_bytes, file.size_bytes))
         newline = block.find(b"\n")
         if newline >= 0:
             return at + newline + 1
-        at += len(block)
-    return size_bytes
+        if not block:
+            raise UserError(f"{file.path} became shorter while it was read", hint="rerun when it is complete")
+        at, num_bytes = at + len(block), min(8 * num_bytes, _MAX_PROBE_BYTES)
+    return file.size_bytes
 
 
-def open_file(path: str, *, stop: int | None = None) -> BinaryIO:
-    """Open a file or URL for reading, of which nothing at or after `stop` is needed; StorageError where that fails."""
+def open_file(path: str, *, stop: int | None = None, size_bytes: int | None = None) -> BinaryIO:
+    """Open a file or URL for reading, of which nothing at or after `stop` is needed; StorageError if that fails.
+
+    An object whose size is known is not looked up before it is read.
+    """
     if is_url(path):
-        return io.BufferedReader(RemoteFile(path, stop=stop), _REMOTE_BUFFER_BYTES)
+        return io.BufferedReader(RemoteFile(path, stop=stop, size_bytes=size_bytes), _REMOTE_BUFFER_BYTES)
     try:
         return open(path, "rb")
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
-def _find_remote(url: str) -> dict[str, ObjectInfo]:
-    """The objects that a URL names: itself, all text files below it, or those that match its glob."""
-    if not glob.has_magic(url):
-        storage, name = storage_of(url)
-        if name and (info := storage.info(name)):
-            return {url: info}
-        folder = url.rstrip("/")
-        keys = {info.key: info for info in open_repeating(folder).list() if _format(info.key)}
-    else:
-        folder = url[: re.search(r"[*?[]", url).start()].rpartition("/")[0]  # type: ignore[union-attr]  # has_magic
-        matches = _matcher(url[len(folder) + 1 :])
-        keys = {info.key: info for info in open_repeating(folder).list() if matches(info.key)}
-    found = {f"{folder}/{key}": info for key, info in keys.items() if not _is_hidden(key)}
-    if not found:
-        raise UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files")
-    return found
-
-
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a key matches a glob, in which `*` stays within a folder and `**` does not."""
-    from fsspec.utils import glob_translate
-
-    try:
-        compiled = re.compile(glob_translate(pattern))
-    except ValueError as error:
-        raise UserError(f"{pattern} is no glob: {error}", hint="write ** alone between slashes") from None
-    return lambda key: compiled.match(key) is not None
-
-
-def _is_hidden(key: str) -> bool:
-    return key.startswith(".") or "/." in key
-
-
-def _text_files(folder: str) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if not _is_hidden(name) and _format(name):
-                yield os.path.normpath(os.path.join(parent, name))
-
-
-def _refuse(error: OSError) -> None:
-    """A folder that cannot be listed is a fault: its files would be missing in silence."""
-    raise StorageError(f"cannot read {error.filename}: {error.strerror}", hint=f"ls -ld {error.filename}") from error
-
-
 def _describe(path: str) -> InputFile:
-    kind, compression = _known_format(path)
+    kind, compression = known_format(path)
     try:
         status = os.stat(path)
     except OSError as error:
@@ -208,29 +233,15 @@ def _describe(path: str) -> InputFile:
     return InputFile(path, kind, compression, status.st_size, status.st_mtime_ns)
 
 
-def _describe_remote(url: str, info: ObjectInfo) -> InputFile:
-    return InputFile(url, *_known_format(url), info.size_bytes, int(info.modified_s * 1e9))
+def _describe_object(url: str, info: ObjectInfo) -> InputFile:
+    """Return an object as an input; its time, which listings round otherwise, counts only if it has no ETag."""
+    modified_ns = 0 if info.etag else int(info.modified_s * 1e9)
+    return InputFile(url, *known_format(url), info.size_bytes, modified_ns, info.etag)
 
 
-def _known_format(path: str) -> tuple[str, str]:
-    """Kind and compression of a file that was named; UserError where they cannot be read."""
-    found = _format(path)
-    if found is None:
-        raise UserError(
-            f"{path} is neither {' or '.join(LINE_KINDS)}, plain or compressed as .gz or .zst, nor an uncompressed "
-            f"{' or '.join(COLUMN_KINDS)}",
-            hint=f"mv {path} {path}.jsonl, if that is what it holds",
-        )
-    if found[0] in COLUMN_KINDS.values() and find_spec("pyarrow") is None:
-        raise UserError(f"{path}: reading {found[0]} takes pyarrow, which is not installed", hint="pip install pyarrow")
-    if path.encode(errors="replace").decode() != path:
-        raise UserError(f"the name {path!r} is not UTF-8", hint="rename the file")
-    return found
-
-
-def _format(name: str) -> tuple[str, str] | None:
-    """Kind and compression that a file's name tells."""
-    stem, suffix = os.path.splitext(name)
-    compression = COMPRESSIONS.get(suffix, "")
-    kind = LINE_KINDS.get(os.path.splitext(stem)[1] if compression else suffix) or COLUMN_KINDS.get(suffix)
-    return (kind, compression) if kind else None
+def _copy(path: str, spool: Spool | None) -> InputFile:
+    if spool is None:
+        raise UserError(f"{path} is a pipe or a device, and only files are read here", hint=f"cat {path} > NEW.jsonl")
+    kind, compression = known_format(path, PIPE_FORMAT)
+    copy = spool.copy(path)
+    return InputFile(path, kind, compression, copy.size_bytes, 0, f"xxh3-{copy.xxh3_64}", copy.path)

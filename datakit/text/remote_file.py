@@ -13,8 +13,9 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from threefold.errors import StorageError
-from threefold.storage import Storage
+from threefold.storage import OBJECT_STORES, Storage
 from threefold.storage.repeating import open_repeating
+from threefold.storage.service import split_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -26,13 +27,18 @@ _MAX_STORAGES = 64  # each holds a client; an input may lie in any number of fol
 class RemoteFile(io.RawIOBase):
     """One object, opened for reading; give it to `io.BufferedReader`."""
 
-    def __init__(self, url: str, *, stop: int | None = None) -> None:
-        """Look the object up; StorageError if it is missing. Nothing at or after byte `stop` will be read."""
+    def __init__(self, url: str, *, stop: int | None = None, size_bytes: int | None = None) -> None:
+        """Look the object up if its size is not known; StorageError if it is missing.
+
+        Nothing at or after byte `stop` will be read.
+        """
         self._storage, self._key = storage_of(url)
-        info = self._storage.info(self._key)
-        if info is None:
-            raise StorageError(f"{url} does not exist", hint="check the URL")
-        self._size_bytes = info.size_bytes if stop is None else min(stop, info.size_bytes)
+        if size_bytes is None:
+            info = self._storage.info(self._key)
+            if info is None:
+                raise StorageError(f"{url} does not exist", hint="check the URL")
+            size_bytes = info.size_bytes
+        self._size_bytes = size_bytes if stop is None else min(stop, size_bytes)
         self._position = self._window_start = 0
         self._window = memoryview(b"")
         self._ahead: deque[tuple[int, Future[bytes]]] = deque()  # consecutive blocks, each with where it starts
@@ -91,14 +97,21 @@ def is_url(path: str) -> bool:
 
 
 def storage_of(url: str) -> tuple[Storage, str]:
-    """The storage that holds an object, and its key there; one storage a folder, so that connections are shared."""
+    """Return the storage that holds an object, and its key there.
+
+    Connections are shared by all that is in a bucket; of other URLs by what is in a folder.
+    """
+    scheme = url.partition("://")[0]
+    if scheme in OBJECT_STORES:
+        bucket, key = split_url(url)
+        return _storage(f"{scheme}://{bucket}"), key
     folder, _, name = url.rpartition("/")
     return _storage(folder), name
 
 
 @lru_cache(_MAX_STORAGES)
-def _storage(folder: str) -> Storage:
-    return open_repeating(folder)
+def _storage(url: str) -> Storage:
+    return open_repeating(url)
 
 
 @cache

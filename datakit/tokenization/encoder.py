@@ -1,71 +1,67 @@
-"""Encoder: the engine that turns documents into ids in bulk, chosen by a proof that its ids are the reference's.
+"""Encoder: what turns documents into ids in bulk, chosen by a proof that its ids are the reference's.
 
 The reference is the library of the tokenizer file's kind. `gigatoken` is a byte-level and sentencepiece BPE engine many
-times as fast; it is taken only where it gives the reference's ids on a probe: hostile text of many scripts, every added
-token, and documents of the very input. It keeps every distinct word it has met for ever, so it is loaded anew where
-its memory has grown. Lines with a character on which the engines' Unicode tables may differ go to the reference.
+times as fast. A probe finds on what terms it stands in: hostile text of many scripts, every added token, and documents
+of the very input. Where its ids differ, but only for texts that show it by a token or a character, such documents go to
+the reference one by one; where they differ otherwise, all do.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from datakit.tokenization.doubtful import is_doubtful
+from datakit.tokenization.encoded import Encoded, Ids
+from datakit.tokenization.fast_encoder import NO_TERMS, GigatokenEncoder, Terms
 from datakit.tokenization.probe import PROBE, texts_of_tokens
-from datakit.tokenization.rank_file import (
-    CL100K_PATTERN,
-    GPT2_PATTERN,
-    LLAMA3_PATTERN,
-    O200K_PATTERN,
-    QWEN_PATTERN,
-    R50K_PATTERN,
-    TEKKEN_PATTERN,
-    is_rank_file,
-    read_rank_file,
-)
-from datakit.tokenization.tokenizer import Ids, TextFault, Tokenizer, gave_up, open_tokenizer
+from datakit.tokenization.tokenizer import TextFault, Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
-MAX_CACHE_BYTES, CHECK_CHARACTERS = 96 << 20, 4 << 20
-# Between lines, where no engine doubts what the characters are: before the newline, or for patterns that put it to the
-# punctuation before it, after it.
-_CUTS = re.compile(r"(?<=[!-~])(?=\n)"), re.compile(r"(?<=[!-~]\n)(?=[0-9A-Za-z])")
-
-SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
-    GPT2_PATTERN: "gpt2",
-    R50K_PATTERN: "gpt2",
-    CL100K_PATTERN: "cl100k",
-    LLAMA3_PATTERN: "olmo3",
-    QWEN_PATTERN: "qwen2",
-    O200K_PATTERN: "o200k",
-    TEKKEN_PATTERN: "nemotron",
-}
+_MAX_SHOWN = 3
+INSTALL = "pip install 'threefold[fast]'"
+SPACE = "▁"  # what sentencepiece writes for a blank; user-defined pieces of it are found in text otherwise
 
 
 class Encoder(Protocol):
-    """What turns documents into ids in bulk; every Tokenizer is one."""
+    """What turns documents into ids in bulk."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, on one thread."""
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, on one thread."""
+
+
+class ReferenceEncoder:
+    """The reference library itself."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text; TextFault names one on which the library gives up."""
+        return Encoded.of(self._tokenizer.encode_batch(texts), len(texts))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that a run uses, and why."""
+    """The backend that a run uses, why, and the terms on which the fast engine may."""
 
     backend: str
     reason: str
+    terms: Terms = NO_TERMS
 
 
-def open_encoder(path: str | os.PathLike[str], backend: str) -> Encoder:
-    """The encoder of a tokenizer file on a backend that `choose_backend` named."""
-    return GigatokenEncoder(Path(path)) if backend == FAST else open_tokenizer(path)
+class Unfit(Exception):
+    """Why the fast engine cannot stand in for the reference."""
+
+
+def open_encoder(path: str | os.PathLike[str], backend: str, terms: Terms | None = None) -> Encoder:
+    """Open the encoder of a tokenizer file on a backend that `choose_backend` chose, and on its terms."""
+    if backend == FAST:
+        return GigatokenEncoder(Path(path), terms)
+    return ReferenceEncoder(open_tokenizer(path))
 
 
 def require_backend(asked: str, path: str, reference: Tokenizer) -> None:
@@ -83,119 +79,68 @@ def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[
     if asked == reference.kind:
         return Choice(asked, "as asked for")
     probe = [*PROBE, *texts_of_tokens(reference.added_tokens()), *texts]
-    fault = probe_fault(path, reference, probe)
-    if fault is None:
-        size = sum(len(text) for text in texts)
-        return Choice(FAST, f"the ids of {reference.kind} on a probe with {size:,} characters of this input")
-    if asked == FAST:
-        raise UserError(f"{FAST} {fault}", hint=f"--tokenizer-backend {AUTO}")
-    return Choice(reference.kind, f"{FAST} {fault}")
-
-
-def probe_fault(path: str, reference: Tokenizer, texts: Sequence[str]) -> str | None:
-    """Why the fast engine cannot stand in for the reference, None where it gives the same ids for all texts."""
     try:
-        found = GigatokenEncoder(Path(path)).encode_batch(texts)
+        terms = find_terms(path, reference, probe)
     except ImportError:
-        return "is not installed: pip install gigatoken"
-    except (KeyboardInterrupt, SystemExit):
+        if asked == FAST:
+            raise UserError(f"{FAST} is not installed", hint=INSTALL) from None
+        return Choice(reference.kind, f"{FAST} is not installed; {INSTALL} makes this some ten times as fast")
+    except Unfit as fault:
+        if asked == FAST:
+            raise UserError(f"{FAST} {fault}", hint=f"--tokenizer-backend {AUTO}") from None
+        return Choice(reference.kind, f"{FAST} {fault}")
+    size = sum(len(text) for text in texts)
+    reason = f"the ids of {reference.kind} on a probe with {size:,} characters of this input"
+    return Choice(FAST, reason + _exceptions(terms, reference), terms)
+
+
+def find_terms(path: str, reference: Tokenizer, texts: Sequence[str]) -> Terms:
+    """Return the terms on which the fast engine gives the reference's ids for all texts; Unfit where there are none."""
+    before, after = reference.frame()
+    encoder = _open_fast(path, Terms(before, after))
+    added = {number for token in reference.added_tokens() if (number := reference.token_id(token)) is not None}
+    doubted, characters, differing = set[int](), tuple[str, ...](), list[tuple[str, set[int]]]()
+    for text, fast, sure in zip(texts, _encode_each(encoder, texts), _encode_each(reference, texts), strict=True):
+        if fast is None or (sure is not None and np.array_equal(fast, sure)):
+            continue  # where the engine gives up the reference has it
+        differing.append((text, added.intersection(fast[len(before) : len(fast) - len(after)].tolist())))
+    for only_one in (True, False):  # a token that explains a text by itself is not doubted for its neighbours
+        for _, tokens in differing:
+            if not tokens & doubted and (len(tokens) == 1 or not only_one):
+                doubted |= tokens
+    for text, tokens in differing:
+        if not tokens & doubted:
+            if SPACE not in text:
+                raise Unfit(f"gives other ids than {reference.kind} for {text[:40]!r}")
+            characters = (SPACE,)
+    return Terms(before, after, tuple(sorted(doubted)), characters)
+
+
+def _open_fast(path: str, terms: Terms) -> GigatokenEncoder:
+    try:
+        return GigatokenEncoder(Path(path), terms)
+    except (KeyboardInterrupt, SystemExit, ImportError):
         raise
     except BaseException as error:  # a panic of the engine is no Exception
-        return f"cannot do it: {' '.join(str(error).split())[:200]}"
+        raise Unfit(f"cannot do it: {' '.join(str(error).split())[:200]}") from None
+
+
+def _encode_each(encoder: Encoder | Tokenizer, texts: Sequence[str]) -> list[Ids | None]:
+    """The ids of each text, None where the encoder gives up on one."""
     try:
-        wanted = reference.encode_batch(texts)
-    except TextFault as fault:
-        return f"cannot be compared: {fault.message}"
-    for text, fast, sure in zip(texts, found, wanted, strict=True):
-        if not np.array_equal(fast, sure):
-            return f"gives other ids than {reference.kind} for {text[:40]!r}"
-    return None
+        return list(encoder.encode_batch(texts))
+    except TextFault:
+        if len(texts) == 1:
+            return [None]
+        half = len(texts) // 2
+        return [*_encode_each(encoder, texts[:half]), *_encode_each(encoder, texts[half:])]
 
 
-class GigatokenEncoder:
-    """gigatoken over a file of any kind; its cache is kept below about 96 MiB, and doubtful texts from it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._engine: Any = None
-        self._reference: Tokenizer | None = None
-        self._num_characters = 0  # since memory was looked at
-        self._load()
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        self._num_characters += sum(map(len, texts))
-        if self._num_characters > CHECK_CHARACTERS:
-            self._num_characters = 0
-            if resident_bytes() > self._limit_bytes:
-                self._load()
-        if not any(map(is_doubtful, texts)):
-            try:
-                return [self._engine.encode(text) for text in texts]
-            except BaseException as error:
-                if not gave_up(error):
-                    raise
-        return [self._encode(number, text) for number, text in enumerate(texts)]
-
-    def _encode(self, number: int, text: str) -> Ids:
-        """The ids of one text, the reference's where it is doubtful or the engine gives up on it."""
-        try:
-            ids: Ids | None = self._encode_lines(text) if is_doubtful(text) else self._engine.encode(text)
-            if ids is not None:
-                return ids
-        except BaseException as error:
-            if not gave_up(error):
-                raise
-            self._load()
-        try:
-            return self._encode_surely(text)
-        except TextFault as fault:
-            fault.number = number
-            raise
-
-    def _encode_lines(self, text: str) -> Ids | None:
-        """The ids of a doubtful text, only of its doubtful lines by the slow reference; None where lines do not stand
-        apart, which the engine tells: what it gives for the whole text must be what it gives for the lines."""
-        whole = self._engine.encode(text)
-        for cut in _CUTS:
-            lines = cut.split(text)
-            ids = [self._engine.encode(line) for line in lines]
-            if len(lines) > 1 and np.array_equal(np.concatenate(ids), whole):
-                break
-        else:
-            return None
-        try:
-            return np.concatenate(
-                [self._encode_surely(line) if is_doubtful(line) else fast for line, fast in zip(lines, ids)]
-            )
-        except TextFault:
-            return None
-
-    def _encode_surely(self, text: str) -> Ids:
-        if self._reference is None:
-            self._reference = open_tokenizer(self._path)
-        return self._reference.encode_batch([text])[0]
-
-    def _load(self) -> None:
-        self._engine = None  # its cache goes before the new one comes
-        self._engine = _open_engine(self._path)
-        self._limit_bytes = resident_bytes() + MAX_CACHE_BYTES
-
-
-def _open_engine(path: Path) -> Any:
-    from gigatoken import Tokenizer as Library
-
-    content = path.read_bytes()
-    if path.suffix == ".json":
-        return Library.from_json(content)
-    if not is_rank_file(path, content):
-        return Library.from_sentencepiece(content)
-    encoding = read_rank_file(path, content).encoding
-    if encoding.pattern not in SPLITTERS:
-        raise ValueError(f"it does not split text by the pattern {encoding.pattern!r}")
-    return Library.from_tiktoken(path, SPLITTERS[encoding.pattern], encoding.special_tokens)
-
-
-def resident_bytes() -> int:
-    """The memory that this process has resident."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _exceptions(terms: Terms, reference: Tokenizer) -> str:
+    """What is said of the documents that the reference will have."""
+    if not terms.doubted and not terms.characters:
+        return ""
+    names = [token for token in reference.added_tokens() if reference.token_id(token) in terms.doubted]
+    shown = [repr(name) for name in [*names, *terms.characters]]
+    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    return f"; documents with {', '.join(shown[:_MAX_SHOWN])}{more} go to {reference.kind}"

@@ -71,11 +71,16 @@ _PUBLISHED = {  # by the SHA-256 of the ranks: r50k_base (of GPT-2), p50k_base, 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The tokens of a rank file with their ids, how text is split for them, and the XXH3-128 of all of it."""
+    """The tokens of a rank file with their ids, how text is split for them, and the XXH3-128 of all of it.
+
+    Ids are ranks counted from `first_id`. With `reads_special`, a special token's name in a text becomes its id.
+    """
 
     ranks: dict[bytes, int]
     encoding: Encoding
     fingerprint: str
+    first_id: int = 0
+    reads_special: bool = True
 
 
 def is_rank_file(path: Path, content: bytes) -> bool:

@@ -1,8 +1,10 @@
-"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers), a sentencepiece `.model` or ranks.
+"""Tokenizer: text to token ids, from a `tokenizer.json` (Hugging Face tokenizers), a sentencepiece `.model` or ranks
+(a tiktoken file, or Mistral's tekken.json).
 
 Ids are those of the libraries' own `encode`: special tokens that a tokenizer.json's post-processor adds are kept, its
 truncation and padding are switched off. Special tokens that stand in a text become their ids with tokenizers and, as
-`allowed_special="all"`, with tiktoken. The library is imported when a file of its kind is opened.
+`allowed_special="all"`, with tiktoken, but not those of a tekken.json. The library is imported when a file of its kind
+is opened.
 """
 
 import os
@@ -17,13 +19,15 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.manifest import TokenizerIdentity
+from datakit.tokenization.encoded import Ids
 from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
+from datakit.tokenization.tekken import is_tekken, read_tekken
 from threefold.errors import StorageError, UserError
+from threefold.packages import needed_for
 
 DEFAULT_EOD = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 30
 _MAX_SHOWN = 8
-Ids = npt.NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
@@ -35,6 +39,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, on one thread when TOKENIZERS_PARALLELISM is false."""
+
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that are put before and after each text."""
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of ids."""
@@ -63,6 +70,8 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
+    if is_tekken(file, content):
+        return TiktokenTokenizer(file, read_tekken(file, content))
     if is_rank_file(file, content):
         return TiktokenTokenizer(file, read_rank_file(file, content))
     if not content:
@@ -120,6 +129,11 @@ class JsonTokenizer:
         with _told(self.kind, number, text):
             return np.array(self._library.encode(text).ids, np.uint32)
 
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        encoding = self._library.encode(_PLAIN)
+        bare = [number for number, is_put in enumerate(encoding.special_tokens_mask) if not is_put]
+        return (tuple(encoding.ids[: bare[0]]), tuple(encoding.ids[bare[-1] + 1 :])) if bare else ((), ())
+
     def added_tokens(self) -> list[str]:
         return [token.content for token in self._library.get_added_tokens_decoder().values()]
 
@@ -146,6 +160,9 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.array(self._library.encode(text), np.uint32) for text in texts]
 
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), ()
+
     def added_tokens(self) -> list[str]:
         library = self._library  # its user-defined symbols are pieces like any other
         outside = [
@@ -167,12 +184,8 @@ class TiktokenTokenizer:
     kind = "tiktoken"
 
     def __init__(self, path: Path, file: RankFile) -> None:
-        try:
+        with needed_for(f"{path}: reading ranks"):
             from tiktoken import Encoding
-        except ImportError:
-            raise UserError(
-                f"{path}: reading ranks takes tiktoken, which is not installed", hint="pip install tiktoken"
-            ) from None
         self._path, self._file, self.fingerprint = path, file, file.fingerprint
         pattern, special_tokens = file.encoding.pattern, file.encoding.special_tokens
         try:
@@ -196,8 +209,13 @@ class TiktokenTokenizer:
 
     def _encode(self, number: int, text: str) -> Ids:
         with _told(self.kind, number, text):
-            ids: Ids = self._library.encode_to_numpy(text, allowed_special="all")
+            ids: Ids = self._library.encode_to_numpy(
+                text, allowed_special="all" if self._file.reads_special else set(), disallowed_special=()
+            )
             return ids
+
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), ()
 
     def added_tokens(self) -> list[str]:
         return list(self._file.encoding.special_tokens)
@@ -242,5 +260,6 @@ def gave_up(error: BaseException) -> bool:
     return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
 
 
+_PLAIN = "a"
 _EVERY_CLASS = "Aa's 12\t\n .,\r\n  é你\u0301🙂_\x00\u3000 \n"
 TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"

@@ -9,7 +9,8 @@ from pathlib import Path
 from datakit.manifest import replace_durably, url_behind
 from datakit.shard import writing
 from datakit.text.documents import DocumentReader, DocumentRules
-from datakit.text.inputs import FileSlice, find_inputs
+from datakit.text.inputs import FileSlice, InputFile, find_inputs
+from datakit.text.spool import Spool
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
@@ -54,10 +55,13 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = _Texts(inputs, DocumentRules(text_key, txt_split, skip_invalid))
+    spool = Spool(report)  # its copies of pipes are there as long as it is
+    texts = _Texts(find_inputs(inputs, spool, report, but=[output]), DocumentRules(text_key, txt_split, skip_invalid))
     library.train_from_iterator(texts, trainer)
     if texts.num_skipped:
         report(f"skipped {texts.num_skipped:,} invalid documents")
+    if texts.num_replaced:
+        report(f"replaced lone surrogates by U+FFFD in {texts.num_replaced:,} documents")
     if not texts.num_documents:
         raise UserError(f"the input is empty: no document in {' '.join(inputs)}", hint=f"head -c 300 {inputs[0]}")
     with writing(path):
@@ -67,11 +71,11 @@ def train_tokenizer(
 
 
 class _Texts:
-    """The texts of all inputs; counts the documents it gives and those it skips."""
+    """The texts of all files; counts the documents it gives, skips, and gives with lone surrogates replaced."""
 
-    def __init__(self, inputs: Sequence[str], rules: DocumentRules) -> None:
-        self._files, self._rules = find_inputs(inputs), rules
-        self.num_documents = self.num_skipped = 0
+    def __init__(self, files: Sequence[InputFile], rules: DocumentRules) -> None:
+        self._files, self._rules = files, rules
+        self.num_documents = self.num_skipped = self.num_replaced = 0
 
     def __iter__(self) -> Iterator[str]:
         for file in self._files:
@@ -81,3 +85,4 @@ class _Texts:
                 self.num_documents += 1
                 yield document.text
             self.num_skipped += reader.skipped.total()
+            self.num_replaced += reader.num_replaced

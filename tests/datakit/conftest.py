@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from datakit.tokenization.rank_file import GPT2_PATTERN, sidecar_path
 from datakit.tokenization.tokenizer import DEFAULT_EOD
 from datakit.tokenization.tokenizer_training import train_tokenizer
 from threefold.errors import UserError
+from threefold.storage.service import split_url
 
 Cli = Callable[..., int]
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
@@ -130,3 +132,12 @@ def documents_of(store: TokenStore) -> list[list[int]]:
     """All documents of a store whose files are sound."""
     assert not verify(store.path)
     return [store.document(number).tolist() for number in range(store.num_documents)]
+
+
+def begin_upload(url: str) -> None:
+    """Leave an upload to an s3:// URL unfinished, as a killed process does."""
+    from botocore.session import get_session
+
+    bucket, key = split_url(url)
+    client = get_session().create_client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name="us-east-1")
+    client.create_multipart_upload(Bucket=bucket, Key=key)

@@ -3,10 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
+import datakit.origins
 from datakit import Recipe, TokenStore, preprocess, write_store
 from datakit.excerpt import document_excerpt, open_matching_tokenizer, pieces, sample_excerpt
 from datakit.store_verbs import _COLOURS, _PLAIN
@@ -59,6 +63,20 @@ def test_a_sample_passes_over_empty_documents_and_shards(tmp_path: Path) -> None
     store = write_store(tmp_path / "s", [[1, 2], [], [], [3], []], vocab_size=9, shard_documents=1)
     excerpt = sample_excerpt(store, 0, 2)
     assert [(part.document, part.start, part.num_tokens) for part in excerpt.parts] == [(0, 0, 2), (3, 0, 1)]
+
+
+def test_the_sources_of_a_shard_are_read_once(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_parsed = 0
+
+    def parse(table: memoryview) -> Any:
+        nonlocal num_parsed
+        num_parsed += 1
+        return orjson.loads(table)
+
+    monkeypatch.setattr(datakit.origins, "orjson", SimpleNamespace(loads=parse))
+    excerpt = sample_excerpt(TokenStore.open(store.path), 0, store.num_tokens - 1)
+    assert len(excerpt.parts) == store.num_documents
+    assert num_parsed == len(store.manifest.shards)
 
 
 def test_pieces_join_to_the_text(texts: list[str], tokenizer_path: str, model_path: Path) -> None:
@@ -123,7 +141,12 @@ def test_token_borders_are_coloured_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
-    assert cli("inspect", store.path, "--document", 5, "--tokenizer", tokenizer_path) == 0
+    command = ["inspect", store.path, "--document", 5, "--tokenizer", tokenizer_path]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cli(*command) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.delenv("NO_COLOR")
+    assert cli(*command) == 0
     output = capsys.readouterr().out
     assert output.count(_PLAIN) == sum(output.count(colour) for colour in _COLOURS) > 1
     assert abs(output.count(_COLOURS[0]) - output.count(_COLOURS[1])) <= 1

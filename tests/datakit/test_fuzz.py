@@ -32,7 +32,7 @@ DOCUMENTS = [[(7 * i + j) % 300 for j in range(i % 9)] for i in range(30)]
 MAX_ALLOCATED_BYTES = 64 << 20
 HUGE = [0, 1, 2, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1]
 PARSER = build_parser()
-EXAMPLES = settings(max_examples=40)
+EXAMPLES = settings(max_examples=15)
 
 
 @dataclasses.dataclass(frozen=True)

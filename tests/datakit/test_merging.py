@@ -105,23 +105,23 @@ def test_a_merge_killed_after_any_file_is_continued(
 
 KILLED = """
 import os, signal, sys
-from datakit import assembly, merge
+from datakit import merge, shard
 left = int(sys.argv[1])
-flush = assembly.flush_to_disk
+flush = shard.flush_to_disk
 def flush_or_die(file):
     global left
     left -= 1
     if left < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     flush(file)
-assembly.flush_to_disk = flush_or_die
+shard.flush_to_disk = flush_or_die
 merge(sys.argv[3:], sys.argv[2], copy=True)
 """
 
 
 def test_a_copy_killed_in_the_middle_of_a_file_is_continued(stores: list[Path], tmp_path: Path) -> None:
-    for num_files in (0, 4):
-        command = [sys.executable, "-c", KILLED, str(num_files), tmp_path / "m", *stores]
+    for num_flushes in (1, 4):  # the first time that of the note too
+        command = [sys.executable, "-c", KILLED, str(num_flushes), tmp_path / "m", *stores]
         done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
         assert done.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "m").glob("shard-*"))) == 4

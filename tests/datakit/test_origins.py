@@ -61,3 +61,13 @@ def test_documents_outside_are_an_index_error(tmp_path: Path) -> None:
     path.write_bytes(OriginsWriter().encode())
     with pytest.raises(IndexError):
         Origins(path)[0]
+
+
+def test_a_source_s_password_is_not_stored(tmp_path: Path) -> None:
+    writer = OriginsWriter()
+    for source in ("sftp://me:hunter2@host/a.jsonl", "https://host/b.jsonl?sig=hunter2&x=1"):
+        writer.add(source, 0, 0, b"")
+    (tmp_path / "a.origin").write_bytes(writer.encode())
+    assert b"hunter2" not in writer.encode()
+    sources = [Origins(tmp_path / "a.origin")[number].path for number in range(2)]
+    assert sources == ["sftp://***@host/a.jsonl", "https://host/b.jsonl?sig=***&x=1"]

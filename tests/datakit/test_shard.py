@@ -1,5 +1,7 @@
 """TokenShard: the exact layout, round trips, and refusal of every damaged header."""
 
+import errno
+import os
 import struct
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit.shard import DTYPE_CODES, ShardWriter, TokenShard, encode_index, writing
+from datakit.manifest import replace_durably
+from datakit.shard import DTYPE_CODES, ShardWriter, TokenShard, encode_index, temporary_folder, writing
+from datakit.store_writer import StoreShardWriter
 from threefold.errors import CheckFailed, StorageError
 
 
@@ -136,3 +140,49 @@ def test_a_full_scratch_disk_is_told_from_a_full_output(tmp_path: Path, monkeypa
         with pytest.raises(StorageError, match="No space left") as caught, writing(path):
             raise OSError(28, "No space left on device")
         assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_a_file_whose_fsync_failed_is_gone_and_written_anew(
+    tmp_path: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of a shard, and a note; the second try makes others, whose fsync means something."""
+    usual, failed, calls = os.fsync, set[int](), list[int]()
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == fails_at:
+            failed.add(os.fstat(descriptor).st_ino)
+            os.dup(descriptor)  # so that no other file gets its number
+            raise OSError(errno.EIO, "Input/output error")
+        usual(descriptor)
+
+    def make() -> None:
+        writer = StoreShardWriter(tmp_path / "a", "uint16")
+        writer.add(b"\1\0", "file", 0, 0)
+        writer.finish()
+        replace_durably(tmp_path / "note", b"done")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageError, match="Input/output error"):
+        make()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ([] if fails_at < 4 else ["a.bin", "a.idx", "a.origin"])
+    make()
+    assert not failed & {path.stat().st_ino for path in tmp_path.iterdir()}
+
+
+def test_a_full_temporary_folder_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_usable() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none_usable)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with pytest.raises(StorageError, match=rf"no temporary folder takes a file, {tmp_path} neither") as caught:
+        temporary_folder()
+    assert "export TMPDIR=" in (caught.value.hint or "")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for path, hint in [("store/a.bin", "choose another --output"), ("datakit-0-0123456789abcdef/a.bin", "TMPDIR")]:
+        with pytest.raises(StorageError, match=f"{path}: No space left") as caught, writing(tmp_path / path):
+            raise full
+        assert hint in (caught.value.hint or "")

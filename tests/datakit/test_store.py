@@ -1,6 +1,11 @@
 """TokenStore: one address space over shards, and refusal of stores that do not fit their manifest."""
 
+import errno
 import random
+import resource
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import datakit.store
-from datakit import TokenStore, write_store
+from datakit import TokenShard, TokenStore, verify, write_store
 from datakit.manifest import FILE_NAME, Manifest
 from threefold.errors import CheckFailed, StorageError, UserError
 
@@ -43,11 +48,79 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert write_store(tmp_path / "c", [[1, 2], [4]], vocab_size=100).fingerprint != first.fingerprint
 
 
-def test_few_shards_stay_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datakit.store, "MAX_OPEN_SHARDS", 2)
+def test_few_shards_of_all_stores_stay_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datakit.store.OPEN_SHARDS, "most", 3)
+    stores = [
+        write_store(tmp_path / name, [[i] for i in range(9)], vocab_size=100, shard_documents=1) for name in "abc"
+    ]
+    for _ in range(2):
+        for store in stores:
+            assert store.tokens(0, 9).tolist() == list(range(9))
+    assert [len(store._shards) for store in stores] == [0, 0, 3]
+    maps = Path("/proc/self/maps").read_text()
+    assert [maps.count(f"{tmp_path}/{name}/") for name in "abc"] == [0, 0, 6]
+    del store, stores
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+MANY_SHARDS = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from datakit import Blend, Loader, TokenStore
+from datakit.cli import main
+path, merged = sys.argv[1:]
+before = len(os.listdir("/proc/self/fd"))
+blend = Blend([(TokenStore.open(path), 2), (TokenStore.open(path), 1)], seq_length=8)
+with Loader(blend, 70, 1) as loader:
+    for _ in range(40):
+        loader.next_step()
+assert sum(len(store._shards) for store in blend.stores) == 1400
+assert all(store.origin(number).line == 1 for store in blend.stores for number in range(0, 700, 7))
+assert len(os.listdir("/proc/self/fd")) == before, "a shard keeps a descriptor"
+for verb in (["verify", path], ["stats", path], ["merge", path, "--output", merged], ["diff", path, path]):
+    assert main(verb) == 0, verb
+"""
+
+
+def test_a_store_of_more_shards_than_a_process_may_open_files(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "a", [range(9)], vocab_size=100)
+    [entry] = store.manifest.shards
+    names = [f"shard-{number:06}-000" for number in range(700)]
+    for name in names[1:]:
+        for file, _ in store.files(entry):
+            (tmp_path / "a" / name).with_suffix(file.suffix).hardlink_to(file)
+    shards = tuple(replace(entry, name=name) for name in names)
+    replace(store.manifest, shards=shards).write(tmp_path / "a")
+    program = [sys.executable, "-c", MANY_SHARDS, str(tmp_path / "a"), str(tmp_path / "merged")]
+    result = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "all checksums hold" in result.stdout
+
+
+def test_where_no_file_can_be_opened_the_limit_is_named_not_damage(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "a", [[1]], vocab_size=100)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        for read in (lambda: store.tokens(0, 1), lambda: verify(store.path), lambda: TokenStore.open(store.path)):
+            with pytest.raises(StorageError, match="Too many open files") as caught:
+                read()
+            assert caught.value.hint == "ulimit -n 65536"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_where_no_more_can_be_mapped_what_is_open_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(tmp_path / "a", [[i] for i in range(9)], vocab_size=100, shard_documents=1)
+    opened = TokenStore._open_shard
+
+    def open_if_there_is_room(store: TokenStore, number: int) -> TokenShard:
+        if len(store._shards) >= 4:
+            raise StorageError("cannot read") from OSError(errno.ENOMEM, "Cannot allocate memory")
+        return opened(store, number)
+
+    monkeypatch.setattr(TokenStore, "_open_shard", open_if_there_is_room)
     assert store.tokens(0, 9).tolist() == list(range(9))
-    assert len(store._open) == 2
 
 
 @pytest.mark.parametrize("tokens", [[100], [-1]])

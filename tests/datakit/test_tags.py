@@ -79,6 +79,7 @@ def tags_of(store: TokenStore) -> dict[tuple[str | None, str], int]:
     return found
 
 
+@pytest.mark.slow
 def test_documents_are_counted_by_tag_in_a_store_and_in_merges_of_merges(
     tmp_path: Path, corpus: Path, tokenizer_path: str
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit import TokenStore, verify, write_store
+from datakit import TokenStore, archive, verify, write_store
 from datakit.manifest import Manifest
 from datakit.shard import digest_file
 from threefold.errors import CheckFailed
@@ -137,3 +137,32 @@ def test_files_of_several_blocks_are_checked_to_their_end(tmp_path: Path) -> Non
     small = dataclasses.replace(store.manifest.tokenizer, vocab_size=98)
     Manifest(store.dtype, small, store.manifest.shards).write(store.path)
     assert "holds token 98" in str(verify(store.path)[0])
+
+
+@pytest.mark.parametrize("extra", [b"\n", b" ", b"\0", b"more"])
+def test_bytes_after_the_end_of_any_file_are_found(tmp_path: Path, extra: bytes) -> None:
+    store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
+    archive(store.path, str(tmp_path / "a"))
+    for file in sorted([*(tmp_path / "s").iterdir(), *(tmp_path / "a").iterdir()]):
+        sound = file.read_bytes()
+        file.write_bytes(sound + extra)
+        try:
+            [fault] = map(str, verify(file.parent))
+        except CheckFailed as error:  # without sound records nothing else can be checked
+            fault = error.message
+        assert file.name in fault
+        file.write_bytes(sound)
+    assert not verify(tmp_path / "s")
+    assert not verify(tmp_path / "a")
+
+
+def test_an_index_that_goes_on_as_megatrons_may_is_not_a_stores(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", DOCUMENTS, vocab_size=100)
+    [entry] = store.manifest.shards
+    index = store.path / f"{entry.name}.idx"
+    index.write_bytes(index.read_bytes() + bytes(len(DOCUMENTS)))
+    shards = (dataclasses.replace(entry, idx=digest_file(index)),)
+    dataclasses.replace(store.manifest, shards=shards).write(store.path)
+    [fault] = verify(store.path)
+    assert fault.file == str(index)
+    assert fault.message == f"has {index.stat().st_size} bytes, {index.stat().st_size - len(DOCUMENTS)} expected"

@@ -17,9 +17,10 @@ from datakit import archive, unarchive, verify, write_store
 from datakit.archives import archiving as module
 from datakit.archives.store_source import StoreSource
 from tests.datakit.archived import FRAME_BYTES, FaultyStorage, Killed, make_archive, make_store
-from tests.datakit.conftest import files_of
+from tests.datakit.conftest import begin_upload, files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
 from tools.fault_proxy import Fault, FaultProxy
 
 
@@ -251,6 +252,13 @@ def test_a_damaged_large_file_is_not_uploaded_to_s3(
     assert files_of(tmp_path / "u") == files_of(damaged)
 
 
+def test_uploads_that_a_killed_run_left_are_aborted(store: Path, s3_url: str) -> None:
+    begin_upload(f"{s3_url}/a/shard-000001-000.bin.zst")
+    begin_upload(f"{s3_url}/a/mine.bin")
+    archive(store, f"{s3_url}/a")
+    assert abort_stale_uploads(open_storage(s3_url), older_than_s=-60.0) == ["a/mine.bin"]
+
+
 @pytest.mark.parametrize("kind", ["file", "fsspec", "s3"])
 def test_every_kind_of_place_gets_the_same_bytes(
     store: Path, tmp_path: Path, request: pytest.FixtureRequest, kind: str
@@ -264,7 +272,7 @@ def test_every_kind_of_place_gets_the_same_bytes(
     assert contents(place) == files_of(tmp_path / "a")
 
 
-@pytest.mark.parametrize("kind", ["503", "reset"])
+@pytest.mark.parametrize("kind", ["503", pytest.param("reset", marks=pytest.mark.slow)])
 def test_an_archive_on_s3_survives_passing_faults_and_continues_after_lasting_ones(
     store: Path, tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

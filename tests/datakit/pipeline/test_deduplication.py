@@ -61,10 +61,10 @@ def test_the_first_of_equal_texts_is_kept_with_any_number_of_workers(
     tmp_path: Path, corpus: Path, documents: list[str], tokenizer_path: str
 ) -> None:
     recipe = Recipe(tokenizer_path, dedup=True)
-    for workers in (1, 2, 4):
+    for workers in (1, 3):
         summary = preprocess([str(corpus)], tmp_path / str(workers), recipe, num_workers=workers, item_bytes=3000)
     one = files_of(tmp_path / "1")
-    assert files_of(tmp_path / "2") == files_of(tmp_path / "4") == one
+    assert files_of(tmp_path / "3") == one
     store, firsts, library = TokenStore.open(tmp_path / "1"), firsts_of(documents), Library.from_file(tokenizer_path)
     assert len(store.manifest.shards) > 5
     assert ids_of(store) == [library.encode(text).ids for text in firsts]
@@ -83,6 +83,7 @@ def test_the_first_of_equal_texts_is_kept_with_any_number_of_workers(
         preprocess([str(corpus)], tmp_path / "1", Recipe(tokenizer_path), item_bytes=3000)
 
 
+@pytest.mark.slow
 def test_it_composes_with_splits_and_rules_that_skip(
     tmp_path: Path, documents: list[str], corpus: Path, tokenizer_path: str
 ) -> None:
@@ -158,9 +159,9 @@ def test_only_changed_input_is_hashed_again_and_what_was_sealed_of_it_is_void(tm
     assert hashes.done == [0, 1, 2, 1]
     assert lines[1:] == ["2 of 6 documents have the text of an earlier one"]
     kept = [
-        [document.text for document in Duplicates(output).of_item(item.number).leave_out(reader)]
+        Duplicates(output).of_item(item.number).leave_out(documents).texts
         for item in items()
-        for reader in [DocumentReader(item.slices[0], DocumentRules())]
+        for documents in DocumentReader(item.slices[0], DocumentRules()).runs()
     ]
     assert kept == [["a", "same"], ["b"], ["c"]]
 
@@ -172,6 +173,7 @@ def command(corpus: Path, output: Path, tokenizer_path: str, *flags: str) -> lis
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_at_one_write_to_disk_after_the_other_and_rerun_gives_the_same_bytes(
     tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli
 ) -> None:

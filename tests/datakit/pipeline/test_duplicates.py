@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from datakit.pipeline import duplicates as module
 from datakit.pipeline.duplicates import Duplicates, ItemHashes, are_duplicates_of, find_repeats, write_duplicates
 from datakit.pipeline.output import Output
-from datakit.text.documents import Document
+from datakit.text.documents import Document, Documents
 from threefold.errors import UserError
 
 FEW = st.integers(0, 3)
@@ -36,8 +36,8 @@ def hashes_of(folder: Path, items: Sequence[Sequence[str]]) -> list[ItemHashes]:
     return found
 
 
-def documents_of(texts: Sequence[str]) -> list[Document]:
-    return [Document(text, 0, line, 1) for line, text in enumerate(texts)]
+def documents_of(texts: Sequence[str]) -> Documents:
+    return Documents.of([Document(text, 0, line, 1) for line, text in enumerate(texts)])
 
 
 def naive(items: Sequence[Sequence[str]]) -> list[list[int]]:

@@ -15,6 +15,7 @@ from datakit import Recipe, TokenShard
 from datakit.pipeline.item import RECORDS_FOLDER, ItemEncoder, ItemRecord, Progress, read_records
 from datakit.pipeline.output import Output
 from datakit.text.inputs import FileSlice, WorkItem, find_inputs
+from datakit.tokenization.encoder import ReferenceEncoder
 from datakit.tokenization.tokenizer import identify, open_tokenizer
 from tests.datakit.conftest import files_of, write_jsonl
 from threefold.errors import UserError
@@ -27,7 +28,7 @@ def seal(output: Path, source: Path, recipe: Recipe) -> tuple[ItemRecord, list[P
     [file] = find_inputs([str(source)])
     item = WorkItem(7, (FileSlice(file, 0, file.size_bytes),))
     progress: list[Progress] = []
-    ItemEncoder(Output(str(output)), recipe, tokenizer, identity).seal(item, progress.append)
+    ItemEncoder(Output(str(output)), recipe, ReferenceEncoder(tokenizer), identity).seal(item, progress.append)
     [record] = read_records(Output(str(output)), [item])
     assert record is not None
     return record, progress

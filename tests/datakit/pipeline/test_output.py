@@ -61,3 +61,21 @@ def test_outputs_behind_urls_are_worked_on_below_a_folder_of_the_user(monkeypatc
     mine = Output("memory://bucket/s").work
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert Output("memory://bucket/s").work != mine
+
+
+def test_an_output_and_a_store_in_it_may_be_links_to_other_disks(tmp_path: Path) -> None:
+    for disk in ("disk", "other"):
+        (tmp_path / disk).mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    (tmp_path / "out/train").symlink_to(tmp_path / "other")
+    output = Output(str(tmp_path / "out"))
+    with output.locked():
+        output.begin(b"note")
+        shard = tmp_path / "shard-000000-000.bin"
+        shard.write_bytes(b"tokens")
+        output.adopt("train", [shard])
+        output.write("train/manifest.json", b"{}")
+    assert output.sizes("train") == {"train/manifest.json": 2, "train/shard-000000-000.bin": 6}
+    output.remove_shards("train", but=set())
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["manifest.json"]
+    assert (tmp_path / "disk/train").is_symlink()

@@ -17,9 +17,10 @@ import zstandard
 from datakit import Recipe, preprocess
 from datakit.text import remote_file
 from datakit.text.inputs import find_inputs
-from tests.datakit.conftest import Cli, files_of, write_jsonl
+from tests.datakit.conftest import Cli, begin_upload, files_of, write_jsonl
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
 from tools.fault_proxy import Fault, FaultProxy
 
 ROOT = Path(__file__).parents[3]
@@ -85,7 +86,7 @@ def test_objects_are_found_like_files(corpus: Path) -> None:
         find_inputs([f"{url}/a**b"])
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_fsspec_url_gives_the_bytes_of_a_local_run(
     num_workers: int, tmp_path: Path, corpus: Path, tokenizer_path: str
 ) -> None:
@@ -95,7 +96,7 @@ def test_any_fsspec_url_gives_the_bytes_of_a_local_run(
     preprocess([f"local://{corpus}"], url, recipe, item_bytes=20_000, num_workers=num_workers)
     for part in ("train", "valid"):
         assert without_input(files_of(tmp_path / "there" / part)) == without_input(files_of(tmp_path / "here" / part))
-    assert {path.name for path in (tmp_path / "there").iterdir()} <= {"train", "valid", ".work"}
+    assert {path.name for path in (tmp_path / "there").iterdir()} <= {"train", "valid", ".work", ".sources.json"}
     assert not [path for path in (tmp_path / "there").rglob(".work/**/*") if path.is_file()]
 
 
@@ -103,11 +104,11 @@ def test_any_fsspec_url_gives_the_bytes_of_a_local_run(
     "fault",
     [
         Fault(),
-        Fault("503", skip=5, times=6),
-        Fault("reset", method="GET", skip=3, times=4, after_bytes=200),
-        Fault("reset", method="PUT", skip=3, times=5),
-        Fault("stall", method="GET", skip=4, times=1, after_bytes=200),
-        Fault("stall", method="PUT", skip=4, times=1),
+        pytest.param(Fault("503", skip=5, times=6), marks=pytest.mark.slow),
+        pytest.param(Fault("reset", method="GET", skip=3, times=4, after_bytes=200), marks=pytest.mark.slow),
+        pytest.param(Fault("reset", method="PUT", skip=3, times=5), marks=pytest.mark.slow),
+        pytest.param(Fault("stall", method="GET", skip=4, times=1, after_bytes=200), marks=pytest.mark.slow),
+        pytest.param(Fault("stall", method="PUT", skip=4, times=1), marks=pytest.mark.slow),
     ],
     ids=["no fault", "503", "reset GET", "reset PUT", "stall GET", "stall PUT"],
 )
@@ -127,6 +128,7 @@ def test_an_object_store_that_fails_gives_the_same_bytes(
     assert not [key for key in found if key.startswith(".work")]
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_on_the_object_store(
     s3_url: str, s3_proxy: FaultProxy, tmp_path: Path, corpus: Path, tokenizer_path: str
 ) -> None:
@@ -151,6 +153,15 @@ def test_a_killed_run_continues_on_the_object_store(
     assert objects_of(f"{s3_url}/killed") == objects_of(f"{s3_url}/whole")
     again = preprocess([str(corpus)], f"{s3_url}/killed/", recipe, item_bytes=10_000)
     assert again.num_items_done_before == again.num_items
+
+
+def test_uploads_that_a_killed_run_left_are_aborted(s3_url: str, corpus: Path, tokenizer_path: str) -> None:
+    begin_upload(f"{s3_url}/store/train/shard-000000-000.bin")
+    begin_upload(f"{s3_url}/store/mine.bin")
+    begin_upload(f"{s3_url}/store-2/train/shard-000000-000.bin")
+    preprocess([str(corpus / "b.txt")], f"{s3_url}/store", Recipe(tokenizer_path, split=(0.5, 0.5)))
+    left = abort_stale_uploads(open_storage(s3_url), older_than_s=-60.0)
+    assert sorted(left) == ["store-2/train/shard-000000-000.bin", "store/mine.bin"]
 
 
 def test_an_output_that_holds_other_things_is_refused(

@@ -14,6 +14,7 @@ from datakit.pipeline.ray_pool import _Sealer
 from datakit.pipeline.task import HASH, Task
 from datakit.tags import Tag
 from datakit.text.inputs import cut, find_inputs
+from datakit.tokenization.fast_encoder import Terms
 from tests.datakit.conftest import write_jsonl
 
 IDENTITY = TokenizerIdentity("tokenizers", "ab", 400, "<|endoftext|>", 0)
@@ -21,7 +22,8 @@ IDENTITY = TokenizerIdentity("tokenizers", "ab", 400, "<|endoftext|>", 0)
 
 def test_a_task_arrives_as_it_was() -> None:
     recipe = Recipe("t.json", split=(0.5, 0.5), max_chars=9, tags=(Tag("a", "x/**"), Tag("b", "y")), dedup=True)
-    for task in (Task("s", recipe, IDENTITY, HASH), Task("s", Recipe("t.json"), IDENTITY, "tokenizers")):
+    terms = Terms(before=(1,), after=(2, 3), doubted=(4,), characters=("▁",))
+    for task in (Task("s", recipe, IDENTITY, HASH), Task("s", Recipe("t.json"), IDENTITY, "gigatoken", terms)):
         assert Task.from_line(task.to_line()) == task
         assert pickle.loads(pickle.dumps(task)) == task
 

@@ -1,6 +1,8 @@
 """Blend: the contract of samples and epochs, weights at every prefix, segments, and what a resume refuses."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +130,14 @@ def test_a_resume_takes_appended_segments_and_refuses_every_other_change(stores:
         ([1.0, -1.0, 1.0], {}, "none may be negative"),
         ([0.0, 0.0, 0.0], {}, "one must be positive"),
         ([1.0, float("nan"), 1.0], {}, "none may be negative"),
+        ([float("nan"), 1.0, 1.0], {}, "none may be negative"),
+        ([1.0, float("inf"), 1.0], {}, "sum finite"),
+        ([1e308, 1e308, 1e308], {}, "sum finite"),
+        ([1, 10**400, 1], {}, "weight 1000.*000 is not a number that a float holds"),
+        ([1, "0.5", 1], {}, "weight '0.5' is not"),
+        ([1, None, 1], {}, "weight None is not"),
+        ([1.0, 1.0, 1.0], {"later": [(5.5, [1.0, 1.0, 1.0])]}, "sample 5.5 on"),
+        ([1.0, 1.0, 1.0], {"later": [(2**62, [1.0, 1.0, 1.0])]}, "come after 0"),
         ([1.0, 1.0, 1.0], {"later": [(5, [1.0])]}, "1 weights for 3 stores"),
         ([1.0, 1.0, 1.0], {"later": [(0, [1.0, 1.0, 1.0])]}, "from sample 0 on come after 0"),
     ],
@@ -135,6 +145,40 @@ def test_a_resume_takes_appended_segments_and_refuses_every_other_change(stores:
 def test_faulty_weights(stores: list[TokenStore], weights: list[float], options: dict[str, object], fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         blend(stores, weights, **options)
+
+
+@pytest.mark.parametrize("samples", [[-1], [3, -1], [2**62], [2**64 - 1], [2**70], [1.0], ["1"], [[1, 2]]])
+def test_faulty_samples(stores: list[TokenStore], samples: Any) -> None:
+    with pytest.raises(UserError, match="whole numbers from 0"):
+        blend(stores, [1, 1, 1]).batch(samples)
+
+
+def test_no_samples(stores: list[TokenStore]) -> None:
+    stream = blend(stores, [1, 1, 1], later=[(9, [1, 1, 2])])
+    with pytest.raises(UserError, match="no samples"):
+        stream.batch([])
+    with pytest.raises(UserError, match="no first -1 samples"):
+        stream.epochs(-1)
+    assert stream.batch(2**62 - 1).tokens.shape == (1, L)
+
+
+def test_stores_of_different_tokenizers_are_refused(stores: list[TokenStore]) -> None:
+    def made_with(fingerprint: str, store: TokenStore) -> TokenStore:
+        tokenizer = replace(store.manifest.tokenizer, fingerprint=fingerprint)
+        return TokenStore(store.path, replace(store.manifest, tokenizer=tokenizer))
+
+    blend([stores[0], made_with("a", stores[1]), made_with("a", stores[2])], [1, 1, 1])  # what is not known may fit
+    with pytest.raises(UserError, match=r"/401 was made with .* a, .*/83 with that of b"):
+        blend([made_with("a", stores[0]), stores[1], made_with("b", stores[2])], [1, 1, 1])
+
+
+def test_a_random_row_takes_no_counting_of_all_stores(
+    stores: list[TokenStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = blend(stores, [1, 1, 1])
+    monkeypatch.setattr(stream, "counts", None)
+    monkeypatch.setattr(stream._rotations[0], "counts", None)
+    assert stream.batch([10**12]).tokens.shape == (1, L)
 
 
 def test_a_store_too_small_for_one_row(stores: list[TokenStore], tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, write_store
-from datakit.stream.gather import Pieces, _library, gather, gather_reference
+from datakit.stream.gather import Pieces, gather, gather_reference
+from datakit.stream.native import stream_library
 
 ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
 
@@ -34,14 +35,12 @@ def test_native_equals_reference(
     stores: list[TokenStore], data: st.DataObject, seq_length: int, mask: bool, reset: bool
 ) -> None:
     owners = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
-    pieces = Pieces(len(owners), seq_length)
+    pieces = Pieces(seq_length)
     expected = []
-    for number, store in enumerate(stores):
-        rows = np.flatnonzero(np.array(owners) == number)
-        last = store.num_tokens - seq_length - 1
-        starts = np.array([data.draw(st.integers(0, last)) for _ in rows], np.int64)
-        pieces.add(store, rows, starts)
-        expected += [(int(row), store.tokens(int(at), int(at) + seq_length + 1)) for row, at in zip(rows, starts)]
+    for store in (stores[owner] for owner in owners):
+        start = data.draw(st.integers(0, store.num_tokens - seq_length - 1))
+        pieces.add(store, start)
+        expected.append(store.tokens(start, start + seq_length + 1))
     native = gather(pieces, mask_eod_loss=mask, reset_positions=reset)
     reference = gather_reference(pieces, mask_eod_loss=mask, reset_positions=reset)
     for name in ARRAYS:
@@ -49,15 +48,15 @@ def test_native_equals_reference(
         assert found.shape == (len(owners), seq_length)
         assert np.array_equal(found, getattr(reference, name)), name
         assert np.shares_memory(found, native.buffer)
-    for row, tokens in expected:
+    for row, tokens in enumerate(expected):
         assert native.tokens[row].tolist() == tokens[:-1].tolist()
         assert native.labels[row].tolist() == tokens[1:].tolist()
 
 
 def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: Path) -> None:
     store = write_store(tmp_path / "a", [[1, 2, 0], [3, 0, 4, 5, 6]], vocab_size=9, eod_id=0)
-    pieces = Pieces(1, 7)
-    pieces.add(store, np.array([0]), np.array([0]))
+    pieces = Pieces(7)
+    pieces.add(store, 0)
     batch = gather(pieces, mask_eod_loss=True, reset_positions=True)
     assert batch.tokens.tolist() == [[1, 2, 0, 3, 0, 4, 5]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1]]
@@ -70,8 +69,9 @@ def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: 
 def test_many_rows_use_threads(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 60000, 40_000)
     store = write_store(tmp_path / "a", np.split(tokens, 40), vocab_size=60000, shard_documents=9)
-    pieces = Pieces(600, 1024)
-    pieces.add(store, np.arange(600), np.arange(600) * 60)
+    pieces = Pieces(1024)
+    for row in range(600):
+        pieces.add(store, 60 * row)
     native, reference = gather(pieces), gather_reference(pieces)
     assert all(np.array_equal(getattr(native, name), getattr(reference, name)) for name in ARRAYS)
 
@@ -94,7 +94,7 @@ def test_rows_that_are_not_whole_are_refused(table: list[list[int]]) -> None:
     native = np.array([[row, source.ctypes.data, count, size] for row, count, size in table], np.int64).reshape(-1, 4)
     out, eod = np.zeros(4 * 8, np.int64), np.full(1, -1, np.int64)
     address = ctypes.c_void_p(out.ctypes.data)
-    code = _library().dk_gather(
+    code = stream_library().dk_gather(
         native.ctypes.data, len(native), 1, 4, eod.ctypes.data, 0, 0, address, address, address, address, 1
     )
     assert code < 0

@@ -1,9 +1,14 @@
 """Loader: one global stream under any dp size and batch size, exact resume from anywhere, in one process or several."""
 
 import json
+import os
+import pickle
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +137,53 @@ def test_damage_found_while_reading_ahead_is_raised_by_the_step_it_belongs_to(tm
         with pytest.raises(CheckFailed, match=index.name):
             loader.next_step()
         assert loader.cursor.num_samples == read
+
+
+def test_a_loader_goes_on_in_a_process_that_unpickles_it(blend: Blend) -> None:
+    with Loader(blend, 2, 3, 1, 2, mask_eod_loss=True) as loader:
+        loader.next_step()
+        content = pickle.dumps(loader)
+        expected = loader.next_step()
+        with pickle.loads(content) as other:
+            found = other.next_step()
+            assert other.cursor == loader.cursor
+    assert (found.buffer == expected.buffer).all()
+    assert (found.first_sample, found.epochs) == (expected.first_sample, expected.epochs)
+
+
+def test_a_pickled_stream_keeps_its_segments(stores: list[TokenStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Blend([(stores[0], 2), (stores[1], 0)], seq_length=L, seed=5, later=[(40, [1, 3])])
+    content = pickle.dumps(stream)
+    monkeypatch.chdir("/")
+    found = pickle.loads(content)
+    assert found.digest() == stream.digest()
+    assert (found.batch(range(100)).tokens == stream.batch(range(100)).tokens).all()
+
+
+def test_another_store_at_the_path_of_a_pickled_one_is_refused(tmp_path: Path) -> None:
+    content = pickle.dumps(write_store(tmp_path / "a", [[1, 2]], vocab_size=9))
+    shutil.rmtree(tmp_path / "a")
+    write_store(tmp_path / "a", [[1, 3]], vocab_size=9)
+    with pytest.raises(CheckFailed, match="is not the store that was pickled"):
+        pickle.loads(content)
+
+
+def test_both_sides_of_a_fork_go_on(blend: Blend) -> None:
+    with Loader(blend, 2, 1) as loader:
+        loader.next_step()
+        child = os.fork()
+        batch = loader.next_step()
+        if not child:
+            signal.alarm(20)
+            os._exit(0 if (batch.tokens == blend.batch([2, 3]).tokens).all() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (batch.tokens == blend.batch([2, 3]).tokens).all()
+
+
+@pytest.mark.parametrize("number", [-1, 2**62, 1.5, "1", None])
+def test_a_sample_that_cannot_be(blend: Blend, number: Any) -> None:
+    with Loader(blend, 1, 1) as loader, pytest.raises(UserError, match="whole numbers from 0"):
+        loader.sample(number)
 
 
 RANK_PROGRAM = """

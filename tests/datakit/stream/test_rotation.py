@@ -1,26 +1,42 @@
 """The rotation: exact counts, and weights kept at every prefix."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.stream.rotation import CIRCLE, Rotation, floor_sum
+from datakit.stream.rotation import CIRCLE, Rotation
 
 WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=12).filter(lambda weights: sum(weights) > 1e-3)
 THETAS = st.integers(0, CIRCLE - 1)
 
 
+STEP = 2850178704830799621
+
+
+def floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """sum((a * i + b) // m for i in range(n)), by Euclid's algorithm in whole numbers of any size."""
+    total = 0
+    while n > 0:
+        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b, m, a = *divmod(a * n + b, m), a, m
+    return total
+
+
 @given(n=st.integers(0, 60), m=st.integers(1, 50), a=st.integers(0, 200), b=st.integers(0, 200))
-def test_floor_sum(n: int, m: int, a: int, b: int) -> None:
+def test_the_reference_is_the_sum(n: int, m: int, a: int, b: int) -> None:
     assert floor_sum(n, m, a, b) == sum((a * i + b) // m for i in range(n))
 
 
 @given(weights=WEIGHTS, theta=THETAS)
 def test_counts_are_those_of_the_stream_and_keep_to_the_weights(weights: list[float], theta: int) -> None:
     rotation = Rotation(weights, theta)
-    sources = rotation.sources(0, 2000)
+    sources, numbers = rotation.locate(np.arange(2000))
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    assert numbers.tolist() == (counts[np.arange(2000), sources] - 1).tolist()
     for n in (0, 1, 7, 1999):
         assert rotation.counts(n + 1).tolist() == counts[n].tolist()
     shares = np.array(weights) / sum(weights)
@@ -28,16 +44,18 @@ def test_counts_are_those_of_the_stream_and_keep_to_the_weights(weights: list[fl
     assert not counts[-1][np.array(weights) == 0].any()
 
 
-@given(weights=WEIGHTS, theta=THETAS, start=st.integers(0, 2**50))
-def test_access_is_random(weights: list[float], theta: int, start: int) -> None:
+@given(weights=WEIGHTS, theta=THETAS, sample=st.integers(0, 2**62 - 1))
+def test_access_is_random_and_exact(weights: list[float], theta: int, sample: int) -> None:
     rotation = Rotation(weights, theta)
-    sources = rotation.sources(start, start + 50)
-    gained = rotation.counts(start + 50) - rotation.counts(start)
-    assert gained.tolist() == np.bincount(sources, minlength=len(weights)).tolist()
-    assert rotation.counts(start).sum() == start
+    [source], [number] = (column.tolist() for column in rotation.locate(np.array([sample])))
+    edges = [0, *np.cumsum(rotation.arcs).tolist()]
+    assert edges[source] <= (STEP * sample + theta) % CIRCLE < edges[source + 1]
+    beyond = [floor_sum(sample, CIRCLE, STEP, theta + CIRCLE - edge) for edge in edges]
+    assert number == beyond[source] - beyond[source + 1]
+    assert rotation.counts(sample).tolist() == [first - second for first, second in pairwise(beyond)]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e6])
 def test_weights_need_not_sum_to_one(scale: float) -> None:
     plain, scaled = Rotation([0.5, 0.3, 0.2]), Rotation([0.5 * scale, 0.3 * scale, 0.2 * scale])
-    assert (plain.sources(0, 1000) == scaled.sources(0, 1000)).all()
+    assert (plain.locate(np.arange(1000))[0] == scaled.locate(np.arange(1000))[0]).all()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from datakit.text.documents import Document, DocumentReader, DocumentRules
 from datakit.text.inputs import FileSlice, cut, find_inputs
-from threefold.errors import UserError
+from datakit.text.json_text import JsonText
+from threefold.errors import StorageError, UserError
 
 
 def reader_of(path: Path, **options: Any) -> DocumentReader:
@@ -67,12 +69,75 @@ def test_txt_is_one_document_a_file_or_a_line(tmp_path: Path) -> None:
     assert [document.offset_bytes for document in by_line] == [0, 6, 7, 14]
 
 
+PLAIN_LINES = st.builds(lambda text: json.dumps({"id": 1, "text": text}).encode(), st.text("aé\u2028\x85", max_size=9))
+ODD_LINES = [
+    b"", b" \t", b"\xef\xbb\xbf", b'\xef\xbb\xbf{"text": "marked"}', b'{"text": "CR LF"}\r', b'{"text": "CR\rinside"}',
+    b'{"text": "a", "score": NaN}', b'{"text": "\\ud800"}', b'{"text": "\\ud83d\\ude00"}', b'  {"text": "blanks"}  ',
+    b'{"text": "\xff"}', b'{"text": 7}', b'{"text": null}', b'{"body": "x"}', b'{"text": "x"', b'{"text": "a\0"}',
+    b'{"text":"a"},{"text":"b"}', b'{"text":"}', b'{"}', b'{"text":[{}', b"{}]}", b"1,2", b'["text"]', b'"text"', b"7",
+    b'{"text": "twice", "text": "last"}', b'{"text": "%s"}' % (b"long" * 99), b"[" * 2000, b'{"text": ""}',
+]  # fmt: skip
+
+
+@given(
+    lines=st.lists(PLAIN_LINES | st.sampled_from(ODD_LINES), max_size=12),
+    end=st.sampled_from([b"", b"\n", b"\r\n"]),
+    block_bytes=st.sampled_from([7, 100, 1000]),
+    rules=st.builds(
+        DocumentRules, skip_invalid=st.booleans(), skip_empty=st.booleans(), max_chars=st.sampled_from([None, 5])
+    ),
+)
+def test_lines_read_at_once_are_those_read_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], end: bytes, block_bytes: int, rules: DocumentRules
+) -> None:
+    path = tmp_path_factory.mktemp("docs") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines) + end)
+    [file] = find_inputs([str(path)])
+
+    def outcome() -> tuple[Any, ...]:
+        reader = DocumentReader(FileSlice(file, 0, file.size_bytes), rules, with_digest=True)
+        found, error = list[Document](), None
+        try:
+            found.extend(reader)  # keeps what came before a fault
+        except UserError as fault:
+            error = fault.message, fault.hint
+        return found, error, reader.num_lines, list(reader.skipped.items()), reader.num_replaced, reader.digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datakit.text.blocks._READ_BYTES", block_bytes)
+        at_once = outcome()
+        patch.setattr(JsonText, "find_all", lambda *_: None)
+        assert at_once == outcome()
+
+
+def test_only_a_block_with_an_odd_line_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, odd = b'{"text": "x"}\n', b'{"a": NaN, "text": "x"}\n'
+    monkeypatch.setattr("datakit.text.blocks._READ_BYTES", 10 * len(plain))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(plain * 20 + odd + plain * 99)
+    singles = list[bytes]()
+    find = JsonText.find
+    monkeypatch.setattr(JsonText, "find", lambda self, line: singles.append(line) or find(self, line))
+    assert len(read(path)) == 120
+    assert singles.count(odd) == 1
+    assert len(singles) <= 10
+
+
+def test_a_long_line_is_not_copied_to_be_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+    find_all = JsonText.find_all
+    monkeypatch.setattr(JsonText, "find_all", lambda self, lines: sizes.append(len(lines)) or find_all(self, lines))
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in (9, 3 << 20, 9)))
+    assert [len(document.text) for document in read(path)] == [9, 3 << 20, 9]
+    assert sizes == [len('{"text": "xxxxxxxxx"}\n')] * 2
+
+
 FAULTY_LINES = [
     (b'{"body": "x", "id": 1}', "line 3: no key 'text'; its keys: 'body', 'id'"),
     (b'{"text": 7}', "line 3: 'text' is no text but int"),
     (b'["text"]', "line 3: no JSON object"),
     (b'{"text": "x"', "line 3: invalid JSON"),
-    (b'{"text": "\\ud800"}', "line 3: invalid JSON"),
     (b'{"text": "\xff"}', "line 3: invalid UTF-8: invalid start byte 0xff at byte 44"),
 ]
 
@@ -95,8 +160,8 @@ def test_invalid_lines_are_skipped_and_counted_where_that_is_asked(tmp_path: Pat
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(pack(b"\n".join(lines), suffix))
     reader = reader_of(path, skip_invalid=True)
-    assert [(document.text, document.line) for document in reader] == [("first", 0), ("last", 8)]
-    assert (reader.num_lines, reader.skipped) == (9, {"invalid": 6})
+    assert [(document.text, document.line) for document in reader] == [("first", 0), ("last", 7)]
+    assert (reader.num_lines, reader.skipped) == (8, {"invalid": 5})
 
 
 def test_txt_that_is_no_utf8_is_skipped_by_file_or_line(tmp_path: Path) -> None:
@@ -189,3 +254,34 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path.write_text('{"text": "x"}\n')
     with pytest.raises(UserError, match="became shorter"):
         list(DocumentReader(FileSlice(file, 0, file.size_bytes), DocumentRules()))
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n')
+    documents = iter(reader_of(path))
+    next(documents)
+    os.utime(path)
+    with pytest.raises(UserError, match=r"a\.jsonl changed while it was read"):
+        next(documents)
+
+
+def test_lone_surrogates_and_byte_order_marks_of_files_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a\\ud800"}\n\xef\xbb\xbf{"text": "b", "score": NaN}\n\xef\xbb\xbf\n')
+    reader = reader_of(path)
+    assert [(document.text, document.offset_bytes) for document in reader] == [("a\ufffd", 0), ("b", 23)]
+    assert reader.num_replaced == 1
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo")
+    assert [document.text for document in read(path)] == ["one\n\ufefftwo"]
+    assert [document.text for document in read(path, txt_split="line")] == ["one", "two"]
+
+
+def test_a_text_beyond_memory_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(StorageError, match=rf"a\.txt: a document of {1 << 43:,} bytes does not fit") as caught:
+        read(path)
+    assert caught.value.hint == "give fewer --workers, or --txt-split line if each line is a document"

@@ -14,7 +14,7 @@ from threefold.errors import StorageError, UserError
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    names = ["b.jsonl", "a.txt", "sub/c.jsonl.gz", "sub/d.txt.zst", "x.json", "sub/.e.txt", ".git/f.txt", "y.jsonl.bz2"]
+    names = ["b.jsonl", "a.txt", "sub/c.jsonl.gz", "sub/d.txt.zst", "x.md", "sub/.e.txt", ".git/f.txt", "y.jsonl.lz4"]
     for name in names:
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(name)
@@ -50,7 +50,8 @@ def test_a_name_with_glob_characters_is_taken_as_it_is(folder: Path) -> None:
     [
         (["none.jsonl"], "no such input: none.jsonl"),
         (["*.parquet"], "no such input"),
-        (["x.json"], "neither .jsonl or .txt"),
+        (["x.md"], r"x\.md is not text that can be read, by its name"),
+        (["y*", "x*"], r"the input is empty: .*2 files of other kinds were not read: \.lz4 \(1\), \.md \(1\)"),
         (["empty"], "the input is empty"),
     ],
 )
@@ -72,6 +73,10 @@ def test_a_large_file_is_cut_at_line_ends_without_loss(
     assert [item.number for item in items] == list(range(len(items)))
     assert b"".join(content[part.start : part.stop] for part in slices) == content
     assert all(part.start == 0 or content[part.start - 1 : part.start] == b"\n" for part in slices)
+    num_parts = -(-len(content) // item_bytes)
+    wanted = [len(content) * part // num_parts for part in range(1, num_parts)]
+    ends = [content.find(b"\n", offset - 1) + 1 or len(content) for offset in wanted]
+    assert [part.stop for part in slices if len(content) > item_bytes] == sorted({*ends, len(content)} if ends else ())
     longest = max(lines, default=0) + 1
     assert all(part.stop - part.start <= item_bytes + longest for part in slices)
 

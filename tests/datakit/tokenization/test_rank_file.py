@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Library
 from datakit.excerpt import pieces
 from datakit.store import TokenStore
 from datakit.tokenization import rank_file
-from datakit.tokenization.encoder import SPLITTERS, GigatokenEncoder, choose_backend
+from datakit.tokenization.encoder import choose_backend
+from datakit.tokenization.fast_encoder import SPLITTERS, GigatokenEncoder
 from datakit.tokenization.probe import PROBE
 from datakit.tokenization.rank_file import (
     CL100K_PATTERN,
@@ -208,9 +209,9 @@ def test_the_sidecar_in_the_guide_is_llama_3s(tmp_path: Path, tokenizer_path: st
 
 def test_without_tiktoken_the_error_says_what_to_install(rank_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(UserError, match="takes tiktoken, which is not installed") as caught:
+    with pytest.raises(UserError, match="reading ranks needs the package tiktoken") as caught:
         open_tokenizer(rank_path)
-    assert caught.value.hint == "pip install tiktoken"
+    assert caught.value.hint == 'pip install "threefold[tiktoken]"'
 
 
 def test_a_text_that_tiktoken_cannot_take_is_named(

@@ -8,7 +8,7 @@ import sentencepiece
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from datakit.tokenization.encoder import choose_backend
+from datakit.tokenization.encoder import choose_backend, open_encoder
 from datakit.tokenization.tokenizer import DEFAULT_EOD, TextFault, identify, open_tokenizer
 from threefold.errors import UserError
 
@@ -83,7 +83,10 @@ def test_a_text_at_which_tokenizers_gives_up_is_named(tokenizer_path: str, tmp_p
     assert caught.value.number == 1
     assert tokenizer.encode_batch(["fine"])[0].tolist() == library.encode("fine").ids
     choice = choose_backend("auto", str(tmp_path / "t.json"), tokenizer, ["<\n "])
-    assert choice.backend == "tokenizers"
+    chosen = open_encoder(tmp_path / "t.json", choice.backend, choice.terms)
+    with pytest.raises(TextFault, match="gives up on a text of 3 characters"):  # as the reference does
+        chosen.encode_batch(["fine", "<\n ", "good"])
+    assert chosen.encode_batch(["fine"]).num_by_reference == 0
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from threefold.errors import UserError
 
 
 def test_training_repeats_and_loses_nothing(tmp_path: Path, texts: list[str]) -> None:
-    write_jsonl(tmp_path / "a.jsonl", texts)
+    source = str(write_jsonl(tmp_path / "a.jsonl", texts))
     for name in ("x.json", "y.json"):
-        train_tokenizer([str(tmp_path)], str(tmp_path / name), vocab_size=500)
+        train_tokenizer([source], str(tmp_path / name), vocab_size=500)
     assert (tmp_path / "x.json").read_bytes() == (tmp_path / "y.json").read_bytes()
     tokenizer = open_tokenizer(tmp_path / "x.json")
     assert tokenizer.token_id(DEFAULT_EOD) == 0

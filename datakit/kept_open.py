@@ -1,0 +1,76 @@
+"""KeptOpen: what a store keeps open of its shards, within one bound for all stores of the process.
+
+The least recently used goes first, whichever store it is of. Takes no lock, so a fork at any moment leaves it usable:
+each step on the shared order is a single operation, and two threads that open the same shard at once do no harm.
+"""
+
+import errno
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+from threefold.errors import StorageError
+
+Value = TypeVar("Value")
+
+
+class Bound:
+    """How many values all `KeptOpen` of one kind may keep together, and the order in which they were used."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        # of a KeptOpen that is gone the entries stay until they are the oldest: never used again, they soon are
+        self._order: OrderedDict[tuple[ref[KeptOpen[Any]], int], None] = OrderedDict()
+
+    def used(self, owner: "ref[KeptOpen[Any]]", number: int) -> None:
+        """Note that a value was used, and drop the oldest beyond the bound."""
+        order, key = self._order, (owner, number)
+        order.pop(key, None)
+        order[key] = None
+        if len(order) > self.most:
+            self._shrink(self.most)
+
+    def halve(self) -> bool:
+        """Drop half of all values, the oldest; False where nothing is kept."""
+        before = len(self._order)
+        self._shrink(before // 2)
+        return before > 0
+
+    def _shrink(self, most: int) -> None:
+        with suppress(KeyError):  # another thread has just dropped the last one
+            while len(self._order) > most:
+                (owner, number), _ = self._order.popitem(last=False)
+                if (kept := owner()) is not None:
+                    kept.drop(number)
+
+
+class KeptOpen(Generic[Value]):
+    """The open values of one store, by shard number; safe to use from several threads."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound, self._ref = bound, ref(self)
+        self._values: dict[int, Value] = {}
+
+    def get(self, number: int, open_value: Callable[[int], Value]) -> Value:
+        """The value of a shard, opened if it is not kept.
+
+        If the address space is full, for instance by `ulimit -v`, what is kept makes room for it.
+        """
+        value = self._values.get(number)
+        while value is None:
+            try:
+                value = self._values[number] = open_value(number)
+            except StorageError as error:
+                if getattr(error.__cause__, "errno", None) != errno.ENOMEM or not self._bound.halve():
+                    raise
+        self._bound.used(self._ref, number)
+        return value
+
+    def drop(self, number: int) -> None:
+        """Keep this value no longer; whoever uses it still may."""
+        self._values.pop(number, None)
+
+    def __len__(self) -> int:
+        return len(self._values)

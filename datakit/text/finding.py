@@ -1,0 +1,139 @@
+"""Finding: the files, objects and pipes that arguments name, and a count of what is beside them and not read."""
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+
+from datakit.text.folders import entries_below, is_hidden, is_through_link, matches_of, plain_path
+from datakit.text.formats import format_of, other_kind
+from datakit.text.remote_file import is_url, storage_of
+from datakit.text.spool import is_pipe
+from threefold.errors import UserError
+from threefold.storage import ObjectInfo
+from threefold.storage.repeating import open_repeating
+
+_NUM_NAMED_KINDS = 5
+_NUM_REQUESTS = 64  # side by side, where many URLs are named
+
+
+@dataclass
+class Found:
+    """Paths of local files, objects by their URLs, pipes; of folders and globs also the number of names not read."""
+
+    files: set[str] = field(default_factory=set)
+    objects: dict[str, ObjectInfo] = field(default_factory=dict)
+    pipes: set[str] = field(default_factory=set)
+    unread: Counter[str] = field(default_factory=Counter)
+    num_hidden: int = 0
+
+    def notice(self) -> str | None:
+        """Return one line on what was not read, None if there is nothing to say."""
+        kinds = [f"{kind} ({count:,})" for kind, count in self.unread.most_common(_NUM_NAMED_KINDS)]
+        if more := len(self.unread) - len(kinds):
+            kinds.append(f"{more} more kinds")
+        parts = []
+        if others := self.unread.total():
+            what = "file of other kinds was" if others == 1 else "files of other kinds were"
+            parts.append(f"{others:,} {what} not read: {', '.join(kinds)}")
+        if self.num_hidden:
+            parts.append(f"{self.num_hidden:,} hidden name{' was' if self.num_hidden == 1 else 's were'} not read")
+        return "; ".join(parts) or None
+
+    def sort_in(self, path: str, key: str, info: ObjectInfo | None = None) -> None:
+        """Take a file or object that a folder or glob gave, or count it as not read; `key` is what was below it."""
+        if is_hidden(key):
+            self.num_hidden += 1
+        elif format_of(key) is None:
+            self.unread[other_kind(key)] += 1
+        elif info:
+            self.objects[path] = info
+        else:
+            self.files.add(path)
+
+
+def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
+    """Return what these files, folders, globs and URLs of such name; UserError if one names nothing.
+
+    Folders are searched through and through, hidden names and the local paths of `but` left out; each real folder
+    counts once.
+    """
+    found, folders = Found(), list[str]()
+    for argument in arguments:
+        if not is_url(argument):
+            folders += _find_local(argument, found)
+    for entry in entries_below(folders, but):
+        if (entry.is_symlink() or not entry.is_file()) and is_pipe(entry.path):  # an ordinary file is not looked up
+            found.unread["pipe or device"] += 1
+        else:
+            found.sort_in(entry.path.removeprefix("./"), entry.name)
+    found.files = set(_once(found.files))
+    urls = dict.fromkeys(filter(is_url, arguments))
+    with ThreadPoolExecutor(_NUM_REQUESTS) as threads:
+        for folder, objects in threads.map(_find_remote, urls):
+            for key, info in objects.items():
+                if key:
+                    found.sort_in(f"{folder}/{key}", key, info)
+                else:
+                    found.objects[folder] = info
+    return found
+
+
+def _find_local(argument: str, found: Found) -> Iterator[str]:
+    """Put files and pipes that an argument names into `found`, return its folders."""
+    is_named = is_pipe(argument) or os.path.lexists(argument)
+    matches = [argument] if is_named else matches_of(argument) if glob.has_magic(argument) else []
+    if not matches:
+        raise UserError(f"no such input: {argument}", hint=f"ls {os.path.dirname(argument) or '.'}")
+    for path in matches:
+        if is_pipe(path):
+            found.pipes.add(path)
+        elif os.path.isdir(path):
+            yield plain_path(path)
+        elif is_named:
+            found.files.add(plain_path(path))
+        else:
+            found.sort_in(plain_path(path), os.path.basename(path))
+
+
+def _once(paths: Iterable[str]) -> Iterator[str]:
+    """Return the paths without those that lead to the same name in the same real folder; one without links is kept."""
+    real_folder, has_link = cache(os.path.realpath), cache(is_through_link)
+    seen: set[tuple[str, str]] = set()
+    for path in sorted(paths, key=lambda path: (has_link(os.path.dirname(path)), path)):
+        folder, name = os.path.split(path)
+        if (place := (real_folder(folder), name)) not in seen:
+            seen.add(place)
+            yield path
+
+
+def _find_remote(url: str) -> tuple[str, dict[str, ObjectInfo]]:
+    """Return a folder and the objects below it that a URL names; for one object itself that, under the key ""."""
+    if not glob.has_magic(url):
+        storage, name = storage_of(url)
+        if name and not url.endswith("/") and (info := storage.info(name)):
+            return url, {"": info}
+        folder = url.rstrip("/")
+        objects = {info.key: info for info in open_repeating(folder).list()}
+    else:
+        folder = url[: re.search(r"[*?[]", url).start()].rpartition("/")[0]  # type: ignore[union-attr]  # has_magic
+        matches = _matcher(url[len(folder) + 1 :])
+        objects = {info.key: info for info in open_repeating(folder).list() if matches(info.key)}
+    if not objects:
+        raise UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files")
+    return folder, objects
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Return whether a key matches a glob, in which `*` stays within a folder and `**` does not."""
+    from fsspec.utils import glob_translate
+
+    try:
+        compiled = re.compile(glob_translate(pattern))
+    except ValueError as error:
+        raise UserError(f"{pattern} is no glob: {error}", hint="write ** alone between slashes") from None
+    return lambda key: compiled.match(key) is not None

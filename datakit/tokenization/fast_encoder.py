@@ -1,0 +1,246 @@
+"""GigatokenEncoder: gigatoken in place of a tokenizer's reference, with the reference's ids for every document.
+
+The engine runs on terms that a probe has found (see encoder.py): what a post-processor puts around a text goes around
+its ids, and a document of which it may think otherwise goes to the reference, alone. It keeps every distinct word it
+has met for ever, so it is loaded anew where its memory has grown.
+"""
+
+import base64
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from datakit.tokenization.doubtful import is_doubtful
+from datakit.tokenization.encoded import Encoded, Ids
+from datakit.tokenization.rank_file import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    O200K_PATTERN,
+    QWEN_PATTERN,
+    R50K_PATTERN,
+    TEKKEN_PATTERN,
+    RankFile,
+    is_rank_file,
+    read_rank_file,
+)
+from datakit.tokenization.tekken import is_tekken, read_tekken
+from datakit.tokenization.tokenizer import TextFault, Tokenizer, gave_up, open_tokenizer
+
+MAX_CACHE_BYTES, CHECK_CHARACTERS = 96 << 20, 4 << 20
+# Between lines, where no engine doubts what the characters are: before the newline, or for patterns that put it to the
+# punctuation before it, after it.
+_CUTS = re.compile(r"(?<=[!-~])(?=\n)"), re.compile(r"(?<=[!-~]\n)(?=[0-9A-Za-z])")
+_MAX_PADDING = 4  # a batch comes as rows of the longest document: at most this many times its characters, and some
+_FREE_PADDING = 1 << 16
+_SHORT_CHARACTERS = 1 << 10  # longer documents take the engine longer than the call
+
+SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
+    GPT2_PATTERN: "gpt2",
+    R50K_PATTERN: "gpt2",
+    CL100K_PATTERN: "cl100k",
+    LLAMA3_PATTERN: "olmo3",
+    QWEN_PATTERN: "qwen2",
+    O200K_PATTERN: "o200k",
+    TEKKEN_PATTERN: "nemotron",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms the engine stands in for the reference.
+
+    Ids `before` and `after` go around each document. One in whose text the engine finds one of the `doubted` ids, or
+    which holds one of the doubted `characters`, is the reference's.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    doubted: tuple[int, ...] = ()
+    characters: tuple[str, ...] = ()
+
+
+NO_TERMS = Terms()
+
+
+class GigatokenEncoder:
+    """gigatoken over a file of any kind; its cache is kept below about 96 MiB."""
+
+    def __init__(self, path: Path, terms: Terms | None = None) -> None:
+        """Open the engine; without terms, those that hold for any text are the reference's frame and no doubt."""
+        self._path = path
+        self._engine: Any = None
+        self._reference: Tokenizer | None = None
+        self._terms = terms or Terms(*self._open_reference().frame())
+        self._doubted = np.zeros(max(self._terms.doubted, default=0) + 2, np.bool_)  # the last is for all ids beyond
+        self._doubted[list(self._terms.doubted)] = True
+        self._num_characters = 0  # since memory was looked at
+        self._load()
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text; TextFault where both the engine and the reference give up on one."""
+        texts = list(texts)
+        self._num_characters += sum(map(len, texts))
+        if self._num_characters > CHECK_CHARACTERS:
+            self._num_characters = 0
+            if resident_bytes() > self._limit_bytes:
+                self._load()
+        try:
+            found = self._run(texts)
+        except BaseException as error:
+            if not gave_up(error):
+                raise
+            return self._join([self._encode(number, text) for number, text in enumerate(texts)])
+        doubted = self._numbers_of_doubted(texts, found)
+        if not doubted:
+            return found.framed(self._terms.before, self._terms.after)
+        return self._join([self._encode(n, texts[n]) if n in doubted else (ids, True) for n, ids in enumerate(found)])
+
+    def _join(self, documents: list[tuple[Ids, bool]]) -> Encoded:
+        """All documents' ids, framed, from each one's bare ids and whether they are the engine's."""
+        encoded = Encoded.of([ids for ids, _ in documents], sum(not is_engines for _, is_engines in documents))
+        return encoded.framed(self._terms.before, self._terms.after)
+
+    def _run(self, texts: list[str]) -> Encoded:
+        """What the engine makes of texts, without a frame."""
+        size = sum(map(len, texts))
+        if size >= _SHORT_CHARACTERS * len(texts) or not self._engine.takes_batches:
+            return Encoded.of([self._engine.encode(text) for text in texts])
+        if len(texts) * max(map(len, texts)) > _MAX_PADDING * size + _FREE_PADDING:
+            half = len(texts) // 2
+            first, second = self._run(texts[:half]), self._run(texts[half:])
+            return Encoded(
+                np.concatenate([first.tokens, second.tokens]), np.concatenate([first.lengths, second.lengths])
+            )
+        rows, lengths = self._engine.encode_rows(texts)
+        return Encoded(rows[np.arange(rows.shape[1]) < lengths[:, None]], lengths)
+
+    def _numbers_of_doubted(self, texts: list[str], found: Encoded) -> set[int]:
+        """Which documents the reference has to see."""
+        doubted = self._numbers_of_wrong(texts, found)
+        if is_doubtful("".join(texts)):
+            doubted.update(number for number, text in enumerate(texts) if is_doubtful(text))
+        return doubted
+
+    def _numbers_of_wrong(self, texts: list[str], found: Encoded) -> set[int]:
+        """Which documents hold what the terms name."""
+        wrong = set(found.holding(self._doubted).tolist()) if self._terms.doubted else set[int]()
+        if characters := self._terms.characters:
+            wrong.update(n for n, text in enumerate(texts) if any(character in text for character in characters))
+        return wrong
+
+    def _encode(self, number: int, text: str) -> tuple[Ids, bool]:
+        """The bare ids of one text, the reference's where they are doubted or the engine gives up; and which."""
+        try:
+            whole: Ids = self._engine.encode(text)
+            if not self._numbers_of_wrong([text], Encoded.of([whole])):
+                if not is_doubtful(text):
+                    return whole, True
+                ids = self._encode_lines(text, whole)
+                if ids is not None:
+                    return ids, False
+        except BaseException as error:
+            if not gave_up(error):
+                raise
+            self._load()
+        try:
+            return self._encode_surely(text), False
+        except TextFault as fault:
+            fault.number = number
+            raise
+
+    def _encode_lines(self, text: str, whole: Ids) -> Ids | None:
+        """The ids of a doubtful text, only of its doubtful lines by the slow reference; None where lines do not stand
+        apart, which the engine tells: what it gives for the whole text must be what it gives for the lines."""
+        for cut in _CUTS:
+            lines = cut.split(text)
+            ids: list[Ids] = [self._engine.encode(line) for line in lines]
+            if len(lines) > 1 and np.array_equal(np.concatenate(ids), whole):
+                break
+        else:
+            return None
+        try:
+            return np.concatenate(
+                [self._encode_surely(line) if is_doubtful(line) else fast for line, fast in zip(lines, ids)]
+            )
+        except TextFault:
+            return None
+
+    def _encode_surely(self, text: str) -> Ids:
+        """The reference's ids of a text, without the frame."""
+        [ids] = self._open_reference().encode_batch([text])
+        return ids[len(self._terms.before) : len(ids) - len(self._terms.after)]
+
+    def _open_reference(self) -> Tokenizer:
+        if self._reference is None:
+            self._reference = open_tokenizer(self._path)
+        return self._reference
+
+    def _load(self) -> None:
+        self._engine = None  # its cache goes before the new one comes
+        self._engine = _open_engine(self._path)
+        self._limit_bytes = resident_bytes() + MAX_CACHE_BYTES
+
+
+class _Engine:
+    """A loaded gigatoken."""
+
+    def __init__(self, library: Any, first_id: int = 0) -> None:
+        from gigatoken.gigatoken_rs import BPETokenizer
+
+        self._library, self._first_id = library, first_id
+        self.takes_batches = isinstance(
+            library.backend, BPETokenizer
+        )  # for the other, a batch is slower than its texts
+
+    def encode(self, text: str) -> Ids:
+        """The ids of one text."""
+        ids: Ids = self._library.backend.encode(text)
+        return ids + np.uint32(self._first_id) if self._first_id else ids
+
+    def encode_rows(self, texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """A row of ids for each text, padded to the longest, and how many ids each has; on this thread."""
+        rows, lengths = self._library.encode_batch_padded(texts, 0, parallel=False)
+        return rows + np.uint32(self._first_id) if self._first_id else rows, lengths
+
+
+def _open_engine(path: Path) -> _Engine:
+    from gigatoken import Tokenizer as Library
+
+    content = path.read_bytes()
+    if is_tekken(path, content):
+        return _open_tekken(Library, read_tekken(path, content))
+    if path.suffix == ".json":
+        return _Engine(Library.from_json(content))
+    if not is_rank_file(path, content):
+        return _Engine(Library.from_sentencepiece(content))
+    encoding = read_rank_file(path, content).encoding
+    return _Engine(Library.from_tiktoken(path, _splitter(encoding.pattern), encoding.special_tokens))
+
+
+def _open_tekken(library: Any, file: RankFile) -> _Engine:
+    """The engine over ranks that it takes as a file of its own form, from 0."""
+    splitter = _splitter(file.encoding.pattern)
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as lines:
+        lines.writelines(base64.b64encode(token) + b" %d\n" % (id - file.first_id) for token, id in file.ranks.items())
+        lines.flush()
+        return _Engine(library.from_tiktoken(lines.name, splitter, {}), file.first_id)
+
+
+def _splitter(pattern: str) -> str:
+    if pattern not in SPLITTERS:
+        raise ValueError(f"it does not split text by the pattern {pattern!r}")
+    return SPLITTERS[pattern]
+
+
+def resident_bytes() -> int:
+    """The memory that this process has resident."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
