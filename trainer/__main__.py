@@ -2,6 +2,10 @@
 
 import sys
 
-from trainer.cli import main
+from threefold.child_python import forget_current_folder
 
-sys.exit(main())
+forget_current_folder()
+
+from threefold.packages import start  # noqa: E402  # only now, as it imports the standard library
+
+sys.exit(start("trainer"))

@@ -63,7 +63,7 @@ class Bucket:
         names = list(shapes)
         self.segments = [
             Segment(names[index], a, b, self._offsets[index] + a - interval[0])
-            for index, a, b in overlaps(self._offsets, numels, *interval)
+            for index, a, b in overlaps(self._offsets, numels, *interval).tolist()
         ]
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -2,21 +2,20 @@
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from threefold.cli import Parser, print_json, run
+from threefold.cli import Parser, print_json, print_line, run
 from threefold.errors import UserError
 from trainer.config_file import add_flags, flag_overrides, load_config
+from trainer.failure import JobParser, is_launched, leave, let_first_speak, recorded
 
 T = TypeVar("T")
-OTHERS_SPEAK_AFTER_S = 5.0
 
 
 def build_parser() -> Parser:
     """The parser of all verbs."""
-    parser = Parser(prog="trainer", description="A compact tensor x pipeline x data parallel GPT trainer.")
+    parser = JobParser(prog="trainer", description="A compact tensor x pipeline x data parallel GPT trainer.")
     verbs = parser.add_subparsers(metavar="{train,eval,generate}")
 
     train = verbs.add_parser(
@@ -62,6 +61,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="default: the run's own, from the checkpoint")
 
 
+@recorded
 def train_verb(arguments: argparse.Namespace) -> int:
     """Train or resume; every rank of a torchrun job comes here."""
     config = before_ranks(lambda: load_config(arguments.config, flag_overrides(arguments), world_size=world_size()))
@@ -70,6 +70,7 @@ def train_verb(arguments: argparse.Namespace) -> int:
     return train(config)
 
 
+@recorded
 def eval_verb(arguments: argparse.Namespace) -> int:
     """Evaluate, and print the result on the first rank."""
     from trainer.evaluate import evaluate_checkpoint
@@ -87,10 +88,12 @@ def eval_verb(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result)
     else:
-        print("\n".join(f"{name}: {value}" for name, value in result.items()))
+        for name, value in result.items():
+            print_line(f"{name}: {value}")
     return 0
 
 
+@recorded
 def generate_verb(arguments: argparse.Namespace) -> int:
     """Generate, and print the prompt with its continuation."""
     from trainer.generate import generate_text
@@ -107,19 +110,22 @@ def world_size() -> int:
 
 
 def before_ranks(action: Callable[[], T]) -> T:
-    """Run what every rank does before ranks can talk; an error that all meet is reported once a node.
-
-    The first rank of a node speaks at once. torchrun then ends the others; one that still lives after a while is alone
-    with its error.
-    """
+    """Run what every rank does before ranks can talk; an error that all meet is reported once a node."""
     try:
         return action()
     except UserError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(OTHERS_SPEAK_AFTER_S)
+        let_first_speak()
         raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console entry point."""
-    return run(build_parser(), argv)
+    try:
+        code = run(build_parser(), argv)
+    except SystemExit as ended:  # what ranks agreed on, or a usage fault
+        if not (isinstance(ended.code, int) and is_launched()):
+            raise
+        code = ended.code
+    if code and is_launched():
+        leave(code)
+    return code

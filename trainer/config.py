@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+SAVE_INTERVAL_S = 600.0  # of a run that asks for no interval
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -145,11 +147,19 @@ class CheckpointConfig:
         repeats=True,
     )
     load: str = option("", "run or step URL that seeds the run while `save` holds no step", flags=["--load"])
-    save_interval: int = option(0, "save every so many steps; 0 only at the end", minimum=0, flags=["--save-interval"])
+    save_interval: int = option(0, "save every so many steps; 0 leaves it to save_interval_s", minimum=0,
+                                flags=["--save-interval"])  # fmt: skip
+    save_interval_s: float = option(
+        -1.0,
+        "save at the first step so many seconds after the last save; 0 never; -1 means "
+        f"{SAVE_INTERVAL_S:g} while save_interval is 0, else never",
+        minimum=-1,
+        flags=["--save-interval-s"],
+    )
     max_failed_saves: int = option(3, "this many failed saves in a row end the run", minimum=1)
     deadline_s: float = option(600.0, "how long a save waits for the files of all ranks", above=0)
     keep_last: int = option(0, "keep the newest N steps after each save; with all keep_* 0 all stay", minimum=0)
-    keep_every: int = option(0, "keep each step that this divides", minimum=0)
+    keep_every: int = option(0, "keep the first step at or after each multiple of this", minimum=0)
     keep_best: int = option(0, "keep the N steps with the smallest keep_best_metric", minimum=0)
     keep_best_metric: str = option("val_loss", "val_loss, loss, or any other number in a checkpoint's metadata")
     keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from ckptkit.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
-from ckptkit.saving.tiers import Tiers, check_intervals, parse_tiers
+from ckptkit.saving.tiers import Tiers, parse_tiers
 from threefold.errors import UserError
-from trainer.config import Config, DataConfig, ValidConfig
+from trainer.config import SAVE_INTERVAL_S, CheckpointConfig, Config, DataConfig, ValidConfig
 
 Fault = tuple[set[str], str]  # the fields that take part, and the sentence
 
@@ -79,13 +79,19 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
 
 
 def data_faults(config: Config) -> list[Fault]:
-    """Faults between stores and their weights, and an evaluation without a validation set."""
+    """Faults between stores and their weights, in positions, and an evaluation without a validation set."""
     faults: list[Fault] = []
     blends: dict[str, DataConfig | ValidConfig] = {"data": config.data, "data.valid": config.data.valid}
     for name, part in blends.items():
         if part.weights and len(part.weights) != len(part.stores):
             text = f"{name}.weights has {len(part.weights)} entries for {len(part.stores)} {name}.stores"
             faults.append(({f"{name}.weights", f"{name}.stores"}, text))
+    if config.data.reset_positions and config.model.position == "rope":
+        text = (
+            "data.reset_positions with model.position rope puts earlier documents at negative distances, as attention "
+            "is not masked by document: --data.reset-positions false, or --model.position learned"
+        )
+        faults.append(({"data.reset_positions", "model.position"}, text))
     if config.train.eval_interval and not config.data.valid.stores:
         text = f"train.eval_interval {config.train.eval_interval} needs data.valid.stores"
         faults.append(({"train.eval_interval", "data.valid.stores"}, text))
@@ -106,20 +112,22 @@ def schedule_faults(config: Config) -> list[Fault]:
     if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
         text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
         faults.append(({"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text))
-    if save.save_interval and not save.save:
-        text = f"checkpoint.save_interval {save.save_interval} needs checkpoint.save"
-        faults.append(({"checkpoint.save_interval", "checkpoint.save"}, text))
+    for name, interval in (("save_interval", save.save_interval), ("save_interval_s", save.save_interval_s)):
+        if interval > 0 and not save.save:
+            text = f"checkpoint.{name} {interval:g} needs checkpoint.save"
+            faults.append(({f"checkpoint.{name}", "checkpoint.save"}, text))
+    if -1 < save.save_interval_s < 0:
+        text = f"checkpoint.save_interval_s must be -1, 0 or seconds, got {save.save_interval_s:g}"
+        faults.append(({"checkpoint.save_interval_s"}, text))
     return faults
 
 
 def tier_faults(config: Config) -> list[Fault]:
-    """Faults in what is written of the tiers, and between their intervals and the run's."""
+    """Faults in what is written of the tiers."""
     try:
         tiers = tiers_of(config)
-        if tiers is not None:
-            check_intervals(tiers, config.checkpoint.save_interval)
     except UserError as error:
-        return [({"checkpoint.save", "checkpoint.save_interval"}, f"checkpoint.save: {error.message}: {error.hint}")]
+        return [({"checkpoint.save"}, f"checkpoint.save: {error.message}: {error.hint}")]
     if tiers is not None and tiers.first.of_node and config.parallel.zero_stage == 0:
         text = f"checkpoint.save {tiers.first.url} is each node's own, for which parallel.zero_stage must be 1, got 0"
         return [({"checkpoint.save", "parallel.zero_stage"}, text)]
@@ -127,8 +135,8 @@ def tier_faults(config: Config) -> list[Fault]:
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """A fault-free configuration with the sizes that were left at 0 filled in (vocab_size apart)."""
-    model, parallel, train = config.model, config.parallel, config.train
+    """A fault-free configuration with what was left open filled in (vocab_size apart)."""
+    model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
     return replace(
         config,
@@ -139,8 +147,17 @@ def resolve(config: Config, world_size: int) -> Config:
         ),
         parallel=replace(parallel, dp=dp),
         optim=replace(config.optim, decay_steps=config.optim.decay_steps or train.train_steps),
+        checkpoint=replace(save, save_interval_s=save_interval_s(save)),
         train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
     )
+
+
+def save_interval_s(save: CheckpointConfig) -> float:
+    """Seconds between two saves, 0 where no clock asks for them."""
+    if not save.save:
+        return 0.0
+    left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
+    return left_open if save.save_interval_s < 0 else save.save_interval_s
 
 
 def tiers_of(config: Config) -> Tiers | None:

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from datakit.shard import Int64s
 from datakit.store import TokenStore
 from datakit.stream.batch import HostBatch
 from datakit.stream.blend import Blend
@@ -62,6 +64,34 @@ def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str,
         mask_eod_loss=config.data.mask_eod_loss,
         reset_positions=config.data.reset_positions,
     )
+
+
+def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int) -> UserError | None:
+    """Return an error that names the first token outside the vocabulary, None where there is none.
+
+    `samples` are the global numbers of the batch's rows. On a device such a token fails in a kernel that names nothing,
+    or, where the vocabulary is cut, is embedded as zeros.
+    """
+    # as unsigned numbers negative ones are large
+    if all(int(ids.view(np.uint64).max()) < vocab_size for ids in (host.tokens, host.labels)):
+        return None
+    ids = np.concatenate([host.tokens, host.labels[..., -1:]], -1).reshape(samples.size, -1)
+    row, place = np.argwhere((ids < 0) | (ids >= vocab_size))[0].tolist()
+    sample, seq_length = int(samples.flat[row]), blend.seq_length
+    (source,), (start,) = blend.addresses([sample])
+    path = blend.stores[source].path
+    return UserError(
+        f"{path} holds token {ids[row, place]} at address {start + place:,}, in sample {sample:,} of the stream, but "
+        f"the vocabulary has {vocab_size:,} tokens",
+        hint=f"datakit inspect {path} --sample {start // seq_length} --seq-length {seq_length}",
+    )
+
+
+def spoil(host: HostBatch) -> None:
+    """Make a batch that may not be read harmless to read, and the loss of its step NaN on all ranks."""
+    host.tokens.fill(0)
+    host.labels.fill(0)
+    host.loss_mask.fill(np.nan)
 
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:

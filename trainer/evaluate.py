@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from datakit.shard import Int64s
+from datakit.stream.batch import HostBatch
 from trainer.config import Config
-from trainer.data import open_blend, to_device, with_vocabulary
+from trainer.data import open_blend, to_device, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine
 from trainer.mesh import ProcessMesh
 from trainer.ranks import Ranks
@@ -25,36 +27,52 @@ def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 class Evaluation:
-    """The validation set of a run, read afresh by each `run`. Every rank makes the same calls."""
+    """The validation set of a run, checked once and read afresh by each `run`. Every rank makes the same calls."""
 
     def __init__(self, config: Config, engine: Engine, mesh: ProcessMesh) -> None:
         self._config, self._engine, self._mesh = config, engine, mesh
         self._blend = open_blend(config.data.valid, config, name="data.valid")
+        for first in self._firsts:
+            samples = self._samples(first)
+            fault = token_fault(self._host(samples), samples, self._blend, config.model.vocab_size)
+            if fault is not None:
+                raise fault
 
     def run(self) -> dict[str, Any]:
         """Loss a token, perplexity, and what they were measured on."""
         started = time.perf_counter()
         loss_sum, num_tokens = 0.0, 0
-        num_samples, step_samples = self._config.data.valid.num_samples, self._config.train.global_batch_size
-        for first in range(0, num_samples, step_samples):
+        for first in self._firsts:
             found = self._engine.eval_batch(self._batch(first))
             loss_sum, num_tokens = loss_sum + found[0], num_tokens + found[1]
         loss = loss_sum / max(num_tokens, 1)
         return {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "num_samples": num_samples,
+            "num_samples": self._config.data.valid.num_samples,
             "num_tokens": num_tokens,
             "eval_s": time.perf_counter() - started,
         }
 
+    @property
+    def _firsts(self) -> range:
+        """The first sample of each step."""
+        return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
+
+    def _samples(self, first: int) -> Int64s:
+        """The numbers of this rank's samples in the step from `first` on."""
+        train, dp = self._config.train, self._config.parallel.dp
+        microbatches = np.arange(train.gradient_accumulation_steps)[:, None] * dp + self._mesh.coords.dp
+        return (first + microbatches * train.micro_batch_size + np.arange(train.micro_batch_size)).ravel()
+
+    def _host(self, samples: Int64s) -> HostBatch:
+        data = self._config.data
+        return self._blend.batch(samples, mask_eod_loss=data.mask_eod_loss, reset_positions=data.reset_positions)
+
     def _batch(self, first: int) -> Batch:
         """This rank's rows of the samples from `first` on; rows past the last sample carry no loss."""
-        train, dp = self._config.train, self._config.parallel.dp
+        train, samples = self._config.train, self._samples(first)
+        host = self._host(samples)
+        host.loss_mask[samples >= self._config.data.valid.num_samples] = 0.0
         shape = train.gradient_accumulation_steps, train.micro_batch_size, train.seq_length
-        microbatches = np.arange(shape[0])[:, None] * dp + self._mesh.coords.dp
-        samples = (first + microbatches * shape[1] + np.arange(shape[1])).ravel()
-        data = self._config.data
-        host = self._blend.batch(samples, mask_eod_loss=data.mask_eod_loss, reset_positions=data.reset_positions)
-        host.loss_mask[samples >= data.valid.num_samples] = 0.0
         return to_device(host.reshaped(*shape, first_sample=first, epochs=()), self._mesh.device)

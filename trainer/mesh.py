@@ -6,6 +6,7 @@ one process needs no torch.distributed at all.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -73,7 +74,8 @@ class ProcessMesh:
     since opposite directions on one NCCL communicator would wait for each other.
     """
 
-    def __init__(self, layout: ParallelLayout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: ParallelLayout, rank: int, device: torch.device, *, timeout_s: float) -> None:
+        """Build the groups; a collective that the others do not join within `timeout_s` fails."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if layout.world_size != world_size:
             raise UserError(
@@ -82,7 +84,7 @@ class ProcessMesh:
             )
         self.layout, self.rank, self.device = layout, rank, device
         self.coords = layout.coords(rank)
-        self.clock = Clock(device)
+        self.clock, self._timeout = Clock(device), timedelta(seconds=timeout_s)
         self.world = self._group([tuple(range(world_size))])
         self.tp = self._along("tp")
         self.dp = self._along("dp")
@@ -115,7 +117,7 @@ class ProcessMesh:
         """Build every group of `columns` and return this rank's; where it is in none, itself alone."""
         mine = Group((self.rank,), 0, None, self.clock)
         for column in columns:
-            handle = dist.new_group(list(column)) if len(column) > 1 else None
+            handle = self._handle(column) if len(column) > 1 else None
             if self.rank in column:
                 mine = Group(column, column.index(self.rank), handle, self.clock)
         return mine
@@ -123,12 +125,16 @@ class ProcessMesh:
     def _links(self, pairs: Sequence[tuple[int, int]]) -> "Links":
         previous = following = None
         for pair in pairs:
-            handle = dist.new_group(list(pair))
+            handle = self._handle(pair)
             if self.rank == pair[1]:
                 previous = Link(pair[0], handle)
             elif self.rank == pair[0]:
                 following = Link(pair[1], handle)
         return Links(previous, following)
+
+    def _handle(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Build one group; without a timeout of its own it would have torch's default, not the job's."""
+        return dist.new_group(list(ranks), timeout=self._timeout)
 
 
 @dataclass(frozen=True, slots=True)

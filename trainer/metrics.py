@@ -1,20 +1,26 @@
 """The run's voice: one JSON line a step in the metrics file, one readable line on the console.
 
 A metrics file holds one line for each step, in order, whatever happened to the run: resuming at step N first takes out
-the lines of later steps (and a line cut short by a kill). Lines with an "event" key (save, eval, resume, epoch) stand
-between them.
+the lines of later steps (and a line cut short by a kill). Between them are lines with an "event" key: save, copy, eval,
+resume, epoch, end.
 """
 
 import json
 import os
-import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from threefold.cli import log
+from threefold.console import fitting
 from threefold.errors import StorageError
+from threefold.masking import masked_values
 from trainer.flops import TokenFlops
+
+WAIT_SHOWN = 0.1  # waits of a smaller share of a step are in the metrics file alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +45,24 @@ class StepMetrics:
     checkpoint_stall_s: float
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU
 
-    def console(self, train_steps: int) -> str:
-        """The line for people."""
+    def console(self, train_steps: int, left_s: float) -> str:
+        """The line for people; `left_s` is how long the steps that are left will take."""
         width = len(str(train_steps))
-        mfu = f"  mfu {self.mfu:.1%}" if self.mfu is not None else ""
-        return (
-            f"step {self.step:>{width}}/{train_steps}  loss {self.loss:.4f}  grad {self.grad_norm:.3f}  "
-            f"lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s{mfu}  {self.step_s:.3f} s "
-            f"(data {self.data_wait_s:.3f} comm {self.comm_s:.3f} bubble {self.bubble_s:.3f} "
-            f"save {self.checkpoint_stall_s:.3f})  {self.memory_gib:.2f} GiB"
-        )
+        waits = {
+            "data": self.data_wait_s, "comm": self.comm_s, "bubble": self.bubble_s, "save": self.checkpoint_stall_s
+        }  # fmt: skip
+        parts = [
+            f"step {self.step:>{width}}/{train_steps}",
+            f"loss {self.loss:.4f}",
+            f"grad {self.grad_norm:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{self.tokens_per_s:,.0f} tok/s",
+            f"eta {timedelta(seconds=round(left_s))}",
+            *([f"mfu {self.mfu:.1%}"] if self.mfu is not None else []),
+            f"{self.memory_gib:.2f} GiB",
+            *(f"{name} {wait / self.step_s:.0%}" for name, wait in waits.items() if wait >= WAIT_SHOWN * self.step_s),
+        ]
+        return fitting(parts)
 
 
 def throughput(
@@ -76,6 +90,7 @@ class Log:
     def __init__(self, path: str, *, train_steps: int, interval: int, start_step: int, active: bool = True) -> None:
         """Open (and cut back to `start_step`) the metrics file; an empty path means console only."""
         self._train_steps, self._interval, self._active = train_steps, interval, active
+        self._first: tuple[int, float] | None = None  # the first step, which is slower than others, and its end
         self._file: TextIO | None = None
         self._failed = False
         if path and active:
@@ -90,7 +105,16 @@ class Log:
         """Write one step to the file and, at the console interval and at the end, to the console."""
         self._line(asdict(metrics))
         if metrics.step % self._interval == 0 or metrics.step in (1, self._train_steps):
-            self.say(metrics.console(self._train_steps))
+            self.say(metrics.console(self._train_steps, self._left_s(metrics)))
+
+    def _left_s(self, metrics: StepMetrics) -> float:
+        """Seconds until the last step, as long as a step took since the first, saves and evaluations included."""
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = metrics.step, now_s
+        step, ended_s = self._first
+        mean_s = (now_s - ended_s) / (metrics.step - step) if metrics.step > step else metrics.step_s
+        return mean_s * (self._train_steps - metrics.step)
 
     def event(self, kind: str, step: int, **values: Any) -> None:
         """Write one event line to the file."""
@@ -99,14 +123,14 @@ class Log:
     def say(self, text: str) -> None:
         """Print one line on the console."""
         if self._active:
-            print(text, file=sys.stderr, flush=True)
+            log(text)
 
     def close(self) -> None:
         """Close the file."""
         self._keep_going(lambda file: file.close())
 
     def _line(self, values: dict[str, Any]) -> None:
-        self._keep_going(lambda file: file.write(json.dumps(values) + "\n"))
+        self._keep_going(lambda file: file.write(json.dumps(masked_values(values)) + "\n"))
 
     def _keep_going(self, action: Callable[[TextIO], object]) -> None:
         """Act on the file; a full disk is told once, and what found no room is written with a later line."""

@@ -4,9 +4,12 @@ A step counts when every node has its files of one and the same attempt, for the
 same layout: on its own disk, or in the replica that its peer keeps.
 """
 
+import itertools
+from collections.abc import Iterator
+
 from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, Share, step_folder
 from ckptkit.loading.reader import is_medium_error, read_root
-from ckptkit.runs.catalogue import committed_steps
+from ckptkit.runs.catalogue import newest_first
 from ckptkit.saving.tiers import Node, Tiers, agreed_steps, filled
 from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError
@@ -61,7 +64,11 @@ class OwnSteps:
             return
 
         def act() -> list[int]:
-            newer = {(url, each) for url in self._places for each in self._committed(url) if each > step}
+            newer = {
+                (url, each)
+                for url in self._places
+                for each in itertools.takewhile(lambda each: each > step, self._committed(url))
+            }
             set_aside(sorted(newer))
             return sorted({each for _, each in newer})
 
@@ -75,7 +82,7 @@ class OwnSteps:
         share, held = Share(node.first_writer, node.num_local, node.num_writers), dict[int, str]()
         for url in self._places:
             storage = open_storage(url)
-            for step in self._committed(url)[-MAX_STEPS:]:
+            for step in itertools.islice(self._committed(url), MAX_STEPS):
                 try:
                     root = read_root(storage, step)
                 except CheckFailed:
@@ -84,16 +91,15 @@ class OwnSteps:
                     held.setdefault(step, root.attempt)
         return held
 
-    def _committed(self, url: str) -> list[int]:
-        """The steps of one place; none of a replica that cannot be reached, as its peer may be what was lost."""
+    def _committed(self, url: str) -> Iterator[int]:
+        """The steps of one place, newest first; none of a replica that cannot be reached: its peer may be lost."""
         try:
-            return committed_steps(open_storage(url))
+            yield from newest_first(open_storage(url))
         except StorageError as error:
             if url == self._places[0]:
                 raise
             if self._is_leader:
                 log(f"warning: the replica is left out: {error}")
-            return []
 
 
 def set_aside(damaged: list[tuple[str, int]]) -> None:

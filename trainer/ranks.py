@@ -5,7 +5,6 @@ reports it with the ranks' numbers and all end with its exit code. Agreement goe
 """
 
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -14,8 +13,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from threefold.cli import report
+from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
+from trainer.failure import record
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
         # NCCL would wait for ranks that hang after an error of this one; gloo aborts where it is not left in order
-        if self.world_size > 1 and (kind in (None, SystemExit) or self.device.type == "cpu"):
+        if self.world_size > 1 and (kind is None or self.device.type == "cpu"):
             dist.destroy_process_group()
 
     def together(self, action: Callable[[], T]) -> T:
@@ -88,10 +88,12 @@ class Ranks:
         fault = faults[min(faults)]
         if self.world_size == 1 and error is not None:
             raise error
-        if self.rank == 0:
-            report(UserError(self.told(faults), hint=fault.hint))
+        agreed = type(fault)(self.told(faults), hint=fault.hint)
+        record(agreed)
         if error is not None and not isinstance(error, UserError | OSError):
             traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
+        if self.rank == 0:
+            report(agreed)
         self.maximum([0.0])  # torchrun ends all ranks when one exits: not before all is said
         raise SystemExit(fault.exit_code) from error
 
@@ -141,4 +143,4 @@ class Ranks:
     def say(self, text: str) -> None:
         """Print one line on the console, once for all ranks."""
         if self.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+            log(text)

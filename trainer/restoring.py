@@ -1,7 +1,11 @@
 """Restoring one step into an engine: which tensors it must hold, what is refused, and what counts as damage."""
 
 import dataclasses
+from collections.abc import Sequence
 
+import torch
+
+from ckptkit.chunk import Piece
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange, together
 from ckptkit.loading.reader import CheckpointReader
@@ -9,7 +13,7 @@ from ckptkit.loading.restore import restore_from
 from ckptkit.tensor import TensorInfo
 from threefold.errors import UserError, listed
 from threefold.storage import Storage
-from trainer.engine import MASTER, Engine
+from trainer.engine import DTYPE_NAMES, MASTER, Engine
 
 UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation")  # of the model's configuration
 
@@ -17,12 +21,22 @@ UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation
 def restore_step(engine: Engine, storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
     """Read one step into the engine, together with the other ranks of an exchange, which all call this.
 
-    CheckFailed where it is damaged, UserError with a report of each tensor where it is of another model.
+    An engine that only infers takes parameters of another dtype, converted; one that trains refuses them. CheckFailed
+    where the step is damaged, UserError with a report of each tensor where it is of another model.
     """
     with CheckpointReader(storage, step, exchange=exchange) as reader:
         root = reader.root
         together(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
-        restore_from(reader, engine.restore_pieces(root.tensors), tensors=expected_tensors(engine, root))
+        pieces, tensors = engine.restore_pieces(root.tensors), expected_tensors(engine, root)
+        if engine.trains:
+            restore_from(reader, pieces, tensors=tensors)
+        else:
+            tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
+            stored = in_dtypes(pieces, tensors)
+            restore_from(reader, stored, tensors=tensors)
+            for live, read in zip(pieces, stored, strict=True):
+                if read is not live:
+                    live.data.copy_(read.data)
         return root
 
 
@@ -37,6 +51,24 @@ def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
         elif engine.trains:
             infos.append(info)
     return infos
+
+
+def stored_dtype(root: Root, info: TensorInfo) -> str:
+    """The dtype that a step has a tensor in, where parameters can be converted from it; else the one that is wanted."""
+    found = root.tensors.get(info.name)
+    return found.dtype if found is not None and found.dtype in DTYPE_NAMES.values() else info.dtype
+
+
+def in_dtypes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[Piece]:
+    """The pieces in their tensors' dtypes: those of another one with memory of their own."""
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    wanted = {info.name: dtypes[info.dtype] for info in tensors}
+    return [
+        piece
+        if piece.data.dtype == wanted[piece.name]
+        else dataclasses.replace(piece, data=torch.empty_like(piece.data, dtype=wanted[piece.name]))
+        for piece in pieces
+    ]
 
 
 def refuse_another_model(engine: Engine, root: Root, where: str) -> None:

@@ -1,7 +1,7 @@
 """Saver: when a run saves, what it does about a save that fails, and its last save."""
 
 import sys
-from collections.abc import Mapping
+import time
 from dataclasses import replace
 
 from ckptkit.format.root import ROOT_KEY, step_folder
@@ -9,15 +9,17 @@ from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.saving.checkpointer_options import CheckpointerOptions
 from ckptkit.saving.save_report import SaveReport
 from ckptkit.saving.tiers import destinations, filled
+from threefold.cli import log
 from threefold.errors import StorageError
 from threefold.storage import open_storage
+from threefold.storage.local import sync_name
 from trainer.config import Config
 from trainer.config_check import layout_of, tiers_of
 from trainer.engine import Engine
 from trainer.metrics import Log
 from trainer.node import find_node
 from trainer.ranks import Ranks
-from trainer.state import Progress
+from trainer.state import Progress, Resumed
 
 NEVER = sys.maxsize  # the checkpointer counts its own rank's failures only; here all ranks stop together
 
@@ -28,29 +30,37 @@ class Saver:
     A failed save is reported and training goes on: the next interval saves again. `max_failed_saves` in a row end the
     run. Without a URL to save to it does nothing. With `checkpoint.overlap` a save's copies run beside the next step's
     forward and backward: `join` has to come before the state changes.
+
+    `due_step` is the last step after which a save was due, made or skipped; at the start the one resumed from, if the
+    interval asks for it: a save at the end of a run comes besides.
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, engine: Engine, log: Log, *, attempt: str, saved_step: int | None,
-        newest: Mapping[str, int],
-    ) -> None:  # fmt: skip
-        """`attempt` is one name for all ranks of this start of the run; `saved_step` is the one resumed from, `newest`
-        by URL what each tier holds."""
+        self, config: Config, ranks: Ranks, engine: Engine, log: Log, *, attempt: str, resumed: Resumed
+    ) -> None:
+        """`attempt` is one name for all ranks of this start of the run."""
         self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
-        self._saved_step, self._num_failed = saved_step, 0
+        step, self._due_at_s, self._is_time = resumed.progress.step, time.monotonic(), False
+        self.due_step = step if self._is_on_interval(step) else None
+        self._saved_step = step if resumed.is_own else None
+        self._num_failed = 0
         self._num_known_failed = 0  # on any rank
         self._counts = dict.fromkeys(("ok", "failed", "skipped"), 0)
         self._stall_s = 0.0
         self._is_any_busy = False
         self._checkpointer: Checkpointer | None = None
+        self._address = ""
         save = config.checkpoint
         self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         # views of memory that the run keeps: made once, so that a save compares no structure anew
         self._pieces, self._tensors = engine.pieces(), engine.tensors()
+        self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         tiers, node = tiers_of(config), find_node(ranks, config)
+        self._leads = ranks.rank == (node.first_writer if node else 0)
         if tiers is not None:
+            self._address = filled(tiers.first.url, node)
             self._checkpointer = Checkpointer(
-                filled(tiers.first.url, node),
+                self._address,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
@@ -64,22 +74,34 @@ class Saver:
                     stripe_count=save.stripe_count,
                     stripe_size_bytes=save.stripe_size_bytes,
                     retention=tiers.first.retention,
-                    tiers=tuple(replace(tier, newest=newest.get(tier.url, 0)) for tier in destinations(tiers, node)),
+                    tiers=tuple(
+                        replace(tier, newest=resumed.newest.get(tier.url, 0)) for tier in destinations(tiers, node)
+                    ),
                     node=node,
                     code=save.code,
                 ),
             )
             self._checkpointer.prepare(self._pieces, self._tensors)
 
-    def falls_due(self, step: int) -> bool:
-        """Whether the interval asks for a save after `step` steps."""
+    @property
+    def is_time(self) -> bool:
+        """Whether the clock asks for a save: on the first rank alone, as clocks differ."""
+        interval_s = self._config.checkpoint.save_interval_s
+        is_asked = self._checkpointer is not None and interval_s > 0 and self._ranks.rank == 0
+        return is_asked and time.monotonic() - self._due_at_s >= interval_s
+
+    def _is_on_interval(self, step: int) -> bool:
         interval = self._config.checkpoint.save_interval
-        return self._checkpointer is not None and interval > 0 and step % interval == 0
+        return interval > 0 and step % interval == 0
 
     def due(self, step: int) -> bool:
-        """Whether the run saves after `step` steps, its end apart; where it skips that save, that is reported."""
-        if not self.falls_due(step):
+        """Whether the run saves after `step` steps, its end apart; where it skips that save, that is reported.
+
+        The clock starts again with every save that is due.
+        """
+        if self._checkpointer is None or not (self._is_time or self._is_on_interval(step)):
             return False
+        self.due_step, self._due_at_s, self._is_time = step, time.monotonic(), False
         if self._config.checkpoint.when_busy == "skip" and self._is_any_busy:
             error = "skipped: a save before it still runs"
             self._log_save(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True), "skipped")
@@ -116,9 +138,10 @@ class Saver:
         """Whether this rank's save still runs."""
         return self._checkpointer is not None and self._checkpointer.is_busy
 
-    def agree_busy(self, is_any_busy: bool) -> None:
-        """Note whether any rank's save still ran at the end of this step; the same on all ranks."""
-        self._is_any_busy = is_any_busy
+    def agree(self, *, is_any_busy: bool, is_time: bool) -> None:
+        """Note, the same on all ranks, whether any rank's save still ran at the end of this step, and whether the first
+        rank's clock asks for a save after the next one."""
+        self._is_any_busy, self._is_time = is_any_busy, is_time
 
     def poll(self) -> int:
         """Report the saves that ended since the last call; gives how many in a row failed on this rank."""
@@ -162,7 +185,7 @@ class Saver:
             if self._checkpointer is not None and report.url != self._checkpointer.url:
                 self._report_copy(report)
                 continue
-            ok = report.ok or self._is_committed(report.url, report.step)
+            ok = report.ok or self._is_committed(report.step)
             self._num_failed = 0 if ok else self._num_failed + 1
             if ok and not report.ok:
                 whose = "of an earlier start, or of another run that saves there"
@@ -170,18 +193,18 @@ class Saver:
             if report.warning:
                 self._ranks.say(f"warning: step {report.step} is saved, but {report.warning}")
             self._log_save(report, "ok" if ok else "failed")
-            if not ok:
+            if report.ok:  # on the first rank: committed
+                self._ranks.say(f"step {report.step} is saved: {self._num_bytes / 1e6:,.1f} MB, {report.write_s:.1f} s")
+            if not ok and self._leads:  # its report names the ranks that failed; the others only learned of it
                 where = self._ranks.where([self._ranks.rank])
-                text = f"warning: {where}the save of step {report.step} failed: {report.error}"
-                print(text, file=sys.stderr, flush=True)
+                log(f"warning: {where}the save of step {report.step} failed: {report.error}")
 
     def _log_save(self, report: SaveReport, how: str) -> None:
         """One event, with how many saves of this start ended how."""
         self._counts[how] += 1
         told = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
-        num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         self._log.event(
-            "save", report.step, ok=how == "ok", stall_s=report.stall_s, write_s=report.write_s, bytes=num_bytes,
+            "save", report.step, ok=how == "ok", stall_s=report.stall_s, write_s=report.write_s, bytes=self._num_bytes,
             num_attempts=report.num_attempts, counts=dict(self._counts), **told,
         )  # fmt: skip
 
@@ -189,15 +212,20 @@ class Saver:
         """Tell how a step was copied to a slower tier, of which nothing is asked: a dead one must not hold up steps."""
         told = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
         self._log.event("copy", report.step, ok=report.ok, url=report.url, write_s=report.write_s, **told)
-        if not report.ok:
+        if report.ok:
+            self._ranks.say(f"step {report.step} is copied to {report.url}, {report.write_s:.1f} s")
+        else:
             where = self._ranks.where([self._ranks.rank])
-            text = f"warning: {where}step {report.step} was not copied to {report.url}: {report.error}"
-            print(text, file=sys.stderr, flush=True)
+            log(f"warning: {where}step {report.step} was not copied to {report.url}: {report.error}")
 
-    def _is_committed(self, url: str, step: int) -> bool:
+    def _is_committed(self, step: int) -> bool:
         """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
         try:
-            storage = open_storage(url)
-            return storage.info(f"{step_folder(step)}/{ROOT_KEY}") is not None
+            storage = open_storage(self._address)
+            key = f"{step_folder(step)}/{ROOT_KEY}"
+            if storage.info(key) is None:
+                return False
+            sync_name(storage, key)
+            return True
         except StorageError:
             return False

@@ -7,8 +7,10 @@ the same older one; a checkpoint of another model is refused, never skipped.
 
 import dataclasses
 import hashlib
+import heapq
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,8 @@ from ckptkit.address import split_address
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange
 from ckptkit.loading.fallback import Candidate, first_sound
-from ckptkit.runs.catalogue import committed_steps
+from ckptkit.runs.catalogue import meant_steps
+from ckptkit.saving.tiers import Tiers
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 from trainer.config import Config
@@ -92,60 +95,94 @@ def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
     """Restore the newest step that all ranks can read; the start of a run where nothing was saved."""
     tiers = ranks.together(lambda: tiers_of(config))
     own = OwnSteps(ranks, config, tiers)
-    found = ranks.broadcast(ranks.together(lambda: candidates(config, own.steps) if ranks.rank == 0 else []))
-    if not found:
+    found = candidates_heard(ranks, config, own.steps)
+    first = next(found, None)
+    if first is None:
         own.set_aside_after(-1)
+        if tiers is not None:
+            ranks.say("nothing is there to resume: starts at step 0")
         return Resumed(Progress())
     with open_exchange(ranks, config) as exchange:
-        url, root = restore_any(ranks, engine, found, config, exchange, own)
+        url, root = restore_any(ranks, engine, itertools.chain([first], found), config, exchange, own)
     own.set_aside_after(root.step if url == own.url else root.step - 1)
     resumed = ranks.together(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
     changes = differences(root, config, ranks.device)
     ranks.say(f"resumed from step {root.step} of {url}")
     if changes:
         ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
-    newest = {place: step for place, step in sorted(found) if step <= root.step}
+    newest = ranks.broadcast(
+        ranks.together(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
+    )
     return dataclasses.replace(resumed, newest=newest)
 
 
-def candidates(config: Config, of_nodes: Iterable[int] = ()) -> list[tuple[str, int]]:
-    """(run URL, step) of what may be resumed, newest first; empty for a run that starts from nothing.
+def candidates_heard(ranks: Ranks, config: Config, of_nodes: Iterable[int]) -> Iterator[Candidate]:
+    """The `candidates` on all ranks together: the first rank looks for the next as it is taken, others hear of it."""
+    found = candidates(config, of_nodes) if ranks.rank == 0 else iter(())
+    while candidate := ranks.broadcast(ranks.together(lambda: next(found, None))):
+        yield candidate
 
-    `of_nodes` are the steps of a first tier that is each node's own.
+
+def candidates(config: Config, of_nodes: Iterable[int] = ()) -> Iterator[Candidate]:
+    """(run URL, step) of what may be resumed, newest first; nothing for a run that starts from nothing.
+
+    Of one step the faster tier comes before the slower. `of_nodes` are the steps of a first tier that is each node's.
     """
     load, tiers = config.checkpoint.load, tiers_of(config)
-    found: list[tuple[str, int]] = []
     for tier in (tiers.first, *tiers.slower) if tiers else ():
         run, step = split_address(tier.url)
         if step is not None:
             text = f"--save {tier.url} names one step, a run is saved to a folder of steps"
             raise UserError(text, hint=f"--save {run}")
-        found += [(tier.url, step) for step in of_nodes] if tier.of_node else steps_of(tier.url)
-    found.sort(key=lambda each: -each[1])  # of one step the faster tier stays before the slower
-    if not found and load:
+    places = steps_of_tiers(tiers, of_nodes).values()
+    found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each[1])  # of equal ones the first tier's first
+    first = next(found, None)
+    if first is None and load:
         found = steps_of(load)
-        if not found:
+        first = next(found, None)
+        if first is None:
             raise UserError(f"{load} holds no committed step to seed the run with", hint=f"ckptkit ls {load}")
-    return found
+    if first is not None:
+        yield first
+        yield from found
 
 
-def steps_of(url: str) -> list[tuple[str, int]]:
+def steps_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int]) -> dict[str, Iterator[Candidate]]:
+    """The committed steps of each tier by its URL, newest first."""
+    places = (tiers.first, *tiers.slower) if tiers else ()
+    own = sorted(of_nodes, reverse=True)
+    return {
+        tier.url: iter([(tier.url, step) for step in own]) if tier.of_node else steps_of(tier.url) for tier in places
+    }
+
+
+def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> dict[str, int]:
+    """The newest step of each tier that holds any, none newer than `last`."""
+    newest = {
+        url: next((step for _, step in steps if step <= last), None)
+        for url, steps in steps_of_tiers(tiers, of_nodes).items()
+    }
+    return {url: step for url, step in newest.items() if step is not None}
+
+
+def steps_of(url: str) -> Iterator[Candidate]:
     """(run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
-    run, wanted = split_address(url)
-    steps = committed_steps(open_storage(run))
-    return [(run, step) for step in reversed(steps) if wanted in (None, step)]
+    run, named = split_address(url)
+    return ((run, step) for step in meant_steps(open_storage(run), named))
 
 
 def restore_any(
-    ranks: Ranks, engine: Engine, found: list[Candidate], config: Config, exchange: Exchange | None, own: OwnSteps
+    ranks: Ranks, engine: Engine, found: Iterable[Candidate], config: Config, exchange: Exchange | None, own: OwnSteps
 ) -> tuple[str, Root]:
     """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
 
     A damaged step of the run's tiers stops counting as committed once another is restored: its root is kept under
     another name, so that the run can save that step anew.
     """
+    tried: list[Candidate] = []
 
     def attempt(candidate: Candidate) -> Root | None:
+        tried.append(candidate)
         url, step = candidate
         root: Root | None = None
         error: Exception | None = None
@@ -171,7 +208,7 @@ def restore_any(
     engine.after_restore()
     tiers = tiers_of(config)
     shared = set(tiers.urls if tiers else ()) - {own.url}
-    damaged = [each for each in found[: found.index(taken)] if each[0] in shared]
+    damaged = [each for each in tried[:-1] if each[0] in shared]
     ranks.together(lambda: set_aside(damaged if ranks.rank == 0 else []))
     return taken[0], root
 

@@ -1,18 +1,20 @@
 """The training loop: resume, step, log, save; the same code on one process and on many."""
 
 import dataclasses
+import os
 import resource
 import secrets
 import signal
 import time
-from types import FrameType
 
 import torch
 
-from threefold.errors import UserError
+from threefold.console import print_facts
+from threefold.errors import EXIT_OK, UserError
+from trainer.banner import banner
 from trainer.config import Config
 from trainer.config_check import layout_of
-from trainer.data import open_blend, open_loader, to_device, with_vocabulary
+from trainer.data import open_blend, open_loader, spoil, to_device, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine, StepStats
 from trainer.evaluate import Evaluation
 from trainer.flops import peak_flops, token_flops
@@ -21,33 +23,20 @@ from trainer.metrics import Log, StepMetrics, throughput
 from trainer.ranks import Ranks
 from trainer.saver import Saver
 from trainer.state import Progress, Validation, resume
+from trainer.stop import StopRequest, exit_code
 
 
 def train(config: Config) -> int:
-    """Train until the last step, the last epoch or a SIGTERM, save, and return the exit code 0."""
-    with StopRequest() as stop, Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+    """Train until the last step, the last epoch, a SIGINT or a SIGTERM, and save.
+
+    Returns the exit code: 0, or 128 and the signal's number where a signal ended the run before its last step.
+    """
+    speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
+    with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
         run = Run(ranks.together(lambda: with_vocabulary(config)), ranks, stop)
         while run.goes_on:
             ranks.here(run.step)
-        ranks.here(run.finish)
-    return 0
-
-
-class StopRequest:
-    """Notes a SIGTERM, inside a `with`, instead of dying of it; a second one is obeyed as usual."""
-
-    requested = False
-
-    def __enter__(self) -> "StopRequest":
-        self._usual = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._usual)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGTERM, self._usual)
+        return ranks.here(run.finish)
 
 
 class Run:
@@ -57,8 +46,10 @@ class Run:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
         self.config, self.ranks, self._stop = config, ranks, stop
         blend = ranks.together(lambda: open_blend(config.data, config, name="data"))
-        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device)
+        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
         self.engine = ranks.together(lambda: Engine(config, self.mesh))
+        if ranks.rank == 0:
+            print_facts(banner(config, self.engine, blend))
         resumed = resume(ranks, self.engine, config)
         self.progress, self._loss = resumed.progress, resumed.loss
         dp_rank = self.mesh.coords.dp
@@ -66,37 +57,41 @@ class Run:
         self._log = ranks.together(self._open_log)
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
-        saved_step = self.progress.step if resumed.is_own else None
         attempt = ranks.broadcast(secrets.token_hex(8))
         self._saver = ranks.together(
-            lambda: Saver(
-                config, ranks, self.engine, self._log, attempt=attempt, saved_step=saved_step, newest=resumed.newest
-            )
+            lambda: Saver(config, ranks, self.engine, self._log, attempt=attempt, resumed=resumed)
         )
         self._evaluation = (
             ranks.together(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None
         )
         self._flops = token_flops(config)
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
-        self._epochs = blend.epochs(self._loader.cursor.num_samples)
-        self._stopping = False
+        self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
+        self._stopped_by = 0  # the number of a signal, the same on all ranks
 
     @property
     def goes_on(self) -> bool:
         """Whether there is another step to do."""
+        return not self._is_complete and not self._stopped_by
+
+    @property
+    def _is_complete(self) -> bool:
         last_epoch = self.config.data.max_epochs
-        ended = last_epoch > 0 and max(self._epochs) >= last_epoch
-        return self.progress.step < self.config.train.train_steps and not ended and not self._stopping
+        is_last_epoch = last_epoch > 0 and max(self._epochs) >= last_epoch
+        return self.progress.step >= self.config.train.train_steps or is_last_epoch
 
     def step(self) -> None:
         """Read, train, save where due, log."""
         ranks, train, started = self.ranks, self.config.train, time.perf_counter()
         host = self._loader.next_step()
+        fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
+        if fault is not None:
+            spoil(host)
         batch = to_device(host, ranks.device)
         data_wait_s = time.perf_counter() - started
-        stats = self._train_step(batch)
+        stats = self._train_step(batch, fault)
         num_tokens = train.global_batch_size * train.seq_length
-        validation = None if self._saver.falls_due(self.progress.step) else self.progress.validation
+        validation = None if self._saver.due_step == self.progress.step else self.progress.validation
         self.progress = Progress(
             self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json(), validation
         )
@@ -106,13 +101,13 @@ class Run:
             self._saver.save(self.progress, stats.loss)
         failed_saves, is_busy = self._saver.poll(), self._saver.is_busy
         memory_gib = peak_memory_gib(ranks.device)
-        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopping, is_any_busy = ranks.maximum(
+        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = ranks.maximum(
             [
                 data_wait_s, stats.comm_s, stats.bubble_s, self._saver.take_stall(), memory_gib, failed_saves,
-                float(self._stop.requested), float(is_busy),
+                float(self._stop.number), float(is_busy), float(self._saver.is_time),
             ]
         )  # fmt: skip
-        self._saver.agree_busy(bool(is_any_busy))
+        self._saver.agree(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
         step_s = time.perf_counter() - started - eval_s
         self._log.step(
             StepMetrics(
@@ -139,19 +134,27 @@ class Run:
         )
         self._announce(host.epochs)
         self._saver.check(int(failed))
-        self._stopping = bool(stopping)
+        self._stopped_by = int(stopped_by)
 
-    def finish(self) -> None:
-        """Save the last step, wait for it, and close everything."""
+    def finish(self) -> int:
+        """Save the last step, wait for it, close everything, and return the exit code."""
         self._saver.finish(self.progress, self._loss)
         self._loader.close()
-        self.ranks.say(f"{'stopped by SIGTERM' if self._stopping else 'done'} after step {self.progress.step}")
+        how = "done" if self._is_complete else f"stopped by {signal.Signals(self._stopped_by).name}"
+        self.ranks.say(f"{how} after step {self.progress.step}")
+        self._log.event("end", self.progress.step, complete=self._is_complete)
         self._log.close()
+        if self._is_complete:
+            return EXIT_OK
+        self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
+        return exit_code(self._stopped_by)
 
-    def _train_step(self, batch: Batch) -> StepStats:
+    def _train_step(self, batch: Batch, fault: UserError | None) -> StepStats:
+        """Train, or raise on all ranks: what is wrong with the batch of some, else that the loss is not finite."""
         try:
             return self.engine.train_step(self.progress.step, batch, before_update=self._saver.join)
         except UserError as error:  # a loss that is not finite, which all ranks see
+            self.ranks.agree(fault)
             self.ranks.agree(error)
             raise
 

@@ -57,8 +57,14 @@ class TrainedModel:
 
     def __init__(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         """Build and restore; a per-tensor report where the checkpoint holds another model than configured."""
-        config = checkpoint.config
-        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device)
+        config, root = checkpoint.config, checkpoint.root
+        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
         self.engine = ranks.together(lambda: Engine(config, self.mesh, trains=False))
-        ranks.together(lambda: restore_step(self.engine, checkpoint.storage, checkpoint.root.step))
+        ranks.together(lambda: restore_step(self.engine, checkpoint.storage, root.step))
         self.engine.after_restore()
+        trained_in, precision = (
+            root.metadata.get("config", {}).get("train", {}).get("precision"),
+            config.train.precision,
+        )
+        if trained_in not in (None, precision):
+            ranks.say(f"step {root.step} was trained in {trained_in}: its parameters are converted to {precision}")

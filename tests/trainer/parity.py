@@ -63,7 +63,7 @@ def local_batch(step: int, dp_rank: int, dp_size: int, device: torch.device) -> 
 def make_engine(rank: int, config: Config) -> Engine:
     """The engine of one rank, on its own GPU where the configuration asks for one."""
     index = rank if config.train.device == "cuda" else None
-    return Engine(config, ProcessMesh(layout_of(config), rank, torch.device(config.train.device, index)))
+    return Engine(config, ProcessMesh(layout_of(config), rank, torch.device(config.train.device, index), timeout_s=60))
 
 
 def run_steps(rank: int, config: Config, num_steps: int) -> dict[str, Any]:

@@ -74,12 +74,11 @@ def test_all_faults_are_reported_together() -> None:
         ({"optim": {"lr": 1e-6}}, "optim.min_lr 3e-05 is above optim.lr 1e-06"),
         ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the 100 steps in all"),
         ({"checkpoint": {"save_interval": 5}}, "checkpoint.save_interval 5 needs checkpoint.save"),
+        ({"checkpoint": {"save_interval_s": 9.5}}, "checkpoint.save_interval_s 9.5 needs checkpoint.save"),
+        ({"checkpoint": {"save_interval_s": -0.5}}, "checkpoint.save_interval_s must be -1, 0 or seconds, got -0.5"),
+        ({"checkpoint": {"save_interval_s": -2}}, "checkpoint.save_interval_s: must be at least -1, got -2"),
         ({"checkpoint": {"save": 5}}, "checkpoint.save: must be a list of text, got 5"),
         ({"checkpoint": {"save": ["a,keep=2"]}}, "checkpoint.save: a,keep=2: unknown option keep, known are every"),
-        (
-            {"checkpoint": {"save": ["a", "b,every=9"], "save_interval": 6}},
-            "checkpoint.save: every=9 of b is not a multiple of checkpoint.save_interval 6: every=12",
-        ),
         (
             {"checkpoint": {"save": "/nvme/{node}"}, "parallel": {"zero_stage": 0}},
             "checkpoint.save /nvme/{node} is each node's own, for which parallel.zero_stage must be 1, got 0",
@@ -89,6 +88,11 @@ def test_all_faults_are_reported_together() -> None:
         ({"checkpoint": {"keep_last": -1}}, "checkpoint.keep_last: must be at least 0, got -1"),
         ({"data": {"stores": ["a"], "weights": [1, 2]}}, "data.weights has 2 entries for 1 data.stores"),
         ({"data": {"weights": [0.0], "stores": ["a"]}}, "data.weights: must be above 0, got [0.0]"),
+        (
+            {"data": {"reset_positions": True}},
+            "data.reset_positions with model.position rope puts earlier documents at negative distances, as attention "
+            "is not masked by document: --data.reset-positions false, or --model.position learned",
+        ),
         ({"train": {"gradient_accumulation_steps": 3}}, "train.gradient_accumulation_steps 3 contradicts"),
         ({"train": {"global_batch_size": 9, "micro_batch_size": 2}}, "train.global_batch_size 9 is not a multiple"),
         ({"parallel": {"tp": 2}}, "tp 2 * pp 1 needs 2 processes, started are 1: torchrun --nproc-per-node 2"),
@@ -121,6 +125,21 @@ def test_sizes_left_at_zero_are_filled_in() -> None:
     assert (config.model.num_kv_heads, config.model.ffn_hidden_size) == (4, 1024)
     assert (config.parallel.dp, config.train.gradient_accumulation_steps) == (3, 4)
     assert config.optim.decay_steps == config.train.train_steps
+
+
+@pytest.mark.parametrize(
+    ("save", "seconds"),
+    [
+        ({}, 0.0),
+        ({"save": "run"}, 600.0),
+        ({"save": "run", "save_interval": 5}, 0.0),
+        ({"save": "run", "save_interval": 5, "save_interval_s": 60}, 60.0),
+        ({"save": "run", "save_interval_s": 0}, 0.0),
+        ({"save": ["run", "slow,every=9"]}, 600.0),
+    ],
+)
+def test_a_run_that_asks_for_no_interval_saves_by_the_clock(save: dict, seconds: float) -> None:
+    assert config_from({"checkpoint": save}, source="").checkpoint.save_interval_s == seconds
 
 
 def test_a_resolved_configuration_survives_a_round_trip() -> None:

@@ -85,6 +85,21 @@ def test_what_cannot_be_evaluated(trained: Path, capsys: pytest.CaptureFixture[s
         assert expected in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_another_precision_is_converted(
+    trained: Path, job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = evaluate(capsys, trained / "run")
+    assert call("eval", trained / "run", "--train.precision", "fp64", "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["loss"] == pytest.approx(reference["loss"], rel=1e-6)
+    assert "step 6 was trained in fp32: its parameters are converted to fp64\n" in captured.err
+    assert evaluate(capsys, trained / "run", "--bf16")["loss"] == pytest.approx(reference["loss"], rel=1e-2)
+    flags = ["--train-steps", 1, "--save", tmp_path / "wide", "--train.precision", "fp64"]
+    assert call("train", job_config, *flags) == 0
+    narrow = evaluate(capsys, tmp_path / "wide", "--train.precision", "fp32")
+    assert narrow["loss"] == pytest.approx(evaluate(capsys, tmp_path / "wide")["loss"], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_any_layout(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = evaluate(capsys, trained / "run")

@@ -50,6 +50,7 @@ def talk(rank: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_each_byte_is_read_once_a_job(tmp_path: Path) -> None:
     assert save_whole(tmp_path, 1, BIG).ok
     read = run_ranks(3, restore_together, str(tmp_path))

@@ -14,7 +14,7 @@ BATCH, SEQ = 2, 10
 
 
 def block(model: str) -> Block:
-    mesh = ProcessMesh(ParallelLayout(), 0, torch.device("cpu"))
+    mesh = ProcessMesh(ParallelLayout(), 0, torch.device("cpu"), timeout_s=60)
     config = MODELS[model]
     made = Block(replace(config, num_kv_heads=config.num_kv_heads or 4, ffn_hidden_size=48), 0, mesh.tp).double()
     generator = torch.Generator().manual_seed(0)

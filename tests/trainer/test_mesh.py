@@ -14,8 +14,13 @@ from trainer.mesh import Link, ProcessMesh
 CPU = torch.device("cpu")
 
 
+def timeout_of(handle: dist.ProcessGroup) -> float:
+    """Seconds after which the group's collectives fail."""
+    return handle._get_backend(CPU).options._timeout.total_seconds()
+
+
 def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
-    mesh = ProcessMesh(layout, rank, CPU)
+    mesh = ProcessMesh(layout, rank, CPU, timeout_s=77)
     found: dict[str, Any] = {}
     for name in ("world", "tp", "dp", "pp", "ends"):
         group = getattr(mesh, name)
@@ -27,8 +32,10 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
         group.reduce_scatter(summed)
         found[name] = (group.ranks, total.item(), shares[::2].tolist(), summed.chunk(group.size)[group.index].tolist())
         assert group.ranks[group.index] == rank
+        assert group.handle is None or timeout_of(group.handle) == 77
         assert group.broadcast(torch.tensor([float(rank)]), source=group.size - 1).item() == group.ranks[-1]
     for links in (mesh.activations, mesh.gradients):
+        assert all(timeout_of(link.handle) == 77 for link in (links.previous, links.following) if link)
         found["links"] = tuple(link and link.peer for link in (links.previous, links.following))
     return found
 
@@ -53,7 +60,7 @@ def test_groups_of_tp2_pp3() -> None:
 
 
 def test_one_process_needs_no_process_group() -> None:
-    mesh = ProcessMesh(ParallelLayout(), 0, CPU)
+    mesh = ProcessMesh(ParallelLayout(), 0, CPU, timeout_s=60)
     assert not dist.is_initialized()
     assert mesh.is_first_stage
     assert mesh.is_last_stage
@@ -64,5 +71,5 @@ def test_one_process_needs_no_process_group() -> None:
 
 def test_a_layout_of_another_size_is_refused() -> None:
     with pytest.raises(UserError, match="layout tp2-pp2 needs 4 processes, started are 1") as caught:
-        ProcessMesh(ParallelLayout(tp=2, pp=2), 0, CPU)
+        ProcessMesh(ParallelLayout(tp=2, pp=2), 0, CPU, timeout_s=60)
     assert "--nproc-per-node 4" in str(caught.value.hint)

@@ -1,7 +1,9 @@
 """A metrics file holds one line a step whatever happened to the run."""
 
 import json
+import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,26 @@ def test_utilisation_against_a_peak() -> None:
     assert line.mfu == pytest.approx(0.1)
     assert line.mfu_with_embeddings == pytest.approx(0.2)
     assert line.mfu_causal == pytest.approx(0.05)
-    assert "mfu 10.0%" in line.console(10)
+    assert "mfu 10.0%" in line.console(10, 0.0)
+
+
+def test_the_console_line_is_narrow_and_says_what_waits() -> None:
+    line = "step  1/10  loss 3.5000  grad 1.000  lr 1.00e-03  2,000 tok/s  eta 1:02:03  1.00 GiB  comm 10%"
+    assert metrics(1).console(10, 3723.4) == line  # the bubble's 15% would be too much
+    wide = replace(metrics(1_000_000, peak=1e10), grad_norm=12345.678, tokens_per_s=123456789.0, loss=1234.5)
+    assert len(wide.console(100_000_000, 1e7)) <= 100
+    assert wide.console(100_000_000, 1e7).startswith("step   1000000/100000000  loss 1234.5000  grad 12345.678  lr")
+
+
+def test_the_time_left_is_that_of_the_steps_after_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([1000.0, 1010.0, 1020.0])
+    monkeypatch.setattr("trainer.metrics.time.monotonic", lambda: next(now))
+    log = Log("", train_steps=103, interval=1, start_step=40)
+    for step in (41, 42, 43):
+        log.step(metrics(step))
+    assert re.findall(r"eta (\S+)", capsys.readouterr().err) == ["0:02:04", "0:10:10", "0:10:00"]
 
 
 def test_a_resume_leaves_one_line_a_step(tmp_path: Path) -> None:
@@ -92,3 +113,12 @@ def test_lines_that_found_no_room_come_later(tmp_path: Path) -> None:
     log.step(metrics(9))
     log.close()
     assert [line["step"] for line in read(tmp_path / "m.jsonl")] == list(range(1, 10))
+
+
+def test_no_line_holds_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=1, start_step=0)
+    log.event("copy", 1, url="sftp://me:hunter2@host/run", error="cannot write sftp://me:hunter2@host/run/x")
+    log.say("resuming from sftp://me:hunter2@host/run")
+    log.close()
+    assert read(tmp_path / "m.jsonl")[0]["url"] == "sftp://***@host/run"
+    assert "hunter2" not in (tmp_path / "m.jsonl").read_text() + capsys.readouterr().err

@@ -1,7 +1,7 @@
 """What a node's ranks say of places that they cannot reach, and damaged steps that are set aside."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ class OneRank:
 def test_a_replica_that_cannot_be_reached_is_told_once_a_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def steps_of(storage: Any) -> list[int]:
+    def steps_of(storage: Any) -> Iterator[int]:
         if "peer" in storage.url:
             raise StorageError("no answer from the peer")
-        return []
+        return iter([])
 
-    monkeypatch.setattr(own_steps, "committed_steps", steps_of)
+    monkeypatch.setattr(own_steps, "newest_first", steps_of)
     monkeypatch.setattr(own_steps, "find_node", lambda ranks, config: Node("n1", "n0", 2, 2, 4))
     tiers = parse_tiers(["/nvme/{node},replica=/peer/{peer}/{node}"])
     for rank in (2, 3):

@@ -69,6 +69,7 @@ def test_dp2_zero1_repeats_one_process_and_halves_the_optimizer() -> None:
         assert abs(run["optimizer_bytes"] - reference["optimizer_bytes"] / 2) <= padding
 
 
+@pytest.mark.slow
 def test_bf16_trains_near_fp32() -> None:
     wide = run_ranks(1, run_steps, config_for("llama", ParallelLayout(), precision="fp32"), 5)[0]
     narrow = run_ranks(2, run_steps, config_for("llama", ParallelLayout(tp=2), precision="bf16"), 5)

@@ -54,7 +54,7 @@ def launch(tmp_path: Path, num_ranks: int, bad: str) -> subprocess.CompletedProc
 def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
     done = launch(tmp_path, 3, "1,2")
     assert done.returncode == 1  # torchrun's own
-    assert done.stderr.count("no space left") == 1
+    assert done.stderr.count("\nerror: ") + done.stderr.startswith("error: ") == 1  # torchrun's report comes besides
     assert "error: on ranks 1, 2 of 3: no space left on /data\nhint: df -h /data\n" in done.stderr
     assert re.search(r"exitcode +: 3 ", done.stderr)
     assert "done" not in done.stdout
@@ -64,15 +64,17 @@ def test_an_error_of_some_ranks_is_raised_once(tmp_path: Path) -> None:
 def test_an_error_of_all_ranks_names_none(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "0,1")
     assert done.stderr.count("error: no space left on /data") == 1
-    assert "on rank" not in done.stderr
+    assert "on rank" not in done.stderr.partition("hint: ")[0]
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert launch(tmp_path, 1, "").stdout == "done 0\n"
     failed = launch(tmp_path, 1, "0")
     assert (failed.returncode, failed.stderr) == (3, "error: no space left on /data\nhint: df -h /data\nexit 3\n")
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_told_in_one_line_each(job_config: Path, tmp_path: Path) -> None:
     job = Job(3, job_config, "--pp", 3, "--train-steps", 100000, metrics=tmp_path / "m.jsonl")
     process = job.start()

@@ -34,7 +34,7 @@ def own_rows(rank: int) -> list[int]:
 
 def cut(rank: int) -> dict[str, Any]:
     """Losses and gradients of one rank."""
-    group = ProcessMesh(ParallelLayout(tp=TP), rank, torch.device("cpu")).tp
+    group = ProcessMesh(ParallelLayout(tp=TP), rank, torch.device("cpu"), timeout_s=60).tp
     table = VocabMatrix(VOCAB, HIDDEN, group=group).double()
     up = ColumnLinear(HIDDEN, INNER, bias=True, group=group).double()
     down = RowLinear(INNER, HIDDEN, bias=True, group=group).double()

@@ -24,6 +24,7 @@ def whole(job_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_logs_and_saves(whole: Path) -> None:
     steps = lines(whole / "m.jsonl")
     assert [line["step"] for line in steps] == list(range(1, 13))
@@ -63,18 +64,23 @@ def test_another_layout_continues_from_the_same_state(whole: Path, job_config: P
     assert resumed == pytest.approx({step: reference[step] for step in resumed}, rel=1e-5)
 
 
-def test_a_sigterm_saves_and_ends_well(job_config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_to_the_launcher_saves_and_ends_well(number: signal.Signals, job_config: Path, tmp_path: Path) -> None:
     job = Job(
         2, job_config, "--pp", 2, "--save", tmp_path / "run", "--train-steps", 100000, metrics=tmp_path / "m.jsonl"
     )
     process = job.start()
     while last_step(tmp_path / "m.jsonl") < 2 and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, output = job.outcome(process)
     last = last_step(tmp_path / "m.jsonl")
-    assert f"stopped by SIGTERM after step {last}" in output
+    assert output.count(f"stopped by {number.name} after step {last}") == 1
     assert committed_steps(open_storage(tmp_path / "run")) == [last]
+    steps, saves = lines(job.metrics), lines(job.metrics, "save")
+    assert [line["step"] for line in steps] == list(range(1, last + 1))
+    assert all(line["mfu"] is None and line["comm_s"] > 0 and line["bubble_s"] > 0 for line in steps)
+    assert [(save["step"], save["ok"]) for save in saves] == [(last, True)]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ _calls: Counter[str] = Counter()
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library with its signatures; ImportError says how to build it."""
+    """The loaded library with its signatures; UserError says how to build it."""
     native = load_library("trainer")
     pointer, size, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
     forward = [integer, pointer, pointer, pointer, pointer, size, size, number]

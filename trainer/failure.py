@@ -1,0 +1,77 @@
+"""How a job says what ended it: in each rank's error file, which torchrun reads, and as the last line of a rank."""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from functools import wraps
+from typing import NoReturn
+
+from threefold.cli import Handler, Parser
+from threefold.errors import UserError
+from threefold.masking import masked_values
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank
+OTHERS_SPEAK_AFTER_S = 5.0
+
+
+class JobParser(Parser):
+    """A Parser whose usage faults, which all ranks meet, are reported once a node."""
+
+    def error(self, message: str) -> "None":  # type: ignore[override]
+        record(UserError(message))
+        let_first_speak()
+        super().error(message)
+
+
+def recorded(verb: Handler) -> Handler:
+    """Let a verb leave what ends it in this rank's error file."""
+
+    @wraps(verb)
+    def act(arguments: argparse.Namespace) -> int | None:
+        try:
+            return verb(arguments)
+        except Exception as error:
+            record(error)
+            raise
+
+    return act
+
+
+def record(error: BaseException) -> None:
+    """Write an error to this rank's error file in torch's form, if torchrun named one.
+
+    torchrun prints what it calls the call stack: of an error that a user can mend that is the error alone.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    text = f"{type(error).__name__}: {error}"
+    trace = text if isinstance(error, UserError | OSError) else "".join(traceback.format_exception(error))
+    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump(masked_values({"message": message}), file)
+
+
+def let_first_speak() -> None:
+    """Wait on all ranks of a node but its first, which reports an error that all of them meet.
+
+    torchrun then ends the others; one that still lives after a while is alone with its error.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(OTHERS_SPEAK_AFTER_S)
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without what libraries do, and print, at exit: its error stays the last line."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
