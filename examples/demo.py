@@ -8,7 +8,6 @@ on object storage, resumes as PP2 x DP2, evaluates, generates, and compares ever
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from threefold.cli import Parser, run
+from threefold.scratch import fresh_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
 CONFIG = ROOT / "examples" / "demo.toml"
@@ -28,17 +30,20 @@ PROMPT = "def read(self, "
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(prog="demo.py", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for all that the demo makes")
-    parser.add_argument("--precision", choices=["fp32", "fp64"], default="fp32")
+    parser.add_argument("--precision", choices=["fp32", "fp64"], default="fp32", help="precision of the training")
     parser.add_argument("--first-rtol", type=float, default=1e-5, help="bound on the first losses after the resume")
     parser.add_argument("--all-rtol", type=float, default=1e-2, help="bound on every loss after the resume")
-    parser.add_argument("--train-steps", type=int, default=80)
-    parser.add_argument("--save-interval", type=int, default=10)
-    arguments = parser.parse_args()
-    output: Path = arguments.output.resolve()
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    parser.add_argument("--train-steps", type=int, default=80, help="steps of the uninterrupted run")
+    parser.add_argument("--save-interval", type=int, default=10, help="steps between saves")
+    parser.set_defaults(handler=demo)
+    return run(parser)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Do the whole job; 0 when the resumed run agrees with the uninterrupted one."""
+    output = fresh_folder(arguments.output, "demo.py")
     started = time.monotonic()
 
     say("1/7 corpus and tokenizer")
@@ -116,23 +121,35 @@ class Training:
     def run(self, name: str, url: str, *, tp: int, pp: int) -> None:
         process = self.start(name, url, tp=tp, pp=pp)
         try:
-            if process.wait():
+            for _ in self.follow(process, name):
+                pass
+            if process.returncode:
                 self.fail(name)
         finally:
             kill_run(process)
 
     def run_until_killed(self, name: str, url: str, *, tp: int, pp: int) -> int:
         """Kill the run past its half, a few steps after a save; return the last step it logged."""
-        metrics, process = self.output / f"{name}.jsonl", self.start(name, url, tp=tp, pp=pp)
+        process = self.start(name, url, tp=tp, pp=pp)
         target = self.arguments.train_steps // 2 + self.arguments.save_interval // 3
         try:
-            while not metrics.exists() or max(losses(metrics), default=0) < target:
-                if process.poll() is not None:
-                    self.fail(name)
-                time.sleep(0.05)
+            if not any(step >= target for step in self.follow(process, name)):
+                self.fail(name)
         finally:
             kill_run(process)
-        return max(losses(metrics))
+        return max(losses(self.output / f"{name}.jsonl"))
+
+    def follow(self, process: subprocess.Popen[bytes], name: str) -> Iterator[int]:
+        """The last step that a run logged, again and again until it ends; a line is shown every so many steps."""
+        metrics, shown = self.output / f"{name}.jsonl", 0
+        while process.poll() is None:
+            time.sleep(0.05)
+            done = losses(metrics) if metrics.exists() else {}
+            step = max(done, default=0)
+            if step >= shown + self.arguments.save_interval:
+                shown = step - step % self.arguments.save_interval
+                print(f"   step {step} of {self.arguments.train_steps}, loss {done[step]:.4f}", flush=True)
+            yield step
 
     def fail(self, name: str) -> None:
         log = (self.output / f"{name}.log").read_text(errors="replace")

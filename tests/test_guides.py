@@ -170,6 +170,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run_as_typed(commands: str, folder: Path, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run commands in a folder, with this interpreter's programs first on the path; stop at the first fault."""
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    (folder / "bin").mkdir()
+    modules = {"ray": "-m ray.scripts.scripts", "torchrun": "-m torch.distributed.run", "python": ""}
+    for program in ("datakit", "ckptkit", "trainer", "ray", "torchrun", "python"):
+        module = modules.get(program, f"-m {program}")
+        (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (folder / "bin" / program).chmod(0o755)
+    return subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", commands], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("guide", "title", "commands"), sections())
 def test_every_command_of_a_guide_runs(
@@ -204,18 +220,8 @@ def test_every_command_of_a_guide_runs(
         job, rest = given.split("#!/bin/bash\n")[1].split("datakit merge")
         given = "".join(f"(\nSLURM_ARRAY_TASK_ID={task}\n{job})\n" for task in range(2)) + f"datakit merge{rest}"
         given = given.replace("--workers 16", "--workers 2")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    (folder / "bin").mkdir()
-    modules = {"ray": "ray.scripts.scripts", "torchrun": "torch.distributed.run"}
-    for program in ("datakit", "ckptkit", "trainer", "ray", "torchrun"):
-        module = modules.get(program, program)
-        (folder / "bin" / program).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
-        (folder / "bin" / program).chmod(0o755)
     try:
-        run = subprocess.run(
-            ["bash", "-euxo", "pipefail", "-c", given], cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=200, check=False,
-        )  # fmt: skip
+        run = run_as_typed(given, folder)
     finally:
         if "ray start" in commands:
             subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], capture_output=True, check=False)

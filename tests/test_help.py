@@ -7,7 +7,7 @@ import sys
 import pytest
 
 KITS = ["datakit", "ckptkit", "trainer"]
-HEAVY = ["torch", "numpy", "tokenizers", "obstore", "fsspec", "matplotlib"]
+HEAVY = ["torch", "numpy", "tokenizers", "obstore", "fsspec", "matplotlib", "rich"]
 PROGRAM = """
 import sys
 from {kit}.cli import main

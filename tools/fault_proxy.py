@@ -2,7 +2,8 @@
 
     python tools/fault_proxy.py LISTEN_PORT TARGET_PORT reset --method PUT --times 2
 
-Each connection carries one request (the proxy asks the server to close it), so counting requests is exact. The request
+Each connection carries one request (the proxy asks the server to close it), so counting requests is exact; but for
+`latency`, which leaves connections as they are, as a server far away does, and counts the heads that pass. The request
 reaches the server whole and what breaks is the answer, as when an acknowledgement is lost; except with 409, 412 and
 503, where it does not reach the server, and with drop, where it breaks off on its way.
 """
@@ -32,6 +33,7 @@ KINDS = {
     "stall": "stop answering after AFTER_BYTES of the answer's body and keep the connection open",
     "flip": "flip one bit of the answer's body, AFTER_BYTES into it",
     "delay": "hold the answer back for DELAY_S seconds",
+    "latency": "pass on all that the server sends DELAY_S seconds later, whatever the request",
 }
 STATUS = {"409": "Conflict", "412": "Precondition Failed", "503": "Slow Down"}
 CODE = {"409": "ConditionalRequestConflict", "412": "PreconditionFailed", "503": "SlowDown"}
@@ -68,6 +70,7 @@ class FaultProxy:
     def __enter__(self) -> Self:
         self._num_matching = 0
         self._counted = self.fault
+        self._serving = set[asyncio.Task[None] | None]()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
             asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=MAX_HEAD_BYTES)
@@ -95,6 +98,30 @@ class FaultProxy:
         self._thread.join()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._serving.add(task)  # the loop alone does not keep it
+        try:
+            if self.fault.kind == "latency":
+                await self._relay(reader, writer, self.fault.delay_s)
+            else:
+                await self._serve_request(reader, writer)
+        finally:
+            self._serving.discard(task)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+        """Pass bytes on both ways until either side ends, those of the server delay_s later."""
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", self.target_port)
+            forward = asyncio.create_task(self._pump(reader, to_server))
+            try:
+                while data := await from_server.read(CHUNK_BYTES):
+                    self._loop.call_later(delay_s, writer.write, data)
+            finally:
+                forward.cancel()
+                to_server.close()
+        self._loop.call_later(delay_s, writer.close)
+
+    async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             head = await reader.readuntil(b"\r\n\r\n")
             self.bytes_in += len(head)
@@ -148,6 +175,8 @@ class FaultProxy:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(CHUNK_BYTES):
                 self.bytes_in += len(data)
+                if self.fault.kind == "latency":
+                    self.num_faults += data.count(b" HTTP/1.1\r\n")
                 writer.write(data)
                 await writer.drain()
 

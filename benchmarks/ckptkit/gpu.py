@@ -10,6 +10,7 @@ where there is one, the join before the update) held the loop up, and each step'
 import argparse
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,7 +148,9 @@ class DcpSaves:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="a folder of the disk to save to; emptied again")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="a folder of the disk to save to; temporary ones are made there"
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=49152, help="tokens a step")
@@ -174,16 +177,14 @@ def main() -> None:
         "dcp.async_save, pinned": (lambda f: DcpSaves(f, state, pinned=True), arguments.peer_saves),
     }
     for name, (make, num_saves) in ways.items():
-        folder = arguments.folder / "gpu.bench"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        started = time.perf_counter()
-        saves = make(folder)
-        print(f"{name}: ready in {time.perf_counter() - started:.1f} s")
-        for number in range(num_saves):
-            measure(loop, saves, folder, number, usual_s=usual_s, raw_s=raw_s, num_bytes=num_bytes)
-        saves.close()
-        shutil.rmtree(folder)
+        with tempfile.TemporaryDirectory(prefix="gpu-", dir=arguments.folder) as temporary:
+            folder = Path(temporary)
+            started = time.perf_counter()
+            saves = make(folder)
+            print(f"{name}: ready in {time.perf_counter() - started:.1f} s")
+            for number in range(num_saves):
+                measure(loop, saves, folder, number, usual_s=usual_s, raw_s=raw_s, num_bytes=num_bytes)
+            saves.close()
     dist.destroy_process_group()
 
 

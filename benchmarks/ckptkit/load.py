@@ -7,7 +7,8 @@ ckptkit has threads. Peers: torch DCP into existing tensors, safetensors and tor
 existing tensors. Only ckptkit checks what it reads.
 """
 
-import shutil
+import argparse
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,7 +24,11 @@ STREAMS = 4
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    work = arguments.folder / "load.bench"
+    with tempfile.TemporaryDirectory(prefix="load-", dir=arguments.folder) as folder:
+        measure(arguments, Path(folder))
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> None:
     state = gpt_state(hidden=arguments.hidden, num_layers=arguments.layers)
     print(f"{len(state.tensors)} tensors, {state.num_bytes / 1e9:.3f} GB")
     ckptkit.save(
@@ -70,7 +75,6 @@ def main() -> None:
     timings = interleaved(ways, arguments.repeats, lambda: drop_caches(work))
     show(timings, state.num_bytes)
     print(f"ckptkit over DCP: {timings['DCP'].median_s / timings['ckptkit, verified'].median_s:.2f}x")
-    shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class State:
 def parse_arguments(description: str) -> argparse.Namespace:
     """The arguments of a benchmark of a state on a local disk."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder of the disk to measure; what is made there is removed")
+    parser.add_argument("folder", type=Path, help="a folder of the disk to measure; a temporary one is made there")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)

@@ -24,6 +24,7 @@ import numpy as np
 
 from ckptkit.chunk import Piece
 from ckptkit.chunk_table import ChunkTable
+from ckptkit.cover import Cover
 from ckptkit.format.data_file import DataFile
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root, part_keys, step_folder
@@ -31,9 +32,8 @@ from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.layout import Coords, ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.placement import Placement
-from ckptkit.plan import plan_save, storage_rows
-from ckptkit.saving.commit import Holding, check_complete
-from ckptkit.tensor import TensorInfo
+from ckptkit.plan import plan_save
+from ckptkit.tensor import TensorInfo, storage_order
 from threefold.storage import open_storage
 
 STEP, HIDDEN = 1, 8192
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=64, help="ranks whose table is parsed as JSON")
     arguments = parser.parse_args()
     many = arguments.ranks // 8
-    tensors = gpt_table(arguments.tensors)
+    tensors = sorted(gpt_table(arguments.tensors), key=storage_order)
     folder = Path(tempfile.mkdtemp(prefix="plan-"))
     try:
         for layout, other in (
@@ -98,7 +98,7 @@ def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords
         box = info.placement.local_box(info.name, info.shape, layout, coords)
         share = -(-box.numel // layout.dp)
         start, stop = min(coords.dp * share, box.numel), min((coords.dp + 1) * share, box.numel)
-        if info.placement.dim is not None or coords.tp == 0:
+        if start < stop and (info.placement.dim is not None or coords.tp == 0):
             chunks.append((info, box, start, stop))
     return ChunkTable.of(chunks)
 
@@ -109,7 +109,6 @@ def write_indexes(folder: Path, tensors: list[TensorInfo], layout: ParallelLayou
     (folder / step_folder(STEP) / "a").mkdir(parents=True)
     for rank in range(layout.world_size):
         chunks = rank_table(tensors, layout, layout.coords(rank))
-        chunks = chunks.take(storage_rows(chunks, tensors))
         size = 4096 + int(chunks.size_bytes.sum())  # of the header nothing else matters here
         index = PartIndex(chunks, 4096, size, np.arange(num_granules(size), dtype=np.uint64)).to_bytes()
         keys = part_keys("a", rank)
@@ -173,7 +172,10 @@ def plan_own_save(tensors: list[TensorInfo], layout: ParallelLayout) -> str:
 
 def check_all(folder: Path, tensors: list[TensorInfo]) -> str:
     with CheckpointReader(open_storage(folder), STEP) as reader:
-        check_complete(STEP, tensors, (Holding.of(reader.read_index(part)) for part in reader.root.parts))
+        cover = Cover(tensors)
+        for part in reader.root.parts:
+            cover.add(reader.read_index(part), part.index)
+        cover.check("the step", list)
     return ""
 
 

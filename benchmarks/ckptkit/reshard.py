@@ -9,10 +9,10 @@ The page cache of what is read is dropped before every run of either. Prints med
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,23 +24,22 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a local run; its newest step is resharded")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    work = arguments.run.with_name(arguments.run.name + ".bench")
     seconds: dict[str, list[float]] = {name: [] for name in ("cp", *LEGS)}
     rss_bytes = dict.fromkeys(LEGS, 0)
     num_bytes = 0
     for _ in range(arguments.repeats):
         for name in seconds:
             drop_cache(arguments.run)
-            shutil.rmtree(work, ignore_errors=True)
-            started = time.perf_counter()
-            if name == "cp":
-                subprocess.run(["cp", "-r", arguments.run, work], check=True)
-                subprocess.run(["sync", "-d", *work.rglob("*.safetensors")], check=True)
-            else:
-                report, rss = reshard(arguments.run, work, LEGS[name])
-                num_bytes, rss_bytes[name] = report["bytes_written"], max(rss_bytes[name], rss)
-            seconds[name].append(time.perf_counter() - started)
-    shutil.rmtree(work)
+            with tempfile.TemporaryDirectory(prefix="reshard-", dir=arguments.run.absolute().parent) as folder:
+                work = Path(folder) / "run"
+                started = time.perf_counter()
+                if name == "cp":
+                    subprocess.run(["cp", "-r", arguments.run, work], check=True)
+                    subprocess.run(["sync", "-d", *work.rglob("*.safetensors")], check=True)
+                else:
+                    report, rss = reshard(arguments.run, work, LEGS[name])
+                    num_bytes, rss_bytes[name] = report["bytes_written"], max(rss_bytes[name], rss)
+                seconds[name].append(time.perf_counter() - started)
     copied = statistics.median(seconds["cp"])
     for name, times in seconds.items():
         median = statistics.median(times)

@@ -9,10 +9,13 @@ once, as a training step reads it: the file for raw and `cp`, the tensors for th
 virtual machine hand the memory that the last way freed back to its host, which else slows whatever comes next.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,9 +30,12 @@ PAUSE_S = 5
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    work = arguments.folder / "save.bench"
+    with tempfile.TemporaryDirectory(prefix="save-", dir=arguments.folder) as folder:
+        measure(arguments, Path(folder))
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> None:
     source, target = work / "source", work / "target"
-    work.mkdir(parents=True)
     state = gpt_state(hidden=arguments.hidden, num_layers=arguments.layers)
     print(f"{len(state.tensors)} tensors, {state.num_bytes / 1e9:.3f} GB")
     with source.open("wb") as file:
@@ -78,7 +84,6 @@ def main() -> None:
     timings = interleaved(ways, arguments.repeats, before)
     show(timings, state.num_bytes)
     print(f"ckptkit over DCP: {timings['DCP, 2 threads'].median_s / timings['ckptkit'].median_s:.2f}x")
-    shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -1,115 +1,189 @@
-"""Preprocess killed with SIGKILL at random points and rerun: the same bytes, and how much work is done twice.
+"""preprocess, archive, unarchive, convert and merge killed with SIGKILL at random moments, run again: the same bytes.
 
-Each time the whole process group is killed, workers too, at a random point of an undisturbed run's time, and the same
-command is run to its end. Work done twice is what the killed run had tokenized beyond its sealed items: the tokens on
-disk that no record seals, and 1 MiB a file for what was still buffered, over all tokens: an upper bound. It is at most
-workers x item / input; an item is the input's 1/32 to 1/16, at least 4 MiB and at most 256 MiB, or --item-size. The
-bytes of runs with 1, 2 and 4 workers, and of Ray where it is installed, are compared too.
+    PYTHONPATH=. python benchmarks/datakit/kill.py [--rounds 40] [--seed 1]
 
-    PYTHONPATH=. python benchmarks/datakit/kill.py
+The rounds go in turn through the commands, on a local disk and, where a command takes a URL, on a real S3 server that
+this program starts; files are of several parts of an upload. A run without a kill tells how long a command lives and
+what it makes. Of every three kills one hits the command alone, whose workers live on. The same command then runs again
+and has to make the same files, byte for byte, and to leave nothing beside them: no hidden file, note, lock or empty
+folder in the output, nothing in TMPDIR, no unfinished upload. Prints a table, and what is wrong; exit code 1 where
+anything is.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.datakit.fast_preprocess import make_corpora, preprocess_words
-from benchmarks.datakit.preprocess import datakit, digest
+import numpy as np
+import orjson
+import xxhash
 
-BUFFER_BYTES = 1 << 20
-TARGET = 0.05
+from benchmarks.killing import kill_after, main_of, wait_until_gone
+from datakit import write_store
+from threefold.storage import open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
+
+COMMANDS = ("preprocess", "archive", "unarchive", "convert", "merge")
+TEXT_BYTES, ITEM_SIZE, NUM_WORKERS = 36_000_000, "11MiB", 2
+NUM_SHARDS, SHARD_DOCUMENTS, DOCUMENT_TOKENS = 3, 500, 10_000
+VOCAB_SIZE = 300
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--corpus", type=Path, nargs="+", default=[Path(sys.prefix), Path("/usr/include")])
-    parser.add_argument("--input-mb", type=int, default=400)
-    parser.add_argument("--item-size", default="", help="of a work item, like 8MiB; default: datakit's own")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    extra = ["--item-size", arguments.item_size] if arguments.item_size else []
-    rng = random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpora = make_corpora(folder, arguments.corpus, {"input": arguments.input_mb * 10**6, "seed": 10**7})
-        tokenizer, out = folder / "tokenizer.json", folder / "out"
-        datakit("train-tokenizer", corpora["seed"], "--vocab-size", 32768, "--output", tokenizer)
+@dataclass
+class Case:
+    """One command that writes one output, and what became of its rounds."""
 
-        def command(num_workers: int, *more: str) -> list[str]:
-            words = preprocess_words(corpora["input"], out, tokenizer, num_workers)
-            return [str(word) for word in [*words, *extra, *more, "--json"]]
+    name: str
+    place: str
+    words: Callable[[str], list[object]]  # of the output
+    start_s: float = 0.0
+    life_s: float = 0.0
+    made: dict[str, str] = field(default_factory=dict)
+    killed: int = 0
+    too_late: int = 0
+    faults: list[str] = field(default_factory=list)
 
+    def command(self, output: str) -> list[str]:
+        """The command line that makes an output."""
+        return [sys.executable, "-m", "datakit", *map(str, self.words(output))]
+
+    def live(self, output: str) -> None:
+        """Run to the end without a kill, and note what is made."""
         started_s = time.monotonic()
-        whole = finish(command(arguments.workers))
-        undisturbed_s = time.monotonic() - started_s
-        expected, total_bytes = digest(out), sum(file.stat().st_size for file in out.glob("*.bin"))
-        size_mb = corpora["input"].stat().st_size / 1e6
-        print(f"{size_mb:.0f} MB in {whole['num_items']} items, {undisturbed_s:.1f} s with {arguments.workers} workers")
-        shares, differing, num_late = [], 0, 0
-        while len(shares) < arguments.kills:
-            shutil.rmtree(out)
-            if not kill_after(command(arguments.workers), rng.uniform(0, undisturbed_s)):
-                num_late += 1
-                continue
-            shares.append(unsealed_bytes(out) / total_bytes)
-            rerun = finish(command(arguments.workers))
-            differing += digest(out) != expected
-            print(f"    {rerun['num_items_done_before']} items sealed, {100 * shares[-1]:.2f}% of the work lost")
-        print(f"{arguments.kills} runs killed ({num_late} more had ended before): {differing} differ (target 0)")
-        print(
-            f"work done twice a kill: mean {100 * statistics.mean(shares):.2f}%, most {100 * max(shares):.2f}% "
-            f"(target <= {100 * TARGET:.0f}%); bound {100 * arguments.workers / whole['num_items']:.2f}%"
-        )
-        engines = [("1 worker", command(1)), ("2 workers", command(2)), ("4 workers", command(4))]
-        if find_spec("ray"):
-            engines.append(("Ray", command(2, "--engine", "ray")))
-        for what, words in engines:
-            shutil.rmtree(out)
-            finish(words)
-            print(f"{what}: {'the same bytes' if digest(out) == expected else 'OTHER BYTES'}")
-    return 0
+        subprocess.run(self.command(output), check=True, capture_output=True)
+        self.life_s = time.monotonic() - started_s
+        self.made = contents(output)
+        assert self.made, f"{self.name} has made nothing"
+
+    def kill_once(self, output: str, rng: random.Random) -> None:
+        """One round: killed at a moment between its start and its end, run again, checked."""
+        moment_s = rng.uniform(self.start_s, self.life_s)
+        command = self.command(output)
+        others = kill_after(command, moment_s, command_only=rng.random() < 1 / 3)
+        if others is None:  # the machine is quieter than when it lived undisturbed
+            self.too_late += 1
+            self.life_s = moment_s
+        else:
+            self.killed += 1
+        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        wait_until_gone(others or [])
+        faults = [] if again.returncode == 0 else [f"it fails: {again.stderr.strip()[-500:]}"]
+        found = contents(output)
+        faults += [f"{name} is missing" for name in sorted(self.made.keys() - found.keys())]
+        faults += [f"{name} is left" for name in sorted(found.keys() - self.made.keys())]
+        faults += [
+            f"{name} has other bytes" for name in sorted(found) if found[name] != self.made.get(name, found[name])
+        ]
+        faults += [f"{name} is left in TMPDIR" for name in sorted(os.listdir(tempfile.gettempdir()))]
+        if output.startswith("s3://"):
+            uploads = abort_stale_uploads(open_storage(output), older_than_s=0.0)
+            faults += [f"an unfinished upload of {key} is left" for key in uploads]
+        self.faults += [f"after a kill at {moment_s:.2f} s: {fault}" for fault in faults]
 
 
-def finish(command: list[str]) -> dict[str, int]:
-    """Run a command to its end; its summary."""
-    result = subprocess.run(command, capture_output=True, check=False)
-    assert result.returncode == 0, result.stderr.decode()[-2000:]
-    summary: dict[str, int] = json.loads(result.stdout)
-    return summary
+def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
+    """All rounds and their table; the exit code."""
+    started_s = time.monotonic()
+    every = make_cases(folder)
+    cases = [case for case in every if case.place in arguments.places and case.name in arguments.commands]
+    temporary = folder / "tmp"  # of the commands, and of nobody else
+    temporary.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    print(f"seed {arguments.seed}, {arguments.rounds} kills, {os.cpu_count()} cores", flush=True)
+    begun_s = time.monotonic()
+    subprocess.run([sys.executable, "-m", "datakit", "--help"], check=True, capture_output=True)
+    start_s = time.monotonic() - begun_s
+    outputs = {"local": str(folder / "output"), "s3": "s3://test/output"}
+    rng = random.Random(arguments.seed)
+    for case in cases:
+        case.start_s = start_s
+        case.live(outputs[case.place])
+        remove(outputs[case.place])
+    for number in range(arguments.rounds):
+        case = cases[number % len(cases)]
+        case.kill_once(outputs[case.place], rng)
+        remove(outputs[case.place])
+    print(f"{'command':<12}{'place':<7}{'life':>7}{'killed':>8}{'ended before':>14}{'faults':>8}")
+    for case in cases:
+        life_s = f"{case.life_s:.1f} s"
+        print(f"{case.name:<12}{case.place:<7}{life_s:>7}{case.killed:>8}{case.too_late:>14}{len(case.faults):>8}")
+        for fault in case.faults:
+            print(f"    {fault}")
+    num_faults = sum(len(case.faults) for case in cases)
+    print(f"{num_faults} faults (target 0) in {time.monotonic() - started_s:.0f} s")
+    return 1 if num_faults else 0
 
 
-def kill_after(command: list[str], seconds: float) -> bool:
-    """Start a command and kill its process group after a time; False where it had ended."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return True
-    assert process.returncode == 0, f"ended with {process.returncode}"
-    return False
+def make_cases(folder: Path) -> list[Case]:
+    """The commands, with what they read: a text and its tokenizer, a store and its archive."""
+    rng = np.random.default_rng(0)
+    text, seed, tokenizer = (folder / name for name in ("text.jsonl", "seed.jsonl", "tok.json"))
+    letters = np.full(TEXT_BYTES, ord(" "), np.uint8)
+    letters[1::2] = rng.integers(ord("a"), ord("z") + 1, len(letters) // 2)  # one token of two bytes every two bytes
+    lines = [orjson.dumps({"text": chunk.tobytes().decode()}) + b"\n" for chunk in np.split(letters, 1000)]
+    text.write_bytes(b"".join(lines))
+    seed.write_bytes(lines[0])
+    store, archived = folder / "store", folder / "archive"
+    documents = rng.integers(0, 256, (NUM_SHARDS * SHARD_DOCUMENTS, DOCUMENT_TOKENS))
+    write_store(store, documents, vocab_size=VOCAB_SIZE, shard_documents=SHARD_DOCUMENTS)
+    run = [sys.executable, "-m", "datakit"]
+    train = ["train-tokenizer", seed, "--vocab-size", VOCAB_SIZE, "--output", tokenizer]
+    for words in (train, ["archive", store, "--output", archived]):
+        subprocess.run([*run, *map(str, words)], check=True, capture_output=True)
+    workers = ["--workers", NUM_WORKERS]
+    prefixes = [file.with_suffix("") for file in sorted(store.glob("*.bin"))]
+
+    def preprocess(output: str) -> list[object]:
+        return ["preprocess", text, "--output", output, "--tokenizer", tokenizer, "--item-size", ITEM_SIZE, *workers]
+
+    def archive(output: str) -> list[object]:
+        return ["archive", store, "--output", output, *workers]
+
+    return [
+        Case("preprocess", "local", preprocess),
+        Case("preprocess", "s3", preprocess),
+        Case("archive", "local", archive),
+        Case("archive", "s3", archive),
+        Case("unarchive", "local", lambda output: ["unarchive", archived, "--output", output, *workers]),
+        Case(
+            "convert", "local",
+            lambda output: ["convert", *prefixes, "--output", output, "--tokenizer", tokenizer, "--copy"],
+        ),
+        Case("merge", "local", lambda output: ["merge", store, store, "--output", output, "--copy"]),
+    ]  # fmt: skip
 
 
-def unsealed_bytes(out: Path) -> int:
-    """Bytes of the tokens that a killed run had made for items it did not seal, with what may have been buffered."""
-    records = [json.loads(file.read_bytes()) for file in out.glob(".work/items/*.json")]
-    sealed = {entry["name"] for record in records for entry in record["shards"][""]}
-    lost = [file for file in out.rglob("*.bin") if file.stem not in sealed]
-    return sum(file.stat().st_size + BUFFER_BYTES * (file.parent != out) for file in lost)
+def contents(output: str) -> dict[str, str]:
+    """The digest of each file in a place by name; of a local one also the empty folders, which end in "/"."""
+    if output.startswith("s3://"):
+        storage = open_storage(output)
+        return {key: xxhash.xxh3_64_hexdigest(storage.read(key)) for key in storage.list_keys()}
+    found = {}
+    for folder, folders, files in os.walk(output):
+        for name in files:
+            path = Path(folder, name)
+            found[str(path.relative_to(output))] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+        if not folders and not files:
+            found[f"{os.path.relpath(folder, output)}/"] = ""
+    return found
+
+
+def remove(output: str) -> None:
+    """Remove what a command has made."""
+    if output.startswith("s3://"):
+        storage = open_storage(output)
+        storage.delete(list(storage.list_keys()))
+    else:
+        shutil.rmtree(output)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(__doc__, COMMANDS, kill_all))

@@ -9,7 +9,6 @@ four-GPU run's checkpoint is resumed on one GPU. Medians are over the steps afte
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -17,29 +16,35 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from threefold.cli import Parser, run
+from threefold.scratch import fresh_folder
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = Path(__file__).with_name("1b.toml")
 WARMUP_STEPS, SAVE_INTERVAL = 5, 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, choices=[1, 4], default=4)
-    parser.add_argument("--train-steps", type=int, default=20)
-    arguments = parser.parse_args()
-    output: Path = arguments.output
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    parser = Parser(prog="gpu.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
+    parser.add_argument("--gpus", type=int, choices=[1, 4], default=4, help="GPUs of the larger layout")
+    parser.add_argument("--train-steps", type=int, default=20, help="steps of each run")
+    parser.set_defaults(handler=benchmark)
+    return run(parser)
+
+
+def benchmark(arguments: argparse.Namespace) -> int:
+    """Train in both layouts and print the table."""
+    output = fresh_folder(arguments.output, "gpu.py")
     store = make_store(output)
 
     flags = [CONFIG, "--data.stores", store, "--train-steps", arguments.train_steps, "--save-interval", SAVE_INTERVAL]
-    runs = {"one": run(output, "one", 1, *flags, "--save", output / "ckpt-one")}
+    runs = {"one": train(output, "one", 1, *flags, "--save", output / "ckpt-one")}
     if arguments.gpus == 4:
-        runs["four"] = run(output, "four", 4, *flags, "--tp", 2, "--pp", 2, "--save", output / "ckpt-four")
+        runs["four"] = train(output, "four", 4, *flags, "--tp", 2, "--pp", 2, "--save", output / "ckpt-four")
         longer = arguments.train_steps + 4
         flags = [CONFIG, "--data.stores", store, "--train-steps", longer, "--optim.decay-steps", arguments.train_steps]
-        runs["four, resumed on one"] = run(
+        runs["four, resumed on one"] = train(
             output, "resumed", 1, *flags, "--load", output / "ckpt-four", "--save", output / "ckpt-resumed"
         )
     print("\nrun                   gpus  tok/s/gpu  mfu    causal  step s  comm s  bubble s  GiB    loss first -> last")
@@ -68,7 +73,7 @@ def make_store(output: Path) -> Path:
     return store
 
 
-def run(output: Path, name: str, num_gpus: int, *flags: object) -> list[dict[str, Any]]:
+def train(output: Path, name: str, num_gpus: int, *flags: object) -> list[dict[str, Any]]:
     """Train; return the metrics file's lines."""
     metrics = output / f"{name}.jsonl"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", num_gpus, "-m"] if num_gpus > 1 else []

@@ -66,6 +66,21 @@ def test_without_a_fault_all_passes(proxy: FaultProxy) -> None:
     assert proxy.num_faults == 0
 
 
+def test_latency_leaves_connections_as_they_are(proxy: FaultProxy) -> None:
+    proxy.fault = Fault("latency", delay_s=0.05)
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=20)
+    sockets = set()
+    for number in (1, 2, 3):
+        started = time.monotonic()
+        connection.request("GET", "/")
+        assert connection.getresponse().read() == BODY
+        assert time.monotonic() - started >= 0.05
+        assert proxy.num_faults == number
+        sockets.add(connection.sock)
+    assert len(sockets) == 1
+    connection.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "code"), [("409", b"ConditionalRequestConflict"), ("412", b"PreconditionFailed"), ("503", b"SlowDown")]
 )

@@ -53,6 +53,7 @@ def test_the_size_asked_for_is_reached_and_tp8_divides() -> None:
             assert dim is None or info.placement.padded or info.shape[dim] % 8 == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_lives_through_every_layout_local_and_s3(tmp_path: Path, s3_url: str) -> None:
     assert main([str(tmp_path / "made"), "--gib", "0.001", "--layers", "2", "--layout", "tp2-dp2"]) == 0
     urls = [str(tmp_path / "made"), f"{s3_url}/a", f"{s3_url}/b", str(tmp_path / "back")]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.plot_metrics import KILLED, RESUMED, marks
+
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
 
@@ -15,7 +17,8 @@ def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_plot_of_two_runs(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        lines = [{"step": step, "loss": 10 / step} for step in range(1, 30)]
+        lines = [{"step": step, "loss": 10 / step} for step in range(1, 30 if name == "a" else 20)]
+        lines.insert(5, {"event": "resume", "step": 5})
         text = "".join(json.dumps(line) + "\n" for line in [*lines, {"event": "save", "step": 29}])
         (tmp_path / f"{name}.jsonl").write_text(text + '{"step": 30, "lo')
     output = tmp_path / "plot.png"
@@ -23,3 +26,14 @@ def test_a_plot_of_two_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert output.read_bytes().startswith(b"\x89PNG")
     assert plot(tmp_path / "a.jsonl", "--key", "nothing", "--output", output).returncode == 2
+
+
+def test_kills_and_resumes_are_marked() -> None:
+    steps = [{"step": step, "loss": 1.0} for step in range(1, 30)]
+    resume, end = {"event": "resume", "step": 20}, {"event": "end", "step": 29}
+    assert marks([*steps, {"event": "save", "step": 29}], 40) == [(29, KILLED)]
+    assert marks([*steps, end], 40) == []  # stopped by a signal
+    assert marks(steps, 29) == []  # the longest run
+    assert marks([*steps[:20], resume, *steps[20:], end], 29) == [(20, RESUMED)]
+    assert marks([*steps[:10], {"event": "end", "step": 10}, resume, *steps[20:]], 40) == [(20, RESUMED), (29, KILLED)]
+    assert marks([], 40) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ckptkit.saves import is_running
 from tools.s3_server import Server, find_weed, start, stop
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,7 +49,7 @@ def test_the_command_line_starts_and_stops_a_server(tmp_path: Path) -> None:
     finally:
         stopped = tool("stop", tmp_path)
     assert stopped.returncode == 0
-    assert not Path(f"/proc/{pid}").exists()
+    assert not is_running(pid)
     assert "no server runs" in tool("stop", tmp_path).stderr
 
 
