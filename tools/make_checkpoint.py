@@ -1,4 +1,4 @@
-"""Make a synthetic, GPT-shaped checkpoint of a given size through the ordinary save path.
+"""Make a synthetic, GPT-shaped checkpoint of a given size with ckptkit.save.
 
     python tools/make_checkpoint.py OUT --gib 1          # step 100 of run OUT, saved as tp8-dp2-pp4
 
@@ -9,8 +9,8 @@ program can say what a checkpoint must hold. Memory is a few ranks' parts.
 
 import argparse
 import sys
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,9 @@ from ckptkit.io.blocks import xxh3_64
 from ckptkit.layout import ParallelLayout
 from ckptkit.partition import rank_chunks
 from ckptkit.placement import Placement
-from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.save import save
 from ckptkit.tensor import TensorInfo
 from threefold.cli import Parser, print_json, run
-from threefold.errors import StorageError
 
 VOCAB = 50257
 STEP_ELEMENTS = 1 << 20  # elements whose values are computed at once
@@ -86,33 +85,23 @@ def hidden_for(gib: float, num_layers: int) -> int:
 
 def make(url: str, tensors: Sequence[TensorInfo], num_layers: int, layout: ParallelLayout, step: int) -> int:
     """Save every rank's part, rank 0 last since it commits; the bytes written."""
-    written = 0
-    saving: deque[Checkpointer] = deque()
-    try:
-        for rank in reversed(range(layout.world_size)):
-            chunks = rank_chunks(tensors, num_layers, layout, layout.coords(rank))
-            pieces = [Piece(info.name, box, a, b, chunk_values(info, box, a, b)) for info, box, a, b in chunks]
-            saving.append(Checkpointer(url, rank=rank, world_size=layout.world_size, attempt="synthetic"))
-            saving[-1].save(
-                step, pieces, tensors=tensors, layout=layout, num_layers=num_layers, metadata={"synthetic": True}
-            )
-            while len(saving) > (RANKS_AT_ONCE if rank else 0):
-                written += finish(saving.popleft())
+
+    def save_rank(rank: int) -> int:
+        chunks = rank_chunks(tensors, num_layers, layout, layout.coords(rank))
+        pieces = [Piece(info.name, box, a, b, chunk_values(info, box, a, b)) for info, box, a, b in chunks]
+        save(
+            url, step, pieces, tensors=tensors, layout=layout, num_layers=num_layers, metadata={"synthetic": True},
+            rank=rank, world_size=layout.world_size, attempt="synthetic", awaits_commit=False,
+        )  # fmt: skip
+        return sum(piece.data.nbytes for piece in pieces)
+
+    with ThreadPoolExecutor(RANKS_AT_ONCE) as pool:
+        written = 0
+        for num_done, size_bytes in enumerate(pool.map(save_rank, range(layout.world_size - 1, 0, -1)), start=1):
+            written += size_bytes
             if sys.stderr.isatty():
-                print(f"\r{layout.world_size - rank} of {layout.world_size} ranks", end="", file=sys.stderr)
-    finally:
-        for checkpointer in saving:
-            checkpointer.close()
-    return written
-
-
-def finish(checkpointer: Checkpointer) -> int:
-    """Wait for a rank's save; the bytes it wrote."""
-    reports = checkpointer.close()
-    for report in reports:
-        if not report.ok:
-            raise StorageError(f"a rank could not save: {report.error}")
-    return sum(report.data_bytes for report in reports)
+                print(f"\r{num_done} of {layout.world_size} ranks", end="", file=sys.stderr)
+    return written + save_rank(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,6 +71,15 @@ def test_ranks_share_an_attempt(tmp_path: Path) -> None:
     assert_holds(tmp_path, 1, SMALL)
 
 
+def test_one_process_saves_all_ranks_one_after_the_other(tmp_path: Path) -> None:
+    layout = ParallelLayout(tp=2, dp=2)
+    for rank in (3, 2, 1):
+        assert save(tmp_path, 1, layout, rank, attempt="x", awaits_commit=False) is None
+        assert committed_steps(open_storage(tmp_path)) == []
+    assert save(tmp_path, 1, layout, attempt="x", awaits_commit=False) is not None
+    assert_holds(tmp_path, 1, SMALL)
+
+
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
     late = r"writer 1 of 2 was not done within 0\.[0-9] s"
     with pytest.raises(StorageError, match=late):
