@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ckptkit.saves import ROOT, SMALL, save_whole
 
 PROGRAM = """
@@ -45,6 +47,7 @@ print("all worked")
 """
 
 
+@pytest.mark.slow
 def test_every_load_path_works_where_nothing_can_be_unpickled(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert save_whole(run, 1, SMALL).ok

@@ -195,6 +195,7 @@ def test_the_verb(
     assert "600 documents" in output.out
 
 
+@pytest.mark.slow
 def test_a_merge_counts_what_its_parts_skipped(tmp_path: Path, tokenizer_path: str) -> None:
     for name, number in (("a", 2), ("b", 3)):
         write_jsonl(tmp_path / f"{name}.jsonl", ["one", "two", *[" "] * number])

@@ -117,6 +117,7 @@ def test_documents_are_counted_by_tag_in_a_store_and_in_merges_of_merges(
     assert "tags" not in TokenStore.open(tmp_path / "plain").manifest.settings
 
 
+@pytest.mark.slow
 def test_the_verbs_take_and_show_tags(
     tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:

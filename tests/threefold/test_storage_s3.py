@@ -43,7 +43,7 @@ def _quick_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "2")
 
 
-@pytest.mark.parametrize("kind", ["503", "reset", "cut"])
+@pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "cut"))])
 def test_passing_faults_are_survived(s3_proxy: FaultProxy, s3_url: str, kind: str) -> None:
     storage = open_storage(s3_url)
     for name, operation in operations(storage).items():

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.plot_metrics import KILLED, RESUMED, marks
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
@@ -15,6 +17,7 @@ def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_a_plot_of_two_runs(tmp_path: Path) -> None:
     for name in ("a", "b"):
         lines = [{"step": step, "loss": 10 / step} for step in range(1, 30 if name == "a" else 20)]

@@ -36,13 +36,15 @@ def test_settings_of_pip_reach_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_INDEX_URL", "https://name:pa'ss@env.example/simple?a=b")
-    assert uv_settings(pip_settings(Path(sys.executable))) == {
+    expected = {
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_DEFAULT_INDEX": "https://name:pa'ss@env.example/simple?a=b",
         "UV_INDEX": "https://two.example/simple file:///three",
         "UV_FIND_LINKS": "/a,/b",
         "SSL_CERT_FILE": "/install.pem",
     }
+    found = uv_settings(pip_settings(Path(sys.executable)))
+    assert {name: found.get(name) for name in expected} == expected  # a machine may have settings of its own beside
 
 
 def test_without_a_compiler_nothing_is_made(tmp_path: Path) -> None:

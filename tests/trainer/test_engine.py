@@ -111,7 +111,7 @@ def pieces_of_layouts(rank: int, model: str, precision: str) -> list[tuple[list[
     return results
 
 
-@pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt2", "fp64")])
+@pytest.mark.parametrize(("model", "precision"), [pytest.param("llama", "bf16", marks=pytest.mark.slow), ("gpt2", "fp64")])
 def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(model: str, precision: str) -> None:
     engine = make_engine(0, small_config(model, ParallelLayout(), precision=precision))
     expected = assembled(engine.tensors(), copied(engine.pieces()))

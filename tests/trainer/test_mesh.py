@@ -40,6 +40,7 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_groups_of_tp2_pp3() -> None:
     layout = ParallelLayout(tp=2, pp=3)
     for rank, found in enumerate(run_ranks(6, groups_of, layout)):

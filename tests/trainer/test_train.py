@@ -64,7 +64,8 @@ def test_another_layout_continues_from_the_same_state(whole: Path, job_config: P
     assert resumed == pytest.approx({step: reference[step] for step in resumed}, rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_saves_and_ends_well(number: signal.Signals, job_config: Path, tmp_path: Path) -> None:
     job = Job(
         2, job_config, "--pp", 2, "--save", tmp_path / "run", "--train-steps", 100000, metrics=tmp_path / "m.jsonl"

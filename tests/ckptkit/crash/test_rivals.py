@@ -93,6 +93,7 @@ def test_both_of_two_jobs_are_at_the_root_when_one_wins(tmp_path: Path) -> None:
     assert attempts_of(url, 5) == {"a-0001" if reports[0].ok else "b-0001"}
 
 
+@pytest.mark.slow
 def test_a_writer_of_a_dead_job_is_overtaken_on_s3(s3_proxy: FaultProxy, s3_url: str) -> None:
     """The trainer of the old job is dead, its writer stands in the middle of its files while the next job saves."""
     s3_proxy.fault = Fault("delay", method="PUT", target="old-0001", delay_s=1.5)
@@ -184,6 +185,7 @@ def test_a_rank_that_dies_in_a_save_leaves_no_half(tmp_path: Path, seed: int) ->
     assert newest_good(url, SMALL) == 3
 
 
+@pytest.mark.slow
 def test_all_trainers_of_a_job_die_in_a_save_and_it_is_committed(s3_proxy: FaultProxy, s3_url: str) -> None:
     """The whole process group is killed, as torchrun does it."""
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)

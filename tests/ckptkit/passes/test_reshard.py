@@ -32,6 +32,7 @@ def data_files(storage: Storage, step: int) -> list[bytes]:
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=layouts, second=layouts, tied=st.booleans())
+@pytest.mark.slow
 def test_the_target_is_what_its_ranks_would_have_saved(
     tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, tied: bool
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_writer_finishes_its_save_after_its_trainer_was_killed(s3_proxy: Fault
     wait_until(lambda: not is_running(writer))  # also while another process holds its pipe open
 
 
+@pytest.mark.slow
 def test_a_writer_finishes_local_files_after_its_trainer_was_killed(tmp_path: Path) -> None:
     trainer = start_rank(
         str(tmp_path / "run"), "--steps", 7, "--then", "kill", under=strace("fsync:delay_enter=200000")
@@ -207,6 +208,7 @@ def test_a_new_writer_follows_a_killed_one(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=5.0)) as checkpointer:
         os.kill(checkpointer.writer_pid, signal.SIGSTOP)

@@ -317,6 +317,7 @@ def test_a_writer_that_died_after_its_save_does_not_keep_the_last_step_from_its_
     assert_holds(slow, 3, SMALL)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_not_done_when_the_time_for_closing_is_over_is_told(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

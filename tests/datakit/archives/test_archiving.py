@@ -272,7 +272,8 @@ def test_every_kind_of_place_gets_the_same_bytes(
     assert contents(place) == files_of(tmp_path / "a")
 
 
-@pytest.mark.parametrize("kind", ["503", pytest.param("reset", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["503", "reset"])
 def test_an_archive_on_s3_survives_passing_faults_and_continues_after_lasting_ones(
     store: Path, tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

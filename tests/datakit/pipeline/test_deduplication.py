@@ -57,6 +57,7 @@ def ids_of(store: TokenStore) -> list[list[int]]:
     return [store.document(number).tolist() for number in range(store.num_documents)]
 
 
+@pytest.mark.slow
 def test_the_first_of_equal_texts_is_kept_with_any_number_of_workers(
     tmp_path: Path, corpus: Path, documents: list[str], tokenizer_path: str
 ) -> None:

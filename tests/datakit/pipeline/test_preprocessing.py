@@ -177,6 +177,7 @@ def test_a_complete_store_is_left_alone_and_changed_settings_are_refused(
     assert files_of(output) == before
 
 
+@pytest.mark.slow
 def test_what_is_skipped_is_counted_and_the_same_with_any_number_of_workers(
     tmp_path: Path, texts: list[str], tokenizer_path: str
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path, corpus: Path, toke
     assert files_of(tmp_path) == {"thesis.tex": b"x"}
 
 
+@pytest.mark.slow
 def test_a_fault_keeps_what_is_sealed_and_a_repaired_input_continues(
     tmp_path: Path, texts: list[str], tokenizer_path: str
 ) -> None:
@@ -300,6 +302,7 @@ def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_told_and_the_rerun_continues(
     tmp_path: Path, corpus: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, cli: Cli,
     capsys: pytest.CaptureFixture[str],
@@ -335,6 +338,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_a_rerun_with_room_continues(
     small_disk: Path,
     tmp_path: Path,

@@ -86,7 +86,8 @@ def test_objects_are_found_like_files(corpus: Path) -> None:
         find_inputs([f"{url}/a**b"])
 
 
-@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.slow
 def test_any_fsspec_url_gives_the_bytes_of_a_local_run(
     num_workers: int, tmp_path: Path, corpus: Path, tokenizer_path: str
 ) -> None:
@@ -104,14 +105,15 @@ def test_any_fsspec_url_gives_the_bytes_of_a_local_run(
     "fault",
     [
         Fault(),
-        pytest.param(Fault("503", skip=5, times=6), marks=pytest.mark.slow),
-        pytest.param(Fault("reset", method="GET", skip=3, times=4, after_bytes=200), marks=pytest.mark.slow),
-        pytest.param(Fault("reset", method="PUT", skip=3, times=5), marks=pytest.mark.slow),
-        pytest.param(Fault("stall", method="GET", skip=4, times=1, after_bytes=200), marks=pytest.mark.slow),
-        pytest.param(Fault("stall", method="PUT", skip=4, times=1), marks=pytest.mark.slow),
+        Fault("503", skip=5, times=6),
+        Fault("reset", method="GET", skip=3, times=4, after_bytes=200),
+        Fault("reset", method="PUT", skip=3, times=5),
+        Fault("stall", method="GET", skip=4, times=1, after_bytes=200),
+        Fault("stall", method="PUT", skip=4, times=1),
     ],
     ids=["no fault", "503", "reset GET", "reset PUT", "stall GET", "stall PUT"],
 )
+@pytest.mark.slow
 def test_an_object_store_that_fails_gives_the_same_bytes(
     fault: Fault, s3_url: str, s3_proxy: FaultProxy, tmp_path: Path, corpus: Path, tokenizer_path: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -83,11 +83,8 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, texts: list[str]) -> P
     return write_table(tmp_path / name, {"id": range(len(texts)), "body": texts}, 40)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [pytest.param(form, marks=[pytest.mark.slow] if form in FORMS[1:] else []) for form in FORMS],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("table", FORMS, indirect=True)
 def test_a_store_of_columns_has_the_tokens_of_jsonl_whatever_the_workers(
     tmp_path: Path, table: Path, texts: list[str], tokenizer_path: str
 ) -> None:
@@ -109,7 +106,7 @@ def test_a_store_of_columns_has_the_tokens_of_jsonl_whatever_the_workers(
 
 @pytest.mark.parametrize(
     "table",
-    [pytest.param(form, marks=[pytest.mark.slow] if form in FORMS[2:] else []) for form in FORMS],
+    FORMS,
     indirect=True,
 )
 @pytest.mark.slow
