@@ -124,7 +124,7 @@ def pointing_to_other_steps(verb: Handler) -> Handler:
         try:
             return verb(arguments)
         except CheckFailed as damage:
-            from ckptkit.address import split_address
+            from ckptkit.format.address import split_address
 
             run_url = split_address(getattr(arguments, "checkpoint", "") or arguments.source)[0]
             raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
@@ -134,9 +134,9 @@ def pointing_to_other_steps(verb: Handler) -> Handler:
 
 @pointing_to_other_steps
 def inspect_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.format.root import step_folder
-    from ckptkit.loading.reader import read_root
-    from ckptkit.passes.inspect import describe
+    from ckptkit.check.inspect import describe
+    from ckptkit.format.keys import step_folder
+    from ckptkit.loading.roots import read_root
     from ckptkit.runs.catalogue import resolve
 
     storage, step = resolve(arguments.checkpoint)
@@ -168,9 +168,9 @@ def inspect_verb(arguments: argparse.Namespace) -> int:
 def verify_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from ckptkit.check.verify import verify_checkpoint
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.passes.verify import verify_checkpoint
     from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
@@ -194,9 +194,9 @@ def verify_verb(arguments: argparse.Namespace) -> int:
 def hash_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from ckptkit.check.hash import hash_checkpoint
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.passes.hashing import hash_checkpoint
     from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
@@ -217,10 +217,10 @@ def hash_verb(arguments: argparse.Namespace) -> int:
 def copy_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.address import open_address, split_address
+    from ckptkit.format.address import open_address, split_address
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.passes.copying import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
+    from ckptkit.rewrite.copy import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
     from ckptkit.runs.catalogue import committed_steps, resolve
 
     return_large_frees()
@@ -259,11 +259,11 @@ def copy_verb(arguments: argparse.Namespace) -> int:
 def reshard_verb(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ckptkit.address import open_address
+    from ckptkit.format.address import open_address
     from ckptkit.io.blocks import return_large_frees
-    from ckptkit.layout import ParallelLayout
     from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.passes.reshard import UPLOAD_MEMORY_BYTES, reshard
+    from ckptkit.model.layout import ParallelLayout
+    from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
     from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
@@ -294,7 +294,7 @@ def check_source_layout(text: str, found: object, url: str) -> None:
     """Refuse a source whose layout is not the one the user named."""
     from dataclasses import fields
 
-    from ckptkit.layout import ParallelLayout
+    from ckptkit.model.layout import ParallelLayout
 
     named = ParallelLayout.parse(text)
     axes = [field.name for field in fields(named) if any(word.startswith(field.name) for word in text.split("-"))]

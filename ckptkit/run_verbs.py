@@ -105,7 +105,7 @@ def duration(text: str) -> float:
 
 def open_run(url: str, hint: str) -> "Storage":
     """The storage of a run; a step's URL is refused, and its run put into the hint."""
-    from ckptkit.address import open_address
+    from ckptkit.format.address import open_address
 
     storage, step = open_address(url)
     if step is not None:
@@ -114,7 +114,7 @@ def open_run(url: str, hint: str) -> "Storage":
 
 
 def ls_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.address import open_address
+    from ckptkit.format.address import open_address
     from ckptkit.runs.catalogue import listed_steps, look_up, missing_place, no_step
     from ckptkit.runs.record import Records
 
@@ -139,7 +139,7 @@ def ls_rows(found: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[di
 
     Steps are marked only where all of a run are listed, among which one is the newest and one the best.
     """
-    from ckptkit.format.root import step_folder
+    from ckptkit.format.keys import step_folder
     from ckptkit.format.saved import utc_text
     from ckptkit.runs.retention import ranked
 
@@ -183,7 +183,7 @@ def cell(row: dict[str, Any], column: str) -> str:
 
 
 def best_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.format.root import step_folder
+    from ckptkit.format.keys import step_folder
     from ckptkit.runs.catalogue import listed_steps
     from ckptkit.runs.record import Records
     from ckptkit.runs.retention import ranked
@@ -232,7 +232,7 @@ def pin_verb(arguments: argparse.Namespace) -> int:
 
 
 def unpin_verb(arguments: argparse.Namespace) -> int:
-    from ckptkit.address import open_address
+    from ckptkit.format.address import open_address
     from ckptkit.runs.pins import unpin
 
     return each_step(arguments, "unpinned", open_address, unpin)  # also of a step whose root is gone
@@ -245,8 +245,8 @@ def each_step(
     act: "Callable[[Storage, int], bool]",
 ) -> int:
     """Find the steps that URLs name, all before the first is changed, act on each, and report to which it was done."""
-    from ckptkit.address import open_address
-    from ckptkit.format.root import step_folder
+    from ckptkit.format.address import open_address
+    from ckptkit.format.keys import step_folder
 
     for url in arguments.steps:
         if open_address(url)[1] is None:

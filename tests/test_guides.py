@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
 from tests.ckptkit.checkpoints import write_checkpoint

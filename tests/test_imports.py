@@ -20,7 +20,7 @@ ALLOWED = {
 }
 KITS = set(ALLOWED)
 # the only files outside trainer that may name torch, and only inside functions
-TORCH_FILES = {"ckptkit/torch_tensors.py"}
+TORCH_FILES = {"ckptkit/io/torch_tensors.py"}
 
 
 def imported_names(tree: ast.AST) -> set[str]:

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.chunk import Box, Piece
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.layout import ParallelLayout
-from ckptkit.partition import rank_chunks
-from ckptkit.placement import Placement
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.ranks import rank_chunks
+from ckptkit.model.tensor import TensorInfo
 from ckptkit.saving.save import save
-from ckptkit.tensor import TensorInfo
 from threefold.cli import Parser, print_json, run
 
 VOCAB = 50257

@@ -5,7 +5,7 @@ import math
 import torch
 
 from ckptkit.runs.retention import Retention
-from ckptkit.saving.tiers import Tier
+from ckptkit.tiers.tier import Tier
 from datakit.stream.blend import Blend
 from threefold import __version__
 from trainer.config import Config

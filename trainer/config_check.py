@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
-from ckptkit.saving.tiers import Tiers, parse_tiers
+from ckptkit.tiers.tier import Tiers, parse_tiers
 from threefold.errors import UserError
 from trainer.config import SAVE_INTERVAL_S, CheckpointConfig, Config, DataConfig, ValidConfig
 

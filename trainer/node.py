@@ -8,7 +8,7 @@ in the order of ranks, of the last one the first.
 import os
 import socket
 
-from ckptkit.saving.tiers import Node, node_name, nodes_of
+from ckptkit.tiers.tier import Node, node_name, nodes_of
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config_check import tiers_of

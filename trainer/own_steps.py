@@ -7,10 +7,10 @@ same layout: on its own disk, or in the replica that its peer keeps.
 import itertools
 from collections.abc import Iterator
 
-from ckptkit.format.root import DAMAGED_ROOT_KEY, ROOT_KEY, Root, Share, step_folder
-from ckptkit.loading.reader import is_medium_error, read_root
-from ckptkit.runs.catalogue import newest_first
-from ckptkit.saving.tiers import Node, Tiers, agreed_steps, filled
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, ROOT_KEY, step_folder
+from ckptkit.format.root import Root, Share
+from ckptkit.loading.roots import is_medium_error, newest_first, read_root
+from ckptkit.tiers.tier import Node, Tiers, agreed_steps, filled
 from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import open_storage

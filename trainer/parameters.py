@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ckptkit.layout import Coords, ParallelLayout
-from ckptkit.placement import Placement
+from ckptkit.model.layout import Coords, ParallelLayout
+from ckptkit.model.placement import Placement
 from trainer.config import Config, ModelConfig
 from trainer.ops.philox import normal_
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ckptkit.chunk import Piece
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.box import Piece
+from ckptkit.model.tensor import TensorInfo
 from threefold.errors import UserError, listed
 from threefold.storage import Storage
 from trainer.engine import DTYPE_NAMES, MASTER, Engine

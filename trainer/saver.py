@@ -4,11 +4,11 @@ import sys
 import time
 from dataclasses import replace
 
-from ckptkit.format.root import ROOT_KEY, step_folder
+from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.handoff.report import SaveReport
 from ckptkit.saving.checkpointer import Checkpointer
-from ckptkit.saving.checkpointer_options import CheckpointerOptions
-from ckptkit.saving.save_report import SaveReport
-from ckptkit.saving.tiers import destinations, filled
+from ckptkit.saving.options import CheckpointerOptions
+from ckptkit.tiers.tier import destinations, filled
 from threefold.cli import log
 from threefold.errors import StorageError
 from threefold.storage import open_storage

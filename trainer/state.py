@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ckptkit.address import split_address
+from ckptkit.format.address import split_address
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange
-from ckptkit.loading.fallback import Candidate, first_sound
 from ckptkit.runs.catalogue import meant_steps
-from ckptkit.saving.tiers import Tiers
+from ckptkit.runs.fallback import Candidate, first_sound
+from ckptkit.tiers.tier import Tiers
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 from trainer.config import Config

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.format.root import Root
-from ckptkit.loading.reader import read_root
+from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import resolve
 from threefold.storage import Storage
 from trainer.config import Config

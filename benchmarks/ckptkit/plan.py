@@ -22,18 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.chunk import Piece
-from ckptkit.chunk_table import ChunkTable
-from ckptkit.cover import Cover
 from ckptkit.format.data_file import DataFile
+from ckptkit.format.keys import part_keys, step_folder
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import Part, Root, part_keys, step_folder
+from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import num_granules, xxh3_64
-from ckptkit.layout import Coords, ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.placement import Placement
-from ckptkit.plan import plan_save
-from ckptkit.tensor import TensorInfo, storage_order
+from ckptkit.model.box import Piece
+from ckptkit.model.chunk_table import ChunkTable
+from ckptkit.model.layout import Coords, ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import TensorInfo, storage_order
+from ckptkit.plan.cover import Cover
+from ckptkit.plan.save_plan import plan_save
 from threefold.storage import open_storage
 
 STEP, HIDDEN = 1, 8192

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.chunk_table import ChunkTable
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import Columns
+from ckptkit.model.chunk_table import ChunkTable
 
 DATA_ALIGNMENT = 4096
 MAX_CHUNKS = 200_000  # a file: keeps the header under the 100 MB that safetensors readers accept

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.io.blocks import Columns, num_granules, xxh3_64
-from ckptkit.tensor import MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL
+from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.model.tensor import MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL
 from threefold.errors import CheckFailed, UserError
 
 MAGIC, VERSION = b"CKPTIDX\0", 1

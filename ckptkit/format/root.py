@@ -1,100 +1,36 @@
 """Root: the manifest of one checkpoint, JSON for people; a checkpoint exists exactly when its root does.
 
-Keys under a run's URL: `step-000000100/root.json`, `step-000000100/<attempt>/part-00003.safetensors` and
-`step-000000100/<attempt>/part-00003.index` for writer 3. Everything read is checked: format version, checksum, caps,
-and that no name leads out of the step's folder.
+Everything read is checked: format version, checksum, caps, and that no name leads out of the step's folder.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptkit.format.keys import MAX_STEP, MAX_WRITERS, PART_STEM, check_attempt, check_step
 from ckptkit.format.part_index import MAX_DATA_BYTES, MAX_INDEX_BYTES
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.layout import ParallelLayout
-from ckptkit.placement import Placement
-from ckptkit.tensor import ITEMSIZE, MAX_DIMS, MAX_LAYERS, MAX_NAME_BYTES, MAX_NUMEL, TensorInfo
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import ITEMSIZE, MAX_DIMS, MAX_LAYERS, MAX_NAME_BYTES, MAX_NUMEL, TensorInfo
 from threefold.errors import CheckFailed, UserError
 from threefold.masking import masked
 
-ROOT_KEY = "root.json"
-DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found damaged and saved anew
-PIN_KEY = "pin.json"
 FORMAT, VERSION = "ckptkit", 1
 MAX_ROOT_BYTES = 256 << 20
 ROOT_HEAD_BYTES = 1024  # hold the format, version, step and attempt of a root
-MAX_WRITERS, MAX_STEP = 10**9, 10**15 - 1
-MAX_NAMED = 16
-_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
-_PART_FILE = re.compile(rf"{_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
-_STEP = re.compile(r"step-([0-9]{9,15})")
 _ATTEMPT_LINE = re.compile(rb'^"attempt": "([A-Za-z0-9][A-Za-z0-9_-]{0,127})",$', re.MULTILINE)
 _CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
-
-
-def step_folder(step: int) -> str:
-    """The folder of a step, under the run's URL."""
-    return f"step-{step:09d}"
-
-
-def parse_step_folder(name: str) -> int | None:
-    """The step of a folder name, None where it is not one."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match and name == step_folder(int(match[1])) else None
-
-
-def check_step(step: int) -> int:
-    """The step itself, refused where no folder name could hold it."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
-        raise UserError(f"step {step!r} is no whole number from 0 to {MAX_STEP}")
-    return step
-
-
-def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
-    """Keys, relative to the step's folder, of a writer's n-th data file and of its index."""
-    stem = f"{attempt}/part-{writer:05d}" + (f".{file}" if file else "")
-    return f"{stem}.safetensors", f"{stem}.index"
-
-
-def writer_of(key: str) -> int:
-    """The writer that a file of `part_keys` is of."""
-    return int(key.rpartition("/part-")[2].partition(".")[0])
-
-
-def named_writers(writers: Iterable[int]) -> str:
-    """Writers as a message names them: the first ones by number."""
-    numbers = sorted(writers)
-    shown = ", ".join(map(str, numbers[:MAX_NAMED])) + (", ..." if numbers[MAX_NAMED:] else "")
-    return f"writer{'s' if len(numbers) > 1 else ''} {shown}"
-
-
-def attempt_of(key: str) -> str | None:
-    """The attempt that a key below a step's folder is a file of; None for any name that the format does not give."""
-    attempt, _, file = key.partition("/")
-    return attempt if _ATTEMPT.fullmatch(attempt) and _PART_FILE.fullmatch(file) else None
 
 
 def attempt_of_head(head: bytes) -> str | None:
     """The attempt that the first bytes of a root name; None for a root whose fields stand in another order."""
     match = _ATTEMPT_LINE.search(head)
     return match[1].decode() if match else None
-
-
-def is_attempt(name: str) -> bool:
-    """Whether a folder may have the name of an attempt."""
-    return _ATTEMPT.fullmatch(name) is not None
-
-
-def check_attempt(attempt: str) -> str:
-    """The attempt itself, refused where it could not be a folder name."""
-    if not is_attempt(attempt):
-        raise UserError(f"attempt {attempt!r} is not a name of letters, digits, - and _ (at most 128)")
-    return attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +240,7 @@ def _check_tensor(info: TensorInfo) -> None:
 def _part(row: dict[str, Any], attempt: str) -> Part:
     for key, suffix in ((row["data"], "safetensors"), (row["index"], "index")):
         folder, _, file = _text(key, 255).partition("/")
-        if folder != attempt or not re.fullmatch(rf"{_STEM}\.{suffix}", file):
+        if folder != attempt or not re.fullmatch(rf"{PART_STEM}\.{suffix}", file):
             raise ValueError(f"{key!r} is not a file of attempt {attempt}")
     return Part(
         row["data"], _whole(row["data_bytes"], MAX_DATA_BYTES), row["index"],

@@ -4,7 +4,6 @@ Every byte handed out was verified against the checksum of its granule. Reads th
 calls (all passes in storage order do) read every granule once.
 """
 
-import errno
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,16 +14,18 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_HEAD_BYTES, ROOT_KEY, Part, Root, attempt_of_head, step_folder
+from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.loading.exchange import Alone, Exchange, agreed, together
-from ckptkit.plan import Bounds, LoadPlan, PartJoin, StoredChunks, plan_load
-from ckptkit.runs.catalogue import latest_step, root_info
-from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage import ObjectInfo, Storage
+from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_info
+from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.plan.load_plan import LoadPlan, plan_load
+from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
+from threefold.errors import CheckFailed, StorageError
+from threefold.storage import Storage
 from threefold.storage.local import local_failure
 
 MAX_OPEN_FILES = 128  # each keeps a granule
@@ -259,46 +260,6 @@ def _size_fault(found: int | None, num_bytes: int) -> str:
     return "" if found == num_bytes else f"has {found} bytes, not {num_bytes}"
 
 
-def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, info: ObjectInfo | None = None) -> Root:
-    """Return the root of a committed step; UserError where there is none. Of an exchange's ranks the first reads it.
-
-    `info` is the root's object where the caller has looked it up.
-    """
-    exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
-    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step, info))[0]
-    root = Root.from_bytes(data, f"{storage.url}/{key}")
-    if root.step != step:
-        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
-    return root
-
-
-def committed_attempt(storage: Storage, step: int) -> str | None:
-    """The attempt that a step's root names, None where there is no root; at most two small requests."""
-    key = f"{step_folder(step)}/{ROOT_KEY}"
-    info = storage.info(key)
-    if info is None:
-        return None
-    head = storage.read_ranges(key, [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0]
-    named = attempt_of_head(bytes(head))
-    return named or Root.from_bytes(root_bytes(storage, step), f"{storage.url}/{key}").attempt
-
-
-def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> bytes:
-    """Return the root of a committed step as it is stored, not parsed yet; `info` as for `read_root`."""
-    key = f"{step_folder(step)}/{ROOT_KEY}"
-    info = info or storage.info(key)
-    if info is None:
-        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
-    if info.size_bytes > MAX_ROOT_BYTES:
-        raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
-    try:
-        return storage.read(key)
-    except StorageError as error:
-        if is_medium_error(error):
-            raise CheckFailed(f"{storage.url}/{key} cannot be read (Input/output error)") from error
-        raise
-
-
 @contextmanager
 def reading_threads(num_threads: int, *readers: CheckpointReader) -> Iterator[ThreadPoolExecutor]:
     """Threads that are not waited for, but for their read under way, where an error or a Ctrl-C ends the block."""
@@ -313,11 +274,6 @@ def reading_threads(num_threads: int, *readers: CheckpointReader) -> Iterator[Th
         pool.shutdown()
         for reader in readers:
             reader.is_given_up = False
-
-
-def is_medium_error(error: StorageError) -> bool:
-    """Whether a local disk could not give back what is on it."""
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO
 
 
 def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:

@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.address import open_address
-from ckptkit.chunk import Piece
-from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.address import open_address
 from ckptkit.format.root import Root
+from ckptkit.io.piece_memory import memory_misfit, way_out
+from ckptkit.io.torch_tensors import held_by, is_writable
 from ckptkit.loading.exchange import Alone, Exchange, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
-from ckptkit.plan import storage_rows
-from ckptkit.saving.staging import memory_misfit, way_out
-from ckptkit.tensor import TensorInfo
-from ckptkit.torch_tensors import held_by, is_writable
+from ckptkit.model.box import Piece
+from ckptkit.model.chunk_table import ChunkTable
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.save_plan import storage_rows
 from threefold.errors import UserError, listed
 
 

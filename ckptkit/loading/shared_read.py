@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptkit.chunk_table import Ints
 from ckptkit.io.blocks import GRANULE_BYTES, copy_many
+from ckptkit.io.torch_tensors import Bytes
 from ckptkit.loading.exchange import Exchange, agreed, together
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.sharing import Line, Runs, clipped, common, count, share_reads, window
 from ckptkit.loading.targets import Targets
-from ckptkit.plan import LoadPlan
-from ckptkit.torch_tensors import Bytes
+from ckptkit.model.chunk_table import Ints
+from ckptkit.plan.load_plan import LoadPlan
 
 ROUND_BYTES = 64 << 20
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.chunk_table import Ints
 from ckptkit.io.blocks import GRANULE_BYTES, num_granules
-from ckptkit.plan import LoadPlan, ramps
+from ckptkit.model.chunk_table import Ints, ramps
+from ckptkit.plan.load_plan import LoadPlan
 
 Runs = npt.NDArray[np.int64]  # [N, 2]: first and stop of each
 

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ckptkit.chunk_table import Ints
-from ckptkit.plan import LoadPlan, ramps
-from ckptkit.torch_tensors import Transfer, byte_range, host_address
+from ckptkit.io.torch_tensors import Transfer, byte_range, host_address
+from ckptkit.model.chunk_table import Ints, ramps
+from ckptkit.plan.load_plan import LoadPlan
 
 BOUNCE_BYTES = 64 << 20
 Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own

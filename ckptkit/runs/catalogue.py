@@ -1,26 +1,21 @@
 """Catalogue: which steps of a run are committed, derived by listing; nothing else says what is the newest.
 
-Costs of a run of S steps and F files. `newest_first` lists the run's folders (on object stores 1,000 names a request)
-and looks roots up until it is not asked for more: for the newest step one. `committed_roots` and `listed_steps` list
-the run once, 1,000 files a request; or they look at every step, NUM_AT_ONCE at once, where that costs less time, where
-other folders lie in the run, and on a local disk, which reads folders and stats no file but roots.
+`committed_roots` and `listed_steps` list the run once, 1,000 files a request; or they look at every step, NUM_AT_ONCE
+at once, where that costs less time, where other folders lie in the run, and on a local disk, which reads folders and
+stats no file but roots.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from ckptkit.address import open_address
-from ckptkit.format.root import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from ckptkit.format.address import open_address
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from ckptkit.loading.roots import NUM_AT_ONCE, at_once, newest_first, root_info, steps_of
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
-NUM_AT_ONCE = 32
 LISTED_PER_REQUEST = 1000
 MIN_LISTINGS = 8  # so many in a row are never too many
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -50,26 +45,6 @@ class ListedStep:
             self.unknown.append(key)
 
 
-def step_folders(storage: Storage) -> list[int]:
-    """Return the steps that have a folder, committed or not, ascending."""
-    return _steps_of(storage.list_folders())
-
-
-def newest_first(storage: Storage) -> Iterator[int]:
-    """Return the committed steps, newest first; 1, 2, 4, ... roots are looked up at once, as far as steps are taken."""
-    steps, num = step_folders(storage), 1
-    while steps:
-        group, steps = steps[-num:][::-1], steps[:-num]
-        infos = at_once(lambda step: root_info(storage, step), group)
-        yield from (step for step, info in zip(group, infos, strict=True) if info)
-        num = min(2 * num, NUM_AT_ONCE)
-
-
-def latest_step(storage: Storage) -> int | None:
-    """Return the newest committed step, None where there is none."""
-    return next(newest_first(storage), None)
-
-
 def committed_steps(storage: Storage) -> list[int]:
     """Return the steps whose root exists, ascending."""
     return list(committed_roots(storage))
@@ -78,7 +53,7 @@ def committed_steps(storage: Storage) -> list[int]:
 def committed_roots(storage: Storage) -> dict[int, ObjectInfo]:
     """Return the root of each committed step, ascending by step."""
     folders = list(storage.list_folders())
-    steps = _steps_of(folders)
+    steps = steps_of(folders)
     if steps and _is_listed_flat(storage, folders):
         middle = sum(1 for _ in storage.list_keys(f"{step_folder(steps[len(steps) // 2])}/"))
         if middle * len(steps) <= LISTED_PER_REQUEST * max(len(steps) // NUM_AT_ONCE, MIN_LISTINGS):
@@ -92,23 +67,13 @@ def listed_steps(storage: Storage) -> list[ListedStep]:
     folders = list(storage.list_folders())
     if _is_listed_flat(storage, folders):
         return _listed_flat(storage)
-    return at_once(lambda step: _listed(storage, step), _steps_of(folders))
+    return at_once(lambda step: _listed(storage, step), steps_of(folders))
 
 
 def look_up(storage: Storage, step: int) -> ListedStep:
     """Return what is there of one step, whatever the run holds besides: its root and its pin."""
     pin = storage.info(f"{step_folder(step)}/{PIN_KEY}")
     return ListedStep(step, root_info(storage, step), is_pinned=pin is not None)
-
-
-def root_key(step: int) -> str:
-    """Return the key of a step's root."""
-    return f"{step_folder(step)}/{ROOT_KEY}"
-
-
-def root_info(storage: Storage, step: int) -> ObjectInfo | None:
-    """Return the root of a step, None where it is not committed."""
-    return storage.info(root_key(step))
 
 
 def resolve(url: str) -> tuple[Storage, int]:
@@ -147,19 +112,6 @@ def missing_place(storage: Storage) -> str:
         return "" if folder.is_dir() else f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}"
     is_empty = not any(storage.list_folders()) and not any(storage.list_keys())
     return f"nothing is stored at {storage.url}" if is_empty else ""
-
-
-def at_once(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return what `work` returns for each item, NUM_AT_ONCE at once."""
-    pool = ThreadPoolExecutor(NUM_AT_ONCE)
-    try:
-        return list(pool.map(work, items))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _steps_of(folders: Iterable[str]) -> list[int]:
-    return sorted(step for step in map(parse_step_folder, folders) if step is not None)
 
 
 def _is_listed_flat(storage: Storage, folders: Iterable[str]) -> bool:

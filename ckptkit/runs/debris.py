@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptkit.format.root import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
-from ckptkit.loading.reader import read_root
-from ckptkit.runs.catalogue import ListedStep, at_once, root_info, root_key
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from ckptkit.loading.roots import at_once, read_root, root_info, root_key
+from ckptkit.runs.catalogue import ListedStep
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import StepRecord
 from ckptkit.runs.temporaries import EmptyFolder, Temporary, empty_folders, remove_folder, steps_on_disk, temporaries

@@ -3,7 +3,7 @@
 import json
 import time
 
-from ckptkit.format.root import PIN_KEY, ROOT_KEY, step_folder
+from ckptkit.format.keys import PIN_KEY, ROOT_KEY, step_folder
 from ckptkit.format.saved import utc_text
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage

@@ -15,15 +15,9 @@ import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckptkit.format.root import DAMAGED_ROOT_KEY, attempt_of, step_folder
-from ckptkit.runs.catalogue import (
-    ListedStep,
-    at_once,
-    committed_roots,
-    listed_steps,
-    root_info,
-    root_key,
-)
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, attempt_of, step_folder
+from ckptkit.loading.roots import at_once, root_info, root_key
+from ckptkit.runs.catalogue import ListedStep, committed_roots, listed_steps
 from ckptkit.runs.debris import Debris
 from ckptkit.runs.pins import pin_key
 from ckptkit.runs.record import Records, StepRecord

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.format.saved import Saved
-from ckptkit.loading.reader import read_root
-from ckptkit.runs.catalogue import ListedStep, at_once, root_info
+from ckptkit.loading.roots import at_once, read_root, root_info
+from ckptkit.runs.catalogue import ListedStep
 from ckptkit.runs.pins import pin_note
 from ckptkit.runs.soundness import what_is_wrong
 from threefold.errors import StorageError, UserError

@@ -4,9 +4,10 @@ Each file that the root names is there with its size, in one listing; each part 
 records; their chunks cover each tensor exactly once.
 """
 
-from ckptkit.cover import Cover
-from ckptkit.format.root import writer_of
-from ckptkit.loading.reader import CheckpointReader, read_root, reading_threads
+from ckptkit.format.keys import writer_of
+from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.roots import read_root
+from ckptkit.plan.cover import Cover
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 

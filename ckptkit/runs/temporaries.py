@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.format.root import (
+from ckptkit.format.keys import (
     DAMAGED_ROOT_KEY,
     PIN_KEY,
     ROOT_KEY,

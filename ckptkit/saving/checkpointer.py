@@ -14,23 +14,25 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
 
-from ckptkit.address import open_run
-from ckptkit.chunk import Piece
-from ckptkit.format.root import Root, Share, check_attempt, plain_json
-from ckptkit.layout import ParallelLayout, check_rank
-from ckptkit.saving.checkpointer_options import CheckpointerOptions
+from ckptkit.format.address import open_run
+from ckptkit.format.keys import check_attempt
+from ckptkit.format.root import Root, Share, plain_json
+from ckptkit.handoff.protocol import PromoteOrder, SaveOrder, SkipOrder
+from ckptkit.handoff.report import SaveCounts, SaveReport
+from ckptkit.io.piece_memory import check_memory
+from ckptkit.io.torch_tensors import host_address
+from ckptkit.model.box import Piece
+from ckptkit.model.layout import ParallelLayout, check_rank
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.code_version import git_commit
-from ckptkit.saving.commit import KILLED
-from ckptkit.saving.copies import Copies
+from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.saving.places import check_places, check_writable
 from ckptkit.saving.running_save import RunningSave
-from ckptkit.saving.save_order import PromoteOrder, SaveOrder, SkipOrder
-from ckptkit.saving.save_report import SaveCounts, SaveReport
-from ckptkit.saving.staging import Arena, Staging, check_memory
-from ckptkit.saving.structure import Structure
-from ckptkit.saving.writer_process import WriterProcess
-from ckptkit.tensor import TensorInfo
-from ckptkit.torch_tensors import host_address
+from ckptkit.saving.staging import Arena, Staging
+from ckptkit.saving.template import Structure
+from ckptkit.tiers.pending import Copies
+from ckptkit.writer.commit import KILLED
 from threefold.cli import log
 from threefold.errors import StorageError, UserError
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptkit.saving.handover import Handover, Signal
-from ckptkit.saving.save_order import SaveOutcome
+from ckptkit.handoff.protocol import SaveOutcome
+from ckptkit.handoff.ring_signals import Handover, Signal
+from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.staging import Staging
-from ckptkit.saving.writer_process import WriterProcess
 
 
 class RunningSave:

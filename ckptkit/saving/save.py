@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.address import open_run
-from ckptkit.chunk import Piece
+from ckptkit.format.address import open_run
 from ckptkit.format.root import Root
+from ckptkit.handoff.block_layout import Stream
 from ckptkit.io.blocks import Columns, copy_many, num_granules
-from ckptkit.layout import ParallelLayout, check_rank
-from ckptkit.plan import plan_save
-from ckptkit.saving.staging import check_memory
-from ckptkit.saving.step_writer import PartSource, StepTarget, write_step
-from ckptkit.saving.stream import Stream
-from ckptkit.saving.structure import piece_sizes
-from ckptkit.tensor import TensorInfo, tensor_table
-from ckptkit.torch_tensors import Bytes, Transfer, byte_range, host_addresses
+from ckptkit.io.piece_memory import check_memory
+from ckptkit.io.torch_tensors import Bytes, Transfer, byte_range, host_addresses
+from ckptkit.model.box import Piece
+from ckptkit.model.layout import ParallelLayout, check_rank
+from ckptkit.model.tensor import TensorInfo, tensor_table
+from ckptkit.plan.save_plan import plan_save
+from ckptkit.saving.template import piece_sizes
+from ckptkit.writer.step import PartSource, StepTarget, write_step
 from threefold.errors import UserError
 
 BOUNCE_BYTES = 64 << 20
@@ -64,9 +64,7 @@ def save(
         for number, file in enumerate(plan.files)
     ]
     try:
-        return write_step(
-            target, parts, None if rank else draft, lambda _: deadline_s, awaits_commit=awaits_commit
-        )
+        return write_step(target, parts, None if rank else draft, lambda _: deadline_s, awaits_commit=awaits_commit)
     finally:
         source.close()
 

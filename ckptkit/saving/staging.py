@@ -6,7 +6,6 @@ holds them. It is touched once when it grows and then reused: fresh memory fault
 copy waits for nothing, or a window of them, filled while the writer empties it.
 """
 
-import contextlib
 import mmap
 import os
 import threading
@@ -15,25 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.chunk import Piece
+from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.protocol import Area, Ring, StagedFile
+from ckptkit.handoff.ring_signals import Handover
 from ckptkit.io.blocks import copy_many
-from ckptkit.saving.handover import Handover
-from ckptkit.saving.save_order import Area, Ring, StagedFile
-from ckptkit.saving.stream import Stream
-from ckptkit.saving.structure import Structure
-from ckptkit.tensor import ITEMSIZE
-from ckptkit.torch_tensors import (
+from ckptkit.io.torch_tensors import (
     Transfer,
-    are_contiguous,
-    are_in_memory,
     byte_range,
-    held_by,
     host_addresses,
-    is_contiguous,
-    no_memory,
-    num_bytes,
 )
-from threefold.errors import UserError
+from ckptkit.saving.template import Structure
 
 ALIGNMENT = 4096
 GROWTH_BYTES = 2 << 20
@@ -181,39 +171,6 @@ class Staging:
         address = (self._addresses[source] + offset)[here]
         copy_many(np.stack([address, arena.address + at[here], size[here]], axis=1))
         arena.transfer.wait()
-
-
-def check_memory(pieces: Sequence[Piece], sizes: Sequence[int], dtypes: Sequence[str]) -> None:
-    """UserError where a piece's memory is not its elements, of so many bytes and a dtype, one after the other."""
-    data = [piece.data for piece in pieces]
-    with contextlib.suppress(AttributeError, RuntimeError):  # of what is no array, or has no memory
-        pairs = {(each.dtype, dtype) for each, dtype in zip(data, dtypes, strict=True)}
-        is_held = all(dtype in held_by(memory) for memory, dtype in pairs)
-        if is_held and are_in_memory(data) and [each.nbytes for each in data] == sizes and are_contiguous(data):
-            return
-    for piece, dtype in zip(pieces, dtypes, strict=True):
-        if fault := memory_misfit(piece, dtype):
-            raise UserError(f"{piece.name}: {fault}", hint=way_out(piece))
-
-
-def memory_misfit(piece: Piece, dtype: str) -> str | None:
-    """What is wrong with a piece whose memory is not its elements one after the other, None for a sound one."""
-    if not hasattr(piece.data, "dtype"):
-        return f"{dtype}, and a piece's memory is a {type(piece.data).__name__}, not an array or a tensor"
-    if absent := no_memory(piece.data):
-        return f"{dtype}, and a piece is {absent[0]}"
-    if dtype not in held_by(piece.data.dtype):
-        return f"{dtype}, and a piece's memory is {piece.data.dtype}"
-    wanted, found = (piece.stop - piece.start) * ITEMSIZE[dtype], num_bytes(piece.data)
-    if found != wanted:
-        return f"a piece of {wanted} bytes has memory of {found} bytes"
-    return None if is_contiguous(piece.data) else "a piece's memory is not contiguous"
-
-
-def way_out(piece: Piece) -> str | None:
-    """What to pass in place of a piece's data that has no memory of its own."""
-    absent = no_memory(piece.data)
-    return absent and absent[1]
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:

@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.chunk import Box, Piece
+from ckptkit.format.keys import ROOT_KEY, part_keys, step_folder
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import ROOT_KEY, Part, Root, part_keys, step_folder
+from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import checksums, xxh3_64
-from ckptkit.layout import ParallelLayout
-from ckptkit.partition import rank_chunks
-from ckptkit.plan import Bounds, PartJoin, StoredChunks, plan_save
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.ranks import rank_chunks
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.save_plan import plan_save
+from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
 from threefold.storage import Storage
 
 

@@ -12,10 +12,10 @@ import os
 import resource
 import signal
 
-from ckptkit.layout import ParallelLayout
 from ckptkit.loading.node_exchange import NodeExchange
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore, restore_from
+from ckptkit.model.layout import ParallelLayout
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import pieces_of
 from threefold.errors import UserError

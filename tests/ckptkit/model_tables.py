@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ckptkit.placement import Placement
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import TensorInfo
 
 NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
 

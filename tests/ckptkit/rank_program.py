@@ -15,12 +15,12 @@ import signal
 import time
 from collections.abc import Callable
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.handoff.block_layout import BLOCK_BYTES
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
-from ckptkit.saving.stream import BLOCK_BYTES
-from ckptkit.saving.tiers import destinations, filled, nodes_of, parse_tiers
+from ckptkit.tiers.tier import destinations, filled, nodes_of, parse_tiers
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import save_one
 

@@ -13,13 +13,13 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from ckptkit.chunk import Piece
-from ckptkit.format.root import ROOT_KEY
-from ckptkit.layout import ParallelLayout
-from ckptkit.partition import rank_chunks
+from ckptkit.format.keys import ROOT_KEY
+from ckptkit.model.box import Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.ranks import rank_chunks
+from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
-from ckptkit.tensor import TensorInfo
 from tests.ckptkit.model_tables import NUMPY, gpt_tensors, values
 from threefold.errors import CheckFailed
 from threefold.storage import open_storage

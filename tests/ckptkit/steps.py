@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import listed_steps
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.cli import main
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from threefold.storage import open_storage

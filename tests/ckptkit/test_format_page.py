@@ -10,13 +10,13 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
-from ckptkit.chunk import Box, Piece
-from ckptkit.layout import ParallelLayout
-from ckptkit.placement import Placement
-from ckptkit.plan import plan_save
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.save_plan import plan_save
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from ckptkit.saving.tiers import Node
-from ckptkit.tensor import TensorInfo
+from ckptkit.tiers.tier import Node
 from tests.ckptkit.checkpoints import cut
 
 # bfloat16 and float8, which numpy does not know, as their bits
@@ -168,7 +168,7 @@ def save(folder: Path, arrays: dict[str, np.ndarray]) -> Reader:
 def test_a_reader_written_from_the_page_rebuilds_every_tensor(
     tmp_path: Path, max_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.saving.structure.plan_save", partial(plan_save, max_chunks=max_chunks))
+    monkeypatch.setattr("ckptkit.saving.template.plan_save", partial(plan_save, max_chunks=max_chunks))
     arrays = arrays_of(TENSORS)
     reader = save(tmp_path, arrays)
     assert (len(reader.root["parts"]) > 2) == (max_chunks == 4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import SMALL, save_whole

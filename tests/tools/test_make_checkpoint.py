@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.chunk import Box
+from ckptkit.check.hash import read_slabs
+from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.passes.hashing import read_slabs
-from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.model.box import Box
 from ckptkit.runs.catalogue import resolve
 from tools.make_checkpoint import chunk_values, element_values, gpt_tensors, hidden_for, main
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ckptkit.chunk import Piece
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.box import Piece
+from ckptkit.model.tensor import TensorInfo
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32}
 

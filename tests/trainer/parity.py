@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config_check import layout_of, resolve
 from trainer.engine import Batch, Engine

@@ -31,7 +31,7 @@ def writers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "ckptkit.saving.writer" in child.cmdline():
+            if "ckptkit.writer" in child.cmdline():
                 found.append(child)
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.global_state import assembled, copied, fill
 from tests.trainer.parity import MODELS, make_engine
 from tests.trainer.plain_model import logits, train
@@ -111,7 +111,9 @@ def pieces_of_layouts(rank: int, model: str, precision: str) -> list[tuple[list[
     return results
 
 
-@pytest.mark.parametrize(("model", "precision"), [pytest.param("llama", "bf16", marks=pytest.mark.slow), ("gpt2", "fp64")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [pytest.param("llama", "bf16", marks=pytest.mark.slow), ("gpt2", "fp64")]
+)
 def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(model: str, precision: str) -> None:
     engine = make_engine(0, small_config(model, ParallelLayout(), precision=precision))
     expected = assembled(engine.tensors(), copied(engine.pieces()))

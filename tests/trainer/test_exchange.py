@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.layout import ParallelLayout
 from ckptkit.loading.exchange import agreed
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
+from ckptkit.model.layout import ParallelLayout
 from tests.ckptkit.exchange_program import BIG
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import assert_restored, pieces_of, save_whole

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.parity import MODELS
 from trainer.layers import Block, Noise, Rotation
 from trainer.mesh import ProcessMesh

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptkit.layout import Coords, ParallelLayout
+from ckptkit.model.layout import Coords, ParallelLayout
 from tests.trainer.ranks import run_ranks
 from threefold.errors import UserError
 from trainer.mesh import Link, ProcessMesh

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.runs.catalogue import committed_steps
-from ckptkit.saving.tiers import Node, parse_tiers
+from ckptkit.tiers.tier import Node, parse_tiers
 from tests.ckptkit.saves import SMALL, save_whole
 from threefold.errors import StorageError
 from threefold.storage import open_storage

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.parity import MODELS, config_for, make_engine
 from trainer.config import Config
 from trainer.parameters import initialise, parameter_table

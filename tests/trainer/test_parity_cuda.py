@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.parity import MODELS, config_for, largest_gap, run_steps
 from tests.trainer.ranks import run_ranks
 from tests.trainer.test_parity import BOUNDS, assert_trained

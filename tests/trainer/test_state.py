@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.loading.reader import read_root
+from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.training import call, lines
 from threefold.storage import open_storage

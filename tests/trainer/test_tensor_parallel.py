@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.ranks import run_ranks
 from trainer.loss import vocab_cross_entropy
 from trainer.mesh import Group, ProcessMesh

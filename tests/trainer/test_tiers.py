@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.check.hash import hash_checkpoint
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.passes.hashing import hash_checkpoint
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.training import ROOT, call, curve, kill, lines
 from threefold.storage import open_storage

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.cli import main
-from ckptkit.format.root import ROOT_KEY, step_folder
+from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.loading.reader import CheckpointReader
 from tests.ckptkit.model_tables import gpt_tensors

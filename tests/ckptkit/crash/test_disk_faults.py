@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.format.root import ROOT_KEY
+from ckptkit.format.keys import ROOT_KEY
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions

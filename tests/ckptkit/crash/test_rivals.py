@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.format.root import ROOT_KEY, step_folder
-from ckptkit.layout import ParallelLayout
-from ckptkit.loading.reader import read_root
+from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.loading.roots import read_root
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
 from tests.ckptkit.saves import (

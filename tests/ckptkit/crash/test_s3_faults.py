@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.format.root import ROOT_KEY
+from ckptkit.format.keys import ROOT_KEY
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import SMALL, newest_good, save_one, save_whole, wait_until

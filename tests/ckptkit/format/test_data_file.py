@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ckptkit.chunk import Piece
 from ckptkit.format.data_file import DATA_ALIGNMENT
-from ckptkit.layout import ParallelLayout
-from ckptkit.partition import rank_chunks
-from ckptkit.placement import Placement
-from ckptkit.plan import plan_save
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.box import Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.ranks import rank_chunks
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.checkpoints import cut
 from tests.ckptkit.model_tables import NUMPY, gpt_tensors, values
 

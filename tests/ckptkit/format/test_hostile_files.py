@@ -16,14 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.chunk import Piece
-from ckptkit.chunk_table import ChunkTable
+from ckptkit.format.keys import part_keys
 from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import Part, Root, part_keys
+from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import num_granules, xxh3_64
-from ckptkit.layout import ParallelLayout
-from ckptkit.partition import rank_chunks
-from ckptkit.plan import plan_load, plan_save
+from ckptkit.model.box import Piece
+from ckptkit.model.chunk_table import ChunkTable
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.ranks import rank_chunks
+from ckptkit.plan.load_plan import plan_load
+from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.checkpoints import stored_chunks
 from tests.ckptkit.model_tables import gpt_tensors
 from threefold.errors import UserError

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.chunk import Box, Piece
-from ckptkit.chunk_table import ChunkTable, TensorColumns
 from ckptkit.format.part_index import DTYPES, PartIndex
 from ckptkit.io.blocks import num_granules, xxh3_64
-from ckptkit.layout import ParallelLayout
-from ckptkit.partition import rank_chunks
-from ckptkit.placement import Placement
-from ckptkit.plan import plan_save
-from ckptkit.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.chunk_table import ChunkTable, TensorColumns
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.ranks import rank_chunks
+from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.model_tables import gpt_tensors
 from threefold.errors import CheckFailed, UserError
 

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.format import root as format_root
-from ckptkit.format.root import Part, Root, Share, attempt_of, parse_step_folder, part_keys, step_folder
+from ckptkit.format.keys import attempt_of, parse_step_folder, part_keys, step_folder
+from ckptkit.format.root import Part, Root, Share
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.layout import ParallelLayout
-from ckptkit.placement import Placement
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import TensorInfo
 from threefold.errors import CheckFailed, UserError
 
 ROOT = Root(

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckptkit.layout import ParallelLayout
 from ckptkit.loading.exchange import agreed
-from ckptkit.loading.fallback import restore_newest
 from ckptkit.loading.node_exchange import NodeExchange
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.runs.fallback import restore_newest
 from tests.ckptkit.checkpoints import write_checkpoint
 from tests.ckptkit.exchange_program import BIG
 from tests.ckptkit.model_tables import values

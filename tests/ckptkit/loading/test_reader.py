@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.chunk_table import ChunkTable
-from ckptkit.format.root import ROOT_KEY
+from ckptkit.check.verify import verify_checkpoint
+from ckptkit.format.keys import ROOT_KEY
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, DamagedGranule, checksums, num_granules
 from ckptkit.io.remote_reader import RemoteReader
-from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader, reading_threads
-from ckptkit.partition import rank_chunks
-from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.model.chunk_table import ChunkTable
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.ranks import rank_chunks
 from tests.ckptkit.checkpoints import cut, write_checkpoint
 from tests.ckptkit.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, StorageError, UserError

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.chunk import Box, Piece
 from ckptkit.io.blocks import GRANULE_BYTES
-from ckptkit.layout import ParallelLayout
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore, restore_from
-from ckptkit.tensor import TensorInfo
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import TensorInfo
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import ONE, ROOT, SMALL, assert_holds, assert_restored, pieces_of, save_whole
 from threefold.errors import CheckFailed, UserError
@@ -180,7 +180,7 @@ def test_a_rank_reads_little_more_than_its_part(tmp_path: Path, place: str, requ
 
 MEASURE = """
 import resource, sys
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.loading.restore import restore
 from tests.ckptkit.model_tables import gpt_tensors
 from tests.ckptkit.saves import SMALL, pieces_of, save_whole

@@ -16,7 +16,7 @@ from ckptkit.loading.sharing import (
     share_reads,
     window,
 )
-from ckptkit.plan import LoadPlan
+from ckptkit.plan.load_plan import LoadPlan
 
 intervals = st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair)))
 runs = st.lists(intervals, max_size=6).map(lambda found: joined_runs(np.array(found, np.int64).reshape(-1, 2)))

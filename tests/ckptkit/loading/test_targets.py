@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.layout import ParallelLayout
 from ckptkit.loading.restore import restore
 from ckptkit.loading.targets import Targets
-from ckptkit.plan import LoadPlan
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.plan.load_plan import LoadPlan
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import assert_restored, pieces_of, save_whole
 

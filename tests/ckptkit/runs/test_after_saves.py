@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.loading.reader import read_root
+from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin
 from ckptkit.runs.pruning import Pruner

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.runs.catalogue import committed_steps, latest_step, resolve
+from ckptkit.loading.roots import latest_step
+from ckptkit.runs.catalogue import committed_steps, resolve
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ckptkit.format.root import Root
-from ckptkit.loading.fallback import restore_newest
-from ckptkit.runs.catalogue import committed_steps, latest_step, listed_steps, newest_first
+from ckptkit.loading.roots import latest_step, newest_first
+from ckptkit.runs.catalogue import committed_steps, listed_steps
+from ckptkit.runs.fallback import restore_newest
 from ckptkit.runs.pruning import STEPS_AT_A_TIME, Pruner, prune
 from ckptkit.runs.retention import Retention
 from tests.ckptkit.steps import TENSORS, write_steps
@@ -106,7 +107,7 @@ def objects() -> dict[str, bytes]:
 @pytest.fixture
 def run(objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> ObjectsInMemory:
     made = ObjectsInMemory(dict(objects))
-    monkeypatch.setattr("ckptkit.address.open_storage", lambda url, **options: made)
+    monkeypatch.setattr("ckptkit.format.address.open_storage", lambda url, **options: made)
     return made
 
 

@@ -8,7 +8,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from ckptkit.loading.reader import read_root
+from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin, pin_key
 from ckptkit.runs.pruning import prune

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.format.root import Part, Root
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import listed_steps
 from ckptkit.runs.record import Records, StepRecord
 from tests.ckptkit.steps import checked_records, write_steps

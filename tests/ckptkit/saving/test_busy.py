@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import checkpointer as checkpointer_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveCounts

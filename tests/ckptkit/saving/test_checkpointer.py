@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
-from ckptkit.passes.verify import verify_checkpoint
-from ckptkit.placement import Placement
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
-from ckptkit.saving import writer_process
+from ckptkit.saving import client as writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
-from ckptkit.saving.tiers import Tier
-from ckptkit.tensor import TensorInfo
+from ckptkit.tiers.tier import Tier
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
     NUM_LAYERS,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.chunk import Piece
+from ckptkit.handoff.block_layout import BLOCK_BYTES
+from ckptkit.io.torch_tensors import Bytes, host_addresses
+from ckptkit.model.box import Piece
 from ckptkit.saving import save as save_module
 from ckptkit.saving import staging as staging_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.save import save
-from ckptkit.saving.stream import BLOCK_BYTES
-from ckptkit.torch_tensors import Bytes, host_addresses
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.layout import ParallelLayout
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.saving.checkpointer import Checkpointer
 from tests.ckptkit.saves import SMALL, save_one, start_rank
 

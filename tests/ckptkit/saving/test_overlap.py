@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.chunk import Piece
-from ckptkit.layout import ParallelLayout
+from ckptkit.handoff.block_layout import BLOCK_BYTES
+from ckptkit.handoff.protocol import Area, Ring, SaveOrder, StagedFile
+from ckptkit.handoff.ring_signals import Handover
 from ckptkit.loading.restore import restore
+from ckptkit.model.box import Piece
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from ckptkit.saving.handover import Handover
-from ckptkit.saving.priority import NICE
-from ckptkit.saving.save_order import Area, Ring, SaveOrder, StagedFile
-from ckptkit.saving.staged_blocks import StagedBlocks
-from ckptkit.saving.step_writer import GivenUp
-from ckptkit.saving.stream import BLOCK_BYTES
-from ckptkit.tensor import TensorInfo
+from ckptkit.writer.priority import NICE
+from ckptkit.writer.ring_reader import StagedBlocks
+from ckptkit.writer.step import GivenUp
 from tests.ckptkit.model_tables import gpt_tensors, values
 from tests.ckptkit.saves import (
     NUM_LAYERS,
@@ -201,7 +201,7 @@ def test_a_later_save_of_the_same_structure_plans_nothing(tmp_path: Path, monkey
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
         save_one(checkpointer, 1, tensors)
         for name in ("plan_save", "Root"):
-            monkeypatch.setattr(f"ckptkit.saving.structure.{name}", None)
+            monkeypatch.setattr(f"ckptkit.saving.template.{name}", None)
         monkeypatch.setattr("ckptkit.saving.staging.Arena.put", None)
         save_one(checkpointer, 2, tensors, scale=2, note="metadata is new")
         assert all(report.ok for report in checkpointer.wait())

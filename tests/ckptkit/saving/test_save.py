@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.layout import ParallelLayout
+from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.passes.verify import verify_checkpoint
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import save as saving
-from ckptkit.saving.commit import KILLED
-from ckptkit.saving.step_writer import StepTarget, clear, discard, tell_failed
+from ckptkit.writer.commit import KILLED
+from ckptkit.writer.step import StepTarget, clear, discard, tell_failed
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
 from threefold.errors import CheckFailed, StorageError, UserError

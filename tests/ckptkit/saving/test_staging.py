@@ -10,13 +10,13 @@ import safetensors.numpy
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
+from ckptkit.io.torch_tensors import held_by, host_address, is_contiguous, num_bytes
 from ckptkit.runs.retention import Retention
-from ckptkit.saving import structure as structure_module
-from ckptkit.saving.save_order import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
+from ckptkit.saving import template as structure_module
 from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
-from ckptkit.saving.stream import Stream
-from ckptkit.saving.structure import Structure
-from ckptkit.torch_tensors import held_by, host_address, is_contiguous, num_bytes
+from ckptkit.saving.template import Structure
 from tests.ckptkit.model_tables import values
 from tests.ckptkit.saves import ONE, SMALL, pieces_of
 

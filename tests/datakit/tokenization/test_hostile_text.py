@@ -181,11 +181,31 @@ def test_a_mebibyte_of_one_letter(tmp_path: Path, tokenizer_of: Callable, backen
     ("name", "content", "fault"),
     [
         ("a.jsonl", b'{"text": "fine"}\n{"text": "\xed\xa0\x80"}\n', "line 2: invalid UTF-8: .* 0xed at byte 27"),
-        pytest.param("a.jsonl", b'{"text": "fine"}\n{"text": "a\x00b"}\n', "a.jsonl, line 2: invalid JSON: .*control character", marks=pytest.mark.slow),
-        pytest.param("a.jsonl", b'{"text": "fine"}\n{"text": "a\xc3"}\n', "line 2: invalid UTF-8: .* 0xc3 at byte 28", marks=pytest.mark.slow),
-        pytest.param("a.jsonl", b'{"text": "fine"}\n' + b"[" * 9999 + b"\n", "a.jsonl, line 2: invalid JSON", marks=pytest.mark.slow),
+        pytest.param(
+            "a.jsonl",
+            b'{"text": "fine"}\n{"text": "a\x00b"}\n',
+            "a.jsonl, line 2: invalid JSON: .*control character",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "a.jsonl",
+            b'{"text": "fine"}\n{"text": "a\xc3"}\n',
+            "line 2: invalid UTF-8: .* 0xc3 at byte 28",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "a.jsonl",
+            b'{"text": "fine"}\n' + b"[" * 9999 + b"\n",
+            "a.jsonl, line 2: invalid JSON",
+            marks=pytest.mark.slow,
+        ),
         ("a.txt", b"fine\n\xf0\x9f\x99\n", "a.txt, line 2: invalid UTF-8: .* 0xf0 at byte 5"),
-        pytest.param("a.txt", b"fine\n\xc0\x80\n", "a.txt, line 2: invalid UTF-8: .* 0xc0 at byte 5", marks=pytest.mark.slow),
+        pytest.param(
+            "a.txt",
+            b"fine\n\xc0\x80\n",
+            "a.txt, line 2: invalid UTF-8: .* 0xc0 at byte 5",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_no_text_is_named_or_skipped(

@@ -1,0 +1,1 @@
+"""Whole checkpoints read: verify, hash, inspect."""

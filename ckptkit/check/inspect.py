@@ -1,0 +1,48 @@
+"""Inspect: what a checkpoint holds, from its root alone."""
+
+from collections import Counter
+from typing import Any
+
+from ckptkit.format.root import Root
+from ckptkit.model.tensor import TensorInfo, storage_order
+from threefold.masking import masked_values
+
+
+def describe(root: Root, url: str) -> dict[str, Any]:
+    """A JSON-ready description: totals, layout, metadata, and the tensor table in storage order."""
+    held = [info for info in root.tensors.values() if info.placement.tied_to is None]
+    return {
+        "url": url,
+        "step": root.step,
+        "attempt": root.attempt,
+        "layout": str(root.layout),
+        "num_layers": root.num_layers,
+        "num_tensors": len(root.tensors),
+        "num_elements": sum(info.numel for info in held),
+        "tensor_bytes": sum(info.size_bytes for info in held),
+        "file_bytes": sum(part.data_bytes + part.index_bytes for part in root.parts),
+        "num_files": len(root.parts),
+        "share": None if root.share is None else f"{root.share} of {root.share.of}",
+        "dtypes": dict(Counter(info.dtype for info in held)),
+        "saved": root.saved.to_json() if root.saved else None,
+        "metadata": masked_values(root.metadata),  # an older version did not mask what it stored
+        "tensors": [_row(info) for info in sorted(root.tensors.values(), key=storage_order)],
+    }
+
+
+def _row(info: TensorInfo) -> dict[str, Any]:
+    return {
+        "name": info.name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.size_bytes,
+        "placement": describe_placement(info),
+    }  # fmt: skip
+
+
+def describe_placement(info: TensorInfo) -> str:
+    """A placement in words: `layer 3, dim 0 by tp`."""
+    place = info.placement
+    stage = f"layer {place.stage}" if isinstance(place.stage, int) else f"{place.stage} stage"
+    if place.tied_to is not None:
+        return f"{stage}, tied to {place.tied_to}"
+    if place.dim is None:
+        return f"{stage}, replicated"
+    return f"{stage}, dim {place.dim} by {place.axis}" + (", padded" if place.padded else "")

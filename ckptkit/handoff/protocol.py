@@ -1,0 +1,195 @@
+"""What the trainer tells its writer process, and what it hears back; a JSON line each."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptkit.format.root import Share
+from ckptkit.io.torch_tensors import Bytes
+from ckptkit.runs.retention import Retention
+
+NO_MORE = b"no more orders\n"  # the end of the pipe says so too, but a child of the trainer may hold that open
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Bytes [offset, offset + size) of the arena."""
+
+    offset: int
+    size: int
+
+    def of(self, memory: Bytes) -> Bytes:
+        """These bytes, not copied."""
+        return memory[self.offset : self.offset + self.size]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Where the blocks of a save lie in the arena: block n in slot n % num_slots, the slots one after the other.
+
+    With a slot for each block nothing is ever overwritten, and a file lies there whole.
+    """
+
+    offset: int
+    block_bytes: int
+    num_slots: int
+    num_blocks: int
+
+    @property
+    def is_window(self) -> bool:
+        """Whether slots are used more than once."""
+        return self.num_slots < self.num_blocks
+
+    def at(self, blocks: Any) -> Any:
+        """Where a block begins in the arena; numbers or an array of them."""
+        return self.offset + blocks % self.num_slots * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """One data file: its size, its first block, and where its part index lies, whose checksums are still zero."""
+
+    size_bytes: int
+    first_block: int
+    index: Area
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """One writer's part in copying a committed step from `source` to `target`.
+
+    The target's root is of the num_writers from first_writer on, which is the leader; the source's of source_count from
+    source_first on. `of_node`: the target holds what the source holds, and not the whole step of all nodes.
+    """
+
+    source: str
+    target: str
+    step: int
+    attempt: str
+    writer: int
+    first_writer: int
+    num_writers: int
+    source_first: int
+    source_count: int
+    of_node: bool
+    num_files: int
+    data_bytes: int
+    deadline_s: float
+    retention: Retention
+
+    @property
+    def leads(self) -> bool:
+        return self.writer == self.first_writer
+
+
+@dataclass(frozen=True)
+class PromoteOrder:
+    """Copies of a step that was saved before."""
+
+    promotions: tuple[Promotion, ...]
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps({"promote": [asdict(each) for each in self.promotions]}).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """One save of one writer: what lies where in the arena, and where it goes.
+
+    `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
+    `arena_bytes` is the size of the arena now: the writer maps it anew when it grew. `abandoned` are tries (step,
+    attempt) of a writer that was killed, whose files are of no use. `promotions` follow the save.
+    """
+
+    url: str
+    step: int
+    attempt: str
+    writer: int
+    num_writers: int
+    files: tuple[StagedFile, ...]
+    ring: Ring
+    draft: Area
+    layout: Mapping[str, int]
+    num_layers: int
+    metadata: Mapping[str, Any]
+    arena_bytes: int
+    deadline_s: float
+    retry_s: float
+    retention: Retention
+    code: str
+    stripe_count: int
+    stripe_size_bytes: int
+    num_threads: int
+    abandoned: tuple[tuple[int, str], ...] = ()
+    first_writer: int = 0
+    share: Share | None = None
+    promotions: tuple[Promotion, ...] = ()
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "SaveOrder":
+        """The order of a line."""
+        fields = json.loads(line)
+        fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
+        fields["abandoned"] = tuple((step, attempt) for step, attempt in fields["abandoned"])
+        fields |= {"ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
+        fields |= {"retention": Retention(**fields["retention"]), "share": fields["share"] and Share(**fields["share"])}
+        return cls(**fields | {"promotions": tuple(map(_promotion, fields["promotions"]))})
+
+
+@dataclass(frozen=True)
+class SkipOrder:
+    """A save that this writer's rank leaves out, or whose writer was killed: nobody shall wait for it."""
+
+    url: str
+    step: int
+    attempt: str
+    writer: int
+    num_writers: int
+    first_writer: int
+    reason: str
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps({"skip": asdict(self)}).encode() + b"\n"
+
+
+def _promotion(fields: dict[str, Any]) -> Promotion:
+    return Promotion(**fields | {"retention": Retention(**fields["retention"])})
+
+
+def order_of(line: bytes) -> SaveOrder | SkipOrder | PromoteOrder:
+    """The order of a line."""
+    if line.startswith(b'{"promote": '):
+        return PromoteOrder(tuple(map(_promotion, json.loads(line)["promote"])))
+    if line.startswith(b'{"skip": '):
+        return SkipOrder(**json.loads(line)["skip"])
+    return SaveOrder.from_line(line)
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended in the writer, or its copy to another place `url`; `error` is empty when all is well, `warning`
+    when the pruning after it was."""
+
+    step: int
+    error: str
+    data_bytes: int
+    write_s: float
+    num_attempts: int = 1
+    warning: str = ""
+    url: str = ""
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "SaveOutcome":
+        """The outcome of a line."""
+        return cls(**json.loads(line))

@@ -1,0 +1,109 @@
+"""Roots as they lie on a storage: looked up newest first, read and checked, by one rank for all.
+
+`newest_first` lists the run's folders (on object stores 1,000 names a request) and looks roots up until it is not asked
+for more: for the newest step one.
+"""
+
+import errno
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ckptkit.format.keys import ROOT_KEY, parse_step_folder, step_folder
+from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_HEAD_BYTES, Root, attempt_of_head
+from ckptkit.loading.exchange import Alone, Exchange, agreed
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import ObjectInfo, Storage
+
+NUM_AT_ONCE = 32
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def step_folders(storage: Storage) -> list[int]:
+    """Return the steps that have a folder, committed or not, ascending."""
+    return steps_of(storage.list_folders())
+
+
+def newest_first(storage: Storage) -> Iterator[int]:
+    """Return the committed steps, newest first; 1, 2, 4, ... roots are looked up at once, as far as steps are taken."""
+    steps, num = step_folders(storage), 1
+    while steps:
+        group, steps = steps[-num:][::-1], steps[:-num]
+        infos = at_once(lambda step: root_info(storage, step), group)
+        yield from (step for step, info in zip(group, infos, strict=True) if info)
+        num = min(2 * num, NUM_AT_ONCE)
+
+
+def latest_step(storage: Storage) -> int | None:
+    """Return the newest committed step, None where there is none."""
+    return next(newest_first(storage), None)
+
+
+def at_once(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what `work` returns for each item, NUM_AT_ONCE at once."""
+    pool = ThreadPoolExecutor(NUM_AT_ONCE)
+    try:
+        return list(pool.map(work, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def steps_of(folders: Iterable[str]) -> list[int]:
+    """Return the steps whose folders are among these, ascending."""
+    return sorted(step for step in map(parse_step_folder, folders) if step is not None)
+
+
+def root_key(step: int) -> str:
+    """Return the key of a step's root."""
+    return f"{step_folder(step)}/{ROOT_KEY}"
+
+
+def root_info(storage: Storage, step: int) -> ObjectInfo | None:
+    """Return the root of a step, None where it is not committed."""
+    return storage.info(root_key(step))
+
+
+def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, info: ObjectInfo | None = None) -> Root:
+    """Return the root of a committed step; UserError where there is none. Of an exchange's ranks the first reads it.
+
+    `info` is the root's object where the caller has looked it up.
+    """
+    exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
+    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step, info))[0]
+    root = Root.from_bytes(data, f"{storage.url}/{key}")
+    if root.step != step:
+        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
+    return root
+
+
+def committed_attempt(storage: Storage, step: int) -> str | None:
+    """The attempt that a step's root names, None where there is no root; at most two small requests."""
+    key = f"{step_folder(step)}/{ROOT_KEY}"
+    info = storage.info(key)
+    if info is None:
+        return None
+    head = storage.read_ranges(key, [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0]
+    named = attempt_of_head(bytes(head))
+    return named or Root.from_bytes(root_bytes(storage, step), f"{storage.url}/{key}").attempt
+
+
+def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> bytes:
+    """Return the root of a committed step as it is stored, not parsed yet; `info` as for `read_root`."""
+    key = f"{step_folder(step)}/{ROOT_KEY}"
+    info = info or storage.info(key)
+    if info is None:
+        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
+    if info.size_bytes > MAX_ROOT_BYTES:
+        raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
+    try:
+        return storage.read(key)
+    except StorageError as error:
+        if is_medium_error(error):
+            raise CheckFailed(f"{storage.url}/{key} cannot be read (Input/output error)") from error
+        raise
+
+
+def is_medium_error(error: StorageError) -> bool:
+    """Whether a local disk could not give back what is on it."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO

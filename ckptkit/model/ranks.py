@@ -1,0 +1,129 @@
+"""Partition: which chunks of a checkpoint each rank of a layout stores, known from placements alone.
+
+Every rank stores the tensors of its stage: its tensor-parallel box of each (replicated ones only on tp rank 0), cut to
+the interval that its dp rank owns of the ZeRO bucket. Parameters and each kind of optimizer state are buckets of their
+own, in storage order. The table is sorted once; a stage's buckets are laid out once for each tp rank, in O(tensors),
+and a rank then costs no more than the chunks it has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptkit.model.box import Box
+from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.model.layout import Coords, ParallelLayout
+from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
+from ckptkit.model.zero import bucket_offsets, overlaps, shard_interval
+
+RankChunk = tuple[TensorInfo, Box, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Tensors by number, the box of each, where each lies in the bucket, and the bucket's size."""
+
+    tensors: Ints
+    offset: Ints
+    shape: Ints
+    numels: Ints
+    offsets: Ints
+    total: int
+    itemsize: int
+
+
+class Partition:
+    """The chunks of all ranks of a layout; UserError where the layout does not divide a tensor.
+
+    `tensors` are those that hold data, in storage order.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo], num_layers: int, layout: ParallelLayout) -> None:
+        assert layout.cp == layout.ep == layout.virtual == 1, "tp, dp and pp only"
+        self.tensors = [info for info in sorted(tensors, key=storage_order) if info.placement.tied_to is None]
+        self._num_layers, self._layout = num_layers, layout
+        self._num_dims = max((len(info.shape) for info in self.tensors), default=0)
+        self._is_cut = np.array([info.placement.dim is not None for info in self.tensors], bool)
+        self._models: list[TensorInfo] = []  # the first tensor of each shape and cut: those alike are many
+        self._model_of = self._by_cut()
+        self._stage = -1
+        self._members: dict[tuple[str, int], list[int]] = {}  # of the stage, by bucket
+        self._buckets: dict[int, list[_Bucket]] = {}  # of the stage, by tp rank
+        self._columns = TensorColumns.of([]), np.empty(0, np.int64)  # the last rank's, and the numbers of its tensors
+
+    def chunks(self, coords: Coords) -> list[RankChunk]:
+        """The (tensor, box, start, stop) that the rank at `coords` stores, in storage order."""
+        table, infos = self.table(coords), {info.name: info for info in self.tensors}
+        ranges = zip(table.names, table.start.tolist(), table.stop.tolist(), strict=True)
+        return [(infos[name], table.box(row), start, stop) for row, (name, start, stop) in enumerate(ranges)]
+
+    def table(self, coords: Coords) -> ChunkTable:
+        """The chunks that the rank at `coords` stores, in storage order; one of each of its tensors."""
+        none = np.empty(0, np.int64)
+        boxes = none.reshape(0, self._num_dims)
+        columns: list[tuple[Ints, ...]] = [(none, boxes, boxes, none, none)]
+        for bucket in self._of_rank(coords):
+            interval = shard_interval(bucket.total, self._layout.dp, coords.dp, bucket.itemsize)
+            found = overlaps(bucket.offsets, bucket.numels, *interval)
+            if coords.tp:
+                found = found[self._is_cut[bucket.tensors[found[:, 0]]]]
+            rows, start, stop = found.T
+            columns.append((bucket.tensors[rows], bucket.offset[rows], bucket.shape[rows], start, stop))
+        numbers, *rest = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(numbers)
+        tensors = self._columns_of(numbers[order])
+        table = ChunkTable(tensors, np.arange(len(order)), *(column[order] for column in rest))
+        return table.with_dims(max(tensors.ndims, default=0))
+
+    def _columns_of(self, numbers: Ints) -> TensorColumns:
+        """The columns of some tensors; ranks that store parts of the same ones share an object."""
+        if not np.array_equal(numbers, self._columns[1]):
+            self._columns = TensorColumns.of([self.tensors[number] for number in numbers.tolist()]), numbers
+        return self._columns[0]
+
+    def _by_cut(self) -> Ints:
+        """The number of each tensor's model; fills in the models."""
+        numbers: dict[object, int] = {}
+        found = []
+        for info in self.tensors:
+            placement = info.placement
+            key = (info.shape, placement.dim, placement.axis, placement.padded)
+            found.append(numbers.setdefault(key, len(numbers)))
+            if len(numbers) > len(self._models):
+                self._models.append(info)
+        return np.array(found, np.int64)
+
+    def _of_rank(self, coords: Coords) -> list[_Bucket]:
+        """The buckets that a rank has an interval of."""
+        if coords.pp != self._stage:
+            self._stage, self._members, self._buckets = coords.pp, {}, {}
+            for number, info in enumerate(self.tensors):
+                if info.placement.on_stage(self._num_layers, self._layout, coords.pp):
+                    key = (info.name.rpartition("/")[0], ITEMSIZE[info.dtype])
+                    self._members.setdefault(key, []).append(number)
+        if coords.tp not in self._buckets:
+            self._buckets[coords.tp] = [
+                self._bucket(np.array(members, np.int64), itemsize, coords)
+                for (_, itemsize), members in self._members.items()
+            ]
+        return self._buckets[coords.tp]
+
+    def _bucket(self, members: Ints, itemsize: int, coords: Coords) -> _Bucket:
+        models, place = np.unique(self._model_of[members], return_inverse=True)
+        offset = np.zeros((len(models), self._num_dims), np.int64)
+        shape = np.ones_like(offset)
+        for row, info in enumerate(self._models[model] for model in models.tolist()):
+            box = info.placement.local_box(info.name, info.shape, self._layout, coords)
+            padding = self._num_dims - len(info.shape)
+            offset[row, padding:], shape[row, padding:] = box.offset, box.shape
+        numels = shape.prod(axis=1)[place]
+        offsets, total = bucket_offsets(numels.tolist(), itemsize)
+        return _Bucket(members, offset[place], shape[place], numels, np.array(offsets, np.int64), total, itemsize)
+
+
+def rank_chunks(
+    tensors: Sequence[TensorInfo], num_layers: int, layout: ParallelLayout, coords: Coords
+) -> list[RankChunk]:
+    """What the rank at `coords` stores of a table; for many ranks of one layout a Partition sorts the table once."""
+    return Partition(tensors, num_layers, layout).chunks(coords)

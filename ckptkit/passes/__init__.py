@@ -1,1 +1,0 @@
-"""Passes over a whole checkpoint: inspect, verify, hash, reshard."""

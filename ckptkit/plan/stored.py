@@ -1,0 +1,101 @@
+"""The chunks that a checkpoint stores, joined from its part indexes over one tensor table. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptkit.format.part_index import PartIndex
+from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.model.tensor import TensorInfo
+from threefold.errors import CheckFailed
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """The smallest box around all that is wanted of each tensor of a table: [low, high) in each dim, [D, T] each.
+
+    It tells at once of most stored chunks that none of their elements are wanted.
+    """
+
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, wanted: ChunkTable, tensors: TensorColumns) -> "Bounds":
+        """The bounds of wanted chunks, whose names must be among the table's; of no tensor that is not wanted."""
+        num_dims = max(tensors.ndims, default=0)
+        low = np.full((num_dims, len(tensors.names)), np.iinfo(np.int64).max)
+        high = np.full_like(low, -1)
+        rows = wanted.take(np.flatnonzero(wanted.start < wanted.stop))
+        rows = rows.renumbered(tensors, _numbers(rows.tensors, tensors, "what is wanted"))
+        for dim, (first, last) in enumerate(zip(*rows.with_dims(num_dims).bounds(), strict=True)):
+            np.minimum.at(low[dim], rows.tensor, first)
+            np.maximum.at(high[dim], rows.tensor, last)
+        return cls(low, high)
+
+    def rows(self, chunks: ChunkTable) -> Ints:
+        """The rows of chunks over the same tensors that may hold wanted elements."""
+        num_dims = len(self.low)
+        boxes, tensor = chunks.with_dims(num_dims), chunks.tensor
+        keep = chunks.start < chunks.stop
+        for dim in range(num_dims):  # whole boxes first: that takes no division
+            offset, shape = boxes.offset[:, dim], boxes.shape[:, dim]
+            keep &= (offset < self.high[dim][tensor]) & (offset + shape > self.low[dim][tensor])
+        rows = np.flatnonzero(keep)
+        tensor, near = tensor[rows], np.ones(len(rows), bool)
+        for dim, (low, high) in enumerate(zip(*boxes.take(rows).bounds(), strict=True)):
+            near &= (low < self.high[dim][tensor]) & (high > self.low[dim][tensor])
+        return rows[near]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredChunks:
+    """Chunks of the parts of a checkpoint over its tensor table: the part and the file offset of each."""
+
+    chunks: ChunkTable
+    part: Ints
+    offset: Ints
+
+    def take(self, rows: Ints) -> "StoredChunks":
+        """Some chunks, in the given order."""
+        return StoredChunks(self.chunks.take(rows), self.part[rows], self.offset[rows])
+
+
+class PartJoin:
+    """Joins part indexes one by one over a checkpoint's tensor table; what lies out of bounds is never held."""
+
+    def __init__(self, tensors: Sequence[TensorInfo], bounds: Bounds | None = None) -> None:
+        self.tensors = TensorColumns.of(tensors)
+        self._bounds = bounds
+        self._numbers: dict[TensorColumns, Ints] = {}  # by identity: indexes of equal names share their columns
+
+    def of(self, part: int, index: PartIndex, where: str) -> StoredChunks:
+        """The chunks of one part, in file order; CheckFailed where its index, at `where`, does not fit the table."""
+        numbers = self._numbers.get(index.chunks.tensors)
+        if numbers is None:
+            numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors, where)
+        chunks = index.chunks.renumbered(self.tensors, numbers)
+        stored = StoredChunks(chunks, np.full(len(chunks), part), index.offsets)
+        return stored if self._bounds is None else stored.take(self._bounds.rows(chunks))
+
+    def joined(self, parts: Sequence[StoredChunks]) -> StoredChunks:
+        """The chunks of several parts, sorted by tensor, then in the order of the parts."""
+        none = np.empty(0, np.int64)
+        empty = ChunkTable(self.tensors, none, none.reshape(0, 0), none.reshape(0, 0), none, none)
+        chunks = ChunkTable.concatenate([empty, *(part.chunks for part in parts)])
+        order = np.argsort(chunks.tensor, kind="stable")
+        part = np.concatenate([none, *(part.part for part in parts)])
+        offset = np.concatenate([none, *(part.offset for part in parts)])
+        return StoredChunks(chunks, part, offset).take(order)
+
+
+def _numbers(columns: TensorColumns, table: TensorColumns, where: str) -> Ints:
+    """The place in a table of each tensor of other columns; CheckFailed where it is not there as it should be."""
+    numbers = []
+    for name, dtype, ndim in zip(columns.names, columns.dtypes, columns.ndims, strict=True):
+        number = table.numbers.get(name, -1)
+        if number < 0 or table.dtypes[number] != dtype or table.ndims[number] != ndim:
+            raise CheckFailed(f"{where} holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
+        numbers.append(number)
+    return np.array(numbers, np.int64)

@@ -1,0 +1,1 @@
+"""Whole checkpoints written anew: copy and reshard."""

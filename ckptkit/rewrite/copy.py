@@ -1,0 +1,145 @@
+"""Copy: one committed step from any storage to any other, part by part, byte for byte, verified while it passes.
+
+Each granule is checked against its checksum before it is written, files are copied side by side, and the root goes
+last, by an exclusive write: a copy that was killed is not a checkpoint, and the same copy goes on with it. What it
+keeps is made durable first, and then read past the page cache. Memory: a window of 8 MiB a file in work, and what the
+uploads hold.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptkit.check.verify import check_data, verify_checkpoint
+from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.format.part_index import PartIndex
+from ckptkit.io.blocks import GRANULE_BYTES
+from ckptkit.io.part_sink import open_sink
+from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.loading.roots import root_bytes
+from threefold.errors import CheckFailed, UserError
+from threefold.storage import Storage
+from threefold.storage.local import keep_file, sync_name
+
+WINDOW_BYTES = 8 * GRANULE_BYTES
+FILES_AT_ONCE = 4
+UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What a copy did; the bytes kept were there already, whole and right."""
+
+    source: str
+    target: str
+    step: int
+    num_files: int
+    bytes_copied: int
+    bytes_kept: int
+    seconds: float
+
+
+def copy_step(
+    source: CheckpointReader, target: Storage, *, verify: bool = False, progress: Progress = lambda done, total: None
+) -> CopyReport:
+    """Copy the checkpoint of an open reader to the same step of another storage, and commit it there.
+
+    UserError where another checkpoint is committed there as that step; CheckFailed where the source is damaged, or the
+    copy is: the sizes of its files are always looked up again, with `verify` every byte is read back. `progress` is
+    told the bytes done and the total. After any failure the same call continues.
+    """
+    started = time.monotonic()
+    step = source.root.step
+    text, key = root_bytes(source.storage, step), f"{step_folder(step)}/{ROOT_KEY}"
+    is_there = target.info(key) is not None
+    if is_there and target.read(key) != text:
+        raise UserError(
+            f"{target.url} already holds another checkpoint as step {step}",
+            hint=f"ckptkit inspect {target.url}/{step_folder(step)}",
+        )
+    if is_there:
+        sync_name(target, key)
+    copied = kept = 0
+    with CheckpointReader(target, step, root=source.root) as there:
+        if not is_there:
+            copying = _Copying(source, there, progress)
+            with reading_threads(FILES_AT_ONCE, source, there) as pool:
+                sizes = list(pool.map(copying.copy_part, range(len(source.root.parts))))
+            copied, kept = sum(copied for copied, _ in sizes), sum(kept for _, kept in sizes)
+        checked = verify_checkpoint(there, share=1.0 if verify else 0.0)
+    if checked.faults:
+        raise CheckFailed(
+            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {there.url}"
+        )
+    if not is_there:
+        target.write(key, text, if_absent=True)
+        copied += len(text)
+    seconds = time.monotonic() - started
+    return CopyReport(source.url, there.url, step, 2 * len(source.root.parts) + 1, copied, kept, seconds)
+
+
+class _Copying:
+    """One copy under way; `there` reads the target, whose root is still to come."""
+
+    def __init__(self, source: CheckpointReader, there: CheckpointReader, progress: Progress) -> None:
+        self._source, self._there, self._target, self._progress = source, there, there.storage, progress
+        self._total = sum(part.data_bytes for part in source.root.parts)
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def copy_part(self, number: int) -> tuple[int, int]:
+        """Copy a data file, then its index; gives the bytes of both that were copied, and that were kept."""
+        part = self._source.root.parts[number]
+        text = self._source.index_file(part)
+        index = PartIndex.from_bytes(text, f"{self._source.url}/{part.index}")
+        sizes = {True: 0, False: 0}  # by whether it was kept
+        is_right = self._is_kept(f"{self._source.folder}/{part.data}")
+        if is_right:
+            _, faults = check_data(self._there, number, index)
+            is_right = not faults
+        if is_right:
+            self._advance(part.data_bytes)
+        else:
+            self._copy_data(number, index)
+        sizes[is_right] += part.data_bytes
+        key = f"{self._source.folder}/{part.index}"
+        is_right = self._is_kept(key) and self._target.read(key) == text
+        if not is_right:
+            self._target.write(key, text)
+        sizes[is_right] += len(text)
+        return sizes[False], sizes[True]
+
+    def _is_kept(self, key: str) -> bool:
+        """Whether an earlier try left a file; it is durable then, and the disk's bytes are read from now on."""
+        if self._target.info(key) is None:
+            return False
+        keep_file(self._target, key)
+        return True
+
+    def _copy_data(self, number: int, index: PartIndex) -> None:
+        part = self._source.root.parts[number]
+        with self._source.loss_as_damage(part.data, part.data_bytes, part):
+            reader = self._source.open_part(number, index.checksums)
+        sink = open_sink(self._target, f"{self._source.folder}/{part.data}", part.data_bytes)
+        buffer = np.empty(WINDOW_BYTES, np.uint8)
+        try:
+            for start in range(0, part.data_bytes, WINDOW_BYTES):
+                size = min(WINDOW_BYTES, part.data_bytes - start)
+                self._source.read_part(number, reader, [(start, size, buffer.ctypes.data)])
+                sink.write(buffer[:size])
+                self._advance(size)
+            sink.close()
+        except BaseException:
+            sink.abort()
+            raise
+        finally:
+            reader.close()
+
+    def _advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self._progress(self._done, self._total)

@@ -1,0 +1,150 @@
+"""WriterProcess: the trainer's end of its writer, `python -m ckptkit.writer`, and the two pipes between them.
+
+No call waits for ever, whatever state the writer is in.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from typing import IO
+
+from ckptkit.handoff.protocol import NO_MORE, SaveOutcome
+from ckptkit.handoff.ring_signals import Signal, readable
+from ckptkit.saving.staging import Arena
+from threefold.child_python import python_command, search_path
+
+CLOSE_WITHIN_S = 10.0
+DIE_WITHIN_S = 10.0  # once killed; a process that hangs in a dead file system takes for ever
+EXIT_WITHIN_S = 10.0  # once it closed its end
+READ_BYTES = 1 << 16
+MAX_TOLD_BYTES = 2000  # of what a dead writer said
+
+
+class WriterProcess:
+    """A running `python -m ckptkit.writer` and the two pipes to it."""
+
+    def __init__(self, arena: Arena) -> None:
+        # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
+        # Nor a temporary file: that folder may be full.
+        self._said: IO[bytes] = os.fdopen(os.memfd_create("ckptkit-writer-said", os.MFD_CLOEXEC), "w+b")
+        self._process = subprocess.Popen(
+            [
+                *python_command("ckptkit.writer"), f"--arena-fd={arena.fd}", f"--trainer={os.getpid()}",
+                "--handover-fds", *map(str, arena.handover.fds),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            pass_fds=[arena.fd, *arena.handover.fds],
+            start_new_session=True,  # torchrun and terminals kill the trainer's process group
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
+            bufsize=0,
+        )  # fmt: skip
+        assert self._process.stdin is not None, "a pipe"
+        assert self._process.stdout is not None, "a pipe"
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._input.fileno(), False)
+        self._was_killed = False
+        self._pending = b""
+        self._copied: list[SaveOutcome] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._was_killed and self._process.poll() is None
+
+    def send(self, line: bytes, timeout_s: float) -> None:
+        """Tell the writer what to do; one that does not take it within the time is killed, which `receive` tells."""
+        deadline, left = time.monotonic() + timeout_s, memoryview(line)
+        poll = select.poll()
+        poll.register(self._input, select.POLLOUT)
+        try:
+            while left:
+                if not poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+                    self.kill()
+                    return
+                with contextlib.suppress(BlockingIOError):  # there is room, but not for PIPE_BUF bytes at once
+                    left = left[os.write(self._input.fileno(), left) :]
+        except BrokenPipeError:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # how it ends by itself is worth telling
+                self._process.wait(EXIT_WITHIN_S)
+            self.kill()
+
+    def receive(
+        self, timeout_s: float, *, unless: Signal | None = None, until_copied: bool = False
+    ) -> SaveOutcome | None:
+        """The next outcome of a save, None if there is none within the time; EOFError says how the writer died.
+
+        A signal that is given ends the wait too. Outcomes of copies to other tiers that come meanwhile are kept for
+        `take_copied`; with `until_copied` the first of them ends the wait.
+        """
+        deadline = time.monotonic() + timeout_s
+        awaited: list[IO[bytes] | Signal] = [self._output, *filter(None, [unless])]
+        while True:
+            while b"\n" in self._pending:
+                line, self._pending = self._pending.split(b"\n", 1)
+                outcome = SaveOutcome.from_line(line)
+                if not outcome.url:
+                    return outcome
+                self._copied.append(outcome)
+            if until_copied and self._copied:
+                return None
+            ready = readable(awaited, max(deadline - time.monotonic(), 0.0))
+            if self._output not in ready:
+                if self._was_killed:
+                    raise EOFError(self._obituary())
+                return None
+            data = os.read(self._output.fileno(), READ_BYTES)
+            if not data:
+                raise EOFError(self._obituary())
+            self._pending += data
+
+    def take_copied(self) -> list[SaveOutcome]:
+        """The outcomes of copies that were received since the last call."""
+        return [self._copied.pop(0) for _ in range(len(self._copied))]  # a thread that stages may add to them
+
+    def end_orders(self) -> None:
+        """Tell the writer that no order follows; it copies what it has to, and ends."""
+        if not self._input.closed:
+            self.send(NO_MORE, CLOSE_WITHIN_S)
+            self._input.close()
+
+    def kill(self) -> None:
+        """End it at once; a save it was told remains uncommitted."""
+        self._process.kill()
+        self._was_killed = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(DIE_WITHIN_S)
+
+    def close(self) -> None:
+        """Let it end by itself, and wait for that; not for one that was killed."""
+        self.end_orders()
+        if not self._was_killed:
+            try:
+                self._process.wait(CLOSE_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._output.close()
+        self._said.close()
+
+    def _obituary(self) -> str:
+        if not self._was_killed:  # else that was waited for
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_WITHIN_S)
+        code = self._process.poll()
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        elif self._was_killed:
+            how = "was killed and does not end"
+        else:
+            how = "closed its pipe, does not end, and was killed"
+            self.kill()
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip()[-MAX_TOLD_BYTES:]
+        return f"the writer process {how}" + (f" ({said})" if said else "")

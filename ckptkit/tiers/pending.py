@@ -1,0 +1,110 @@
+"""Copies: which steps a writer is told to copy to slower tiers, until it tells how that ended.
+
+A step has to be copied by all writers or by none, so what decides is the same on all ranks: the steps that were saved,
+and what all of them were told. What a killed writer left undone its successor takes up, once.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from ckptkit.handoff.protocol import Promotion, SaveOrder, SaveOutcome
+from ckptkit.handoff.report import SaveReport
+from ckptkit.tiers.tier import Tier, is_due
+from threefold.masking import masked
+
+
+class Copies:
+    """The copies of one rank's writer that are under way or wait, and when the next ones are due."""
+
+    def __init__(self, tiers: Sequence[Tier], world_size: int) -> None:
+        self._tiers, self._world_size = tiers, world_size
+        self._after = {tier.url: tier.newest for tier in tiers}
+        self._before_last = dict(self._after)  # the same before the last save
+        self._awaited: dict[tuple[int, str], Promotion] = {}
+        self._told_last: dict[str, str] = {}  # by tier, the attempt that was told last
+        self._left: dict[str, Promotion] = {}  # by tier, what a killed writer left undone
+        self._taken_up: set[tuple[int, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._awaited)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there is anything for `take_up`."""
+        return bool(self._left)
+
+    def due(self, order: SaveOrder) -> tuple[Promotion, ...]:
+        """This writer's part in copying a step that is saved now to the tiers that it is due at."""
+        tiers = [tier for tier in self._tiers if is_due(tier.every, order.step, self._after[tier.url])]
+        self._count(order.step)
+        return self._to(tiers, order)
+
+    def all(self, order: SaveOrder) -> tuple[Promotion, ...]:
+        """Its part in copying a step to all tiers, but those that were told it already."""
+        return self._to(self._tiers, order)
+
+    def make_up(self) -> None:
+        """Let the next save be due wherever the last one was."""
+        self._after = dict(self._before_last)
+
+    def skipped(self, step: int) -> None:
+        """A step that this rank does not save. One rank alone makes up for it; of several, others may have saved it."""
+        self._count(step)
+        if self._world_size == 1:
+            self.make_up()
+
+    def failed(self, step: int) -> None:
+        """A step whose save failed here: there is nothing to copy. One rank alone makes up for it."""
+        self._awaited = {key: each for key, each in self._awaited.items() if key[0] != step}
+        if self._world_size == 1:
+            self.make_up()
+
+    def take_up(self) -> tuple[Promotion, ...]:
+        """What a killed writer left undone, for its successor: of each tier the newest, and no step a second time."""
+        found = tuple(self._left.values())
+        self._left.clear()
+        self._taken_up = {(each.step, each.target) for each in found}
+        self._awaited |= {(each.step, each.target): each for each in found}
+        return found
+
+    def ended(self, outcomes: Iterable[SaveOutcome]) -> list[SaveReport]:
+        """How some copies ended."""
+        reports = []
+        for outcome in outcomes:
+            self._awaited.pop((outcome.step, outcome.url), None)
+            reports.append(
+                SaveReport(outcome.step, not outcome.error, outcome.error, outcome.data_bytes, outcome.write_s, 0.0,
+                           outcome.num_attempts, warning=outcome.warning, url=masked(outcome.url))
+            )  # fmt: skip
+        return reports
+
+    def lost(self, reason: str) -> list[SaveReport]:
+        """All that were under way or waited when the writer died."""
+        reports = [
+            SaveReport(step, False, f"{reason} {step}", promotion.data_bytes, 0.0, 0.0, url=masked(url))
+            for (step, url), promotion in self._awaited.items()
+        ]
+        for key in sorted(self._awaited.keys() - self._taken_up):
+            self._left[key[1]] = self._awaited[key]
+        self._awaited.clear()
+        return reports
+
+    def _count(self, step: int) -> None:
+        self._before_last, self._after = self._after, dict.fromkeys(self._after, step)
+
+    def _to(self, tiers: Iterable[Tier], order: SaveOrder) -> tuple[Promotion, ...]:
+        found = []
+        for tier in tiers:
+            url = tier.url
+            first, count = (order.first_writer, order.num_writers) if tier.of_node else (0, self._world_size)
+            promotion = Promotion(
+                source=order.url, target=url, step=order.step, attempt=order.attempt, writer=order.writer,
+                first_writer=first, num_writers=count, source_first=order.first_writer, source_count=order.num_writers,
+                of_node=tier.of_node, num_files=len(order.files),
+                data_bytes=sum(file.size_bytes for file in order.files), deadline_s=order.deadline_s,
+                retention=tier.retention,
+            )  # fmt: skip
+            if self._told_last.get(url) != order.attempt:
+                self._told_last[url] = order.attempt
+                self._awaited[order.step, url] = promotion
+                found.append(promotion)
+        return tuple(found)

@@ -1,0 +1,1 @@
+"""The writer process, `python -m ckptkit.writer`: writes a step's files, commits, copies, prunes. No torch."""

@@ -1,0 +1,255 @@
+"""The writer process: `python -m ckptkit.writer`, started by a Checkpointer in a session of its own.
+
+It maps the trainer's arena, takes SaveOrders as lines on its standard input and answers each with a SaveOutcome on its
+standard output. When the trainer dies it finishes the save that it was handed (the first writer: with the commit), and
+what it still has to copy to slower tiers, prunes nothing more, and ends. A fault in a save is an outcome, never the
+writer's end. It never imports torch, and runs behind the trainer.
+"""
+
+import argparse
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import Root
+from ckptkit.handoff.protocol import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.handoff.ring_signals import Handover, readable
+from ckptkit.io.torch_tensors import Bytes
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.writer.commit import KILLED
+from ckptkit.writer.copier import Promoter
+from ckptkit.writer.maintenance import Upkeep
+from ckptkit.writer.priority import step_back
+from ckptkit.writer.retries import Retries
+from ckptkit.writer.ring_reader import StagedBlocks
+from ckptkit.writer.step import PartSource, StepTarget, clear, discard, tell_failed, write_step
+from threefold.errors import EXIT_IO, UserError
+from threefold.storage import open_storage
+
+ORPHAN_CHECK_S = 1.0
+READ_BYTES = 1 << 16
+MIN_GRACE_S, GRACE_FACTOR = 10.0, 3.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve one trainer until its end."""
+    parser = argparse.ArgumentParser(prog="python -m ckptkit.writer", description="Serves a Checkpointer.")
+    parser.add_argument("--arena-fd", type=int, required=True, help="file descriptor of the arena's memory")
+    parser.add_argument("--handover-fds", type=int, nargs=3, required=True, help="file descriptors of the handover")
+    parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
+    arguments = parser.parse_args(argv)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a library prints does not come between the answers
+    step_back()
+    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer, answers)
+    with ThreadPoolExecutor(1) as saving:  # beside the loop, so that a skipped save is told while another is written
+        for line in _lines(arguments.trainer):
+            order = order_of(line)
+            if isinstance(order, SkipOrder):
+                server.skip(order)
+            elif isinstance(order, PromoteOrder):
+                saving.submit(server.promoter.offer, order.promotions)
+            else:
+                saving.submit(server.save, order, server.take_failed_tries())
+    server.let_go()
+    server.promoter.finish()
+    return 0
+
+
+class _Server:
+    """Does one save after the other out of the trainer's arena."""
+
+    def __init__(self, arena_fd: int, handover: Handover, trainer: int, answers: int) -> None:
+        self._arena_fd, self._handover, self._trainer, self._answers = arena_fd, handover, trainer, answers
+        self._arena = np.empty(0, np.uint8)
+        self._told = threading.Lock()
+        self._upkeep: Upkeep | None = None
+        self._failed_tries: list[StepTarget] = []  # of the leader, since its last commit
+        self.promoter = Promoter(self._tell, self._has_trainer)
+
+    def take_failed_tries(self) -> list[StepTarget]:
+        """The tries that failed before an order came."""
+        found, self._failed_tries = self._failed_tries, []
+        return found
+
+    def save(self, order: SaveOrder, failed_tries: Sequence[StepTarget]) -> None:
+        """Do what an order says, and answer it; a commit clears what failed tries left, also of other writers."""
+        started = time.monotonic()
+        error = warning = ""
+        tries = [*failed_tries, *_abandoned(order)]
+        blocks: StagedBlocks | None = None
+        retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
+        try:
+            if order.arena_bytes != len(self._arena):
+                memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
+                self._arena = np.frombuffer(memory, np.uint8)
+            blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
+            upkeep = self._upkeep or self._begin(order)
+            for each in tries:  # where there was no word yet
+                tell_failed(each, KILLED)
+            if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
+                for each in tries:  # all know how they ended, as they have saved again since
+                    clear(each)
+                if self._has_trainer():
+                    upkeep.prune(order.step, order.retention, self.promoter.steps)
+            warning = upkeep.take_warning()
+            self.promoter.offer(order.promotions)
+        except (UserError, OSError) as failure:
+            error = str(failure)
+        except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {failure}"
+        if error and order.writer == order.first_writer:
+            self._failed_tries += [*tries, _target(order)]
+        data_bytes = sum(file.size_bytes for file in order.files)
+        write_s = time.monotonic() - started
+        self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
+
+    def let_go(self) -> None:
+        """Free the trainer's memory: what is left to copy lies in the first tier."""
+        self._arena = np.empty(0, np.uint8)
+        os.close(self._arena_fd)
+
+    def _begin(self, order: SaveOrder) -> Upkeep:
+        self._upkeep = Upkeep(
+            order.url, leads=order.writer == order.first_writer, stripe_count=order.stripe_count,
+            stripe_size_bytes=order.stripe_size_bytes,
+        )  # fmt: skip
+        return self._upkeep
+
+    def skip(self, order: SkipOrder) -> None:
+        """Let nobody wait for this writer in a save that it has no part in."""
+        target = StepTarget(
+            open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers,
+            first_writer=order.first_writer,
+        )  # fmt: skip
+        tell_failed(target, order.reason)
+        if target.leads:
+            self._failed_tries.append(target)
+
+    def _has_trainer(self) -> bool:
+        """Whether there is one still: else the next one may be reading an older step, and nothing is pruned."""
+        return os.getppid() == self._trainer
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the trainer gives the save up."""
+        readable([self._handover.stop], seconds)
+
+    def _tell(self, outcome: SaveOutcome) -> None:
+        """Answer the trainer; where that cannot be, it must at least hear that nobody will."""
+        with self._told:
+            try:
+                os.write(self._answers, outcome.to_line())
+            except BrokenPipeError:  # the trainer died meanwhile
+                pass
+            except OSError:
+                os._exit(EXIT_IO)
+
+
+def run_save(
+    order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, upkeep: Upkeep, trainer: int
+) -> Root | None:
+    """Write what an order says; the first writer commits, and gives the root."""
+    target = replace(_target(order), striper=upkeep.striper)
+    parts = [
+        PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
+                   is_reused=order.ring.is_window)
+        for number, file in enumerate(order.files)
+    ]  # fmt: skip
+    draft = _draft(order, arena) if target.leads else None
+    patience = _Patience(order.deadline_s, trainer)
+
+    def patience_s(write_s: float) -> float:
+        blocks.check()
+        return patience.in_all_s(write_s)
+
+    try:
+        return write_step(target, parts, draft, patience_s, retries, order.code)
+    except BaseException:
+        for each in _abandoned(order):  # last of all: what the killed writer had sent has arrived by now
+            discard(each, KILLED)
+        raise
+
+
+def _abandoned(order: SaveOrder) -> list[StepTarget]:
+    """The tries of a writer that was killed."""
+    return [replace(_target(order), step=step, attempt=attempt) for step, attempt in order.abandoned]
+
+
+def _target(order: SaveOrder) -> StepTarget:
+    return StepTarget(
+        open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers, order.num_threads,
+        order.first_writer,
+    )  # fmt: skip
+
+
+def _draft(order: SaveOrder, arena: Bytes) -> Root:
+    """The root as far as it is known before anything is written."""
+    return replace(
+        _tensors_of(order.draft.of(arena).tobytes()), step=order.step, attempt=order.attempt,
+        layout=ParallelLayout(**order.layout), num_layers=order.num_layers, metadata=order.metadata,
+        share=order.share,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _tensors_of(draft: bytes) -> Root:
+    """A root's draft, read once for all saves of one structure."""
+    return Root.from_bytes(draft, "an order to save")
+
+
+def _lines(trainer: int) -> Iterator[bytes]:
+    """The orders on standard input until there are no more, or until the trainer is gone.
+
+    Both are asked for: a child of the trainer may hold the other end of the pipe open after the trainer's death.
+    """
+    pending = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], ORPHAN_CHECK_S)
+        if ready:
+            data = os.read(0, READ_BYTES)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                if line == NO_MORE.strip():
+                    return
+                yield line
+        elif os.getppid() != trainer:
+            return
+
+
+class _Patience:
+    """How long to wait for the other writers: the deadline, cut short once this writer's trainer is dead.
+
+    Then the job was probably killed: writers that were told to save are as far as this one, the others never begin.
+    """
+
+    def __init__(self, deadline_s: float, trainer: int) -> None:
+        self._deadline_s, self._trainer = deadline_s, trainer
+        self._started: float | None = None
+
+    def in_all_s(self, write_s: float) -> float:
+        """Seconds to wait in all from the first time this is asked, as things stand."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now
+        if os.getppid() != self._trainer:
+            grace_s = MIN_GRACE_S + GRACE_FACTOR * write_s
+            self._deadline_s, self._trainer = min(self._deadline_s, now - self._started + grace_s), os.getppid()
+        return self._deadline_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

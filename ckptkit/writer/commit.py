@@ -1,0 +1,198 @@
+"""Commit: one exclusive write of the root, last, after every writer's part indexes were seen by listing.
+
+A writer puts the index of its first file after all else it wrote, so that one name tells that the writer is done; a
+writer that fails puts a `.failed` object in its place, so that nobody waits for it in vain. The first writer commits;
+the others poll for the root, or for its `.failed` object.
+"""
+
+import errno
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptkit.format.keys import ROOT_KEY, named_writers, part_keys, step_folder, writer_of
+from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import Part, Root
+from ckptkit.io.blocks import xxh3_64
+from ckptkit.loading.roots import committed_attempt
+from ckptkit.model.chunk_table import TensorColumns
+from ckptkit.plan.cover import Cover
+from ckptkit.runs.temporaries import temporaries
+from ckptkit.writer.retries import Retries
+from threefold.errors import StorageError, UserError
+from threefold.storage import AlreadyExists, Storage
+
+FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between looks: a share of what was waited so far
+LOOKS_PER_S = 200  # of all writers that wait for the first one, two requests each
+# words of a first writer whose root may still come, so that files must stay
+KILLED, NO_ANSWER = "its writer was killed", "it is not known whether the root was put: "
+NUM_READS_AT_ONCE = 16
+_INDEX = re.compile(r"part-([0-9]+)(\.[0-9]+)?\.index")
+_FAILED = re.compile(r"part-([0-9]+)\.failed")
+
+
+class NotCommitted(StorageError):
+    """The root is surely not there and will not come: nothing needs the files of this attempt."""
+
+
+def failed_key(attempt: str, writer: int) -> str:
+    """The key, relative to the step's folder, under which a writer says why it failed."""
+    return f"{attempt}/part-{writer:05d}.failed"
+
+
+def wait_for_parts(
+    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
+    *, first_writer: int = 0, retries: Retries | None = None, cover: Cover | None = None,
+) -> tuple[Part, ...]:  # fmt: skip
+    """All parts of a save, in the order of their writers, once every writer is done; `cover` is to hold them all.
+
+    StorageError names the writers that failed, or those that are missing after patience_s() seconds and the first file
+    that is not there; patience_s is called before each look, as reasons to wait may go away. Each listing is of names
+    alone; they are as many as the logarithm of the wait, then one every MAX_PAUSE_S. Each request has its own retries.
+    """
+    folder, retries = step_folder(step), retries or Retries()
+    writers = range(first_writer, first_writer + num_writers)
+    for waited_s, is_last in _looks(patience_s, retries):
+        listed = retries.run(lambda: list(storage.list_keys(f"{folder}/{attempt}/")))
+        names = {key.removeprefix(f"{folder}/") for key in listed}
+        _refuse_failed(storage, folder, names)
+        missing = [writer for writer in writers if part_keys(attempt, writer)[1] not in names]
+        if not missing:
+            break
+        if is_last:
+            names |= {each.key for each in temporaries(storage, step)}  # hidden on a local disk until they are whole
+            raise _too_late(f"{storage.url}/{folder}", attempt, names, missing, num_writers, waited_s)
+    return _parts(storage, folder, attempt, retries, cover)
+
+
+def await_commit(
+    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
+    *, first_writer: int = 0, retries: Retries | None = None,
+) -> None:  # fmt: skip
+    """Return once the first writer has committed the attempt.
+
+    AlreadyExists where the step is another attempt's, NotCommitted with the first writer's reason where it failed.
+    StorageError where nobody knows: that writer was killed or got no answer to its commit, or nothing is heard of it
+    within patience_s() seconds. The looks of all writers together are at most LOOKS_PER_S.
+    """
+    retries, failed = retries or Retries(), f"{step_folder(step)}/{failed_key(attempt, first_writer)}"
+    for waited_s, is_last in _looks(patience_s, retries, least_s=num_writers / LOOKS_PER_S):
+        committed = retries.run(lambda: committed_attempt(storage, step))
+        if committed == attempt:
+            return
+        if committed is not None:
+            raise committed_by_another(storage, step)
+        if retries.run(lambda: storage.info(failed)) is not None:
+            reason = retries.run(lambda: storage.read(failed)).decode(errors="replace")
+            kind = StorageError if reason == KILLED or reason.startswith(NO_ANSWER) else NotCommitted
+            raise kind(f"step {step} of {storage.url} is not committed: writer {first_writer} failed: {reason}")
+        if is_last:
+            raise StorageError(
+                f"step {step} of {storage.url} is not committed: writer {first_writer} neither committed it nor said"
+                f" why not within {waited_s:.1f} s",
+                hint=f"look at rank {first_writer}; raise checkpoint.deadline_s if it is only slow",
+            )
+
+
+def commit_root(storage: Storage, root: Root) -> None:
+    """Put the root, once and for all.
+
+    AlreadyExists where another attempt committed the step first, NotCommitted where a full disk refused it or it is too
+    large; after any other failure the root may be there although its answer was lost.
+    """
+    key = f"{step_folder(root.step)}/{ROOT_KEY}"
+    try:
+        data = root.to_bytes()
+    except UserError as error:
+        raise NotCommitted(error.message, hint=error.hint) from error
+    try:
+        storage.write(key, data, if_absent=True)
+    except AlreadyExists as error:
+        raise committed_by_another(storage, root.step) from error
+    except StorageError as error:
+        cause = error.__cause__
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full and storage.info(key) is None:  # it may be there: its folder is synced after it was linked
+            raise NotCommitted(error.message, hint=error.hint) from error
+        raise
+
+
+def committed_by_another(storage: Storage, step: int) -> AlreadyExists:
+    """The error of an attempt that was too late."""
+    return AlreadyExists(f"step {step} of {storage.url} was committed by another attempt first")
+
+
+def _looks(
+    patience_s: Callable[[], float], retries: Retries, *, least_s: float = 0.0
+) -> Iterator[tuple[float, bool]]:  # fmt: skip
+    """The seconds waited so far, before each look for what is waited for, and whether it is the last.
+
+    Pauses grow with the time waited, and no two writers look in step; none is shorter than least_s.
+    """
+    started = time.monotonic()
+    while True:
+        waited_s, may_wait_s = time.monotonic() - started, patience_s()
+        yield waited_s, waited_s >= may_wait_s
+        pause_s = max(min(max(waited_s * PAUSE_SHARE, FIRST_PAUSE_S), MAX_PAUSE_S), least_s) * random.uniform(0.5, 1.5)
+        retries.pause(max(min(pause_s, may_wait_s - waited_s), 0.0))
+
+
+def _too_late(
+    url: str, attempt: str, names: Set[str], missing: Sequence[int], num_writers: int, waited_s: float
+) -> StorageError:
+    """Who is missing, the first file that is, and how far its writer came: the data file comes first."""
+    data_key, index_key = part_keys(attempt, missing[0])
+    begun = ", its data file is begun" if data_key in names else ", nor is its data file"
+    return StorageError(
+        f"{url}: {named_writers(missing)} of {num_writers} {'were' if missing[1:] else 'was'} not done within"
+        f" {waited_s:.1f} s: {index_key} is not there{begun}",
+        hint=f"look at rank {missing[0]}; raise checkpoint.deadline_s if it is only slow",
+    )
+
+
+def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
+    failed = {key: int(match[1]) for key in names if (match := _FAILED.fullmatch(key.rpartition("/")[2]))}
+    if failed:
+        key = min(failed)
+        reason = storage.read(f"{folder}/{key}").decode(errors="replace")
+        raise StorageError(f"{named_writers(failed.values())} failed: {reason}")
+
+
+def _parts(
+    storage: Storage, folder: str, attempt: str, retries: Retries, cover: Cover | None
+) -> tuple[Part, ...]:  # fmt: skip
+    """Every index that is listed, with the data file beside it, whose size the listing confirms."""
+    items = retries.run(lambda: list(storage.list(f"{folder}/{attempt}/")))
+    listed = {item.key.removeprefix(f"{folder}/"): item for item in items}
+    keys = sorted((key for key in listed if _INDEX.fullmatch(key.rpartition("/")[2])), key=lambda k: (writer_of(k), k))
+    known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many
+
+    def read(key: str) -> tuple[bytes, PartIndex]:
+        data = retries.run(lambda: storage.read(f"{folder}/{key}"))
+        return data, PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}", known)
+
+    def part(key: str) -> Part:
+        data, index = read(key)
+        data_key = key.removesuffix(".index") + ".safetensors"
+        found = listed[data_key].size_bytes if data_key in listed else 0
+        if found != index.size_bytes:
+            raise StorageError(
+                f"{storage.url}/{folder}/{data_key} has {found} bytes, its index says {index.size_bytes}"
+            )
+        if cover is not None:
+            cover.add(index, f"{storage.url}/{folder}/{key}")
+        return Part(data_key, index.size_bytes, key, len(data), xxh3_64(data))
+
+    with ThreadPoolExecutor(NUM_READS_AT_ONCE) as pool:
+
+        def read_again() -> Iterator[tuple[int, PartIndex]]:
+            for at in range(0, len(keys), NUM_READS_AT_ONCE):
+                some = keys[at : at + NUM_READS_AT_ONCE]
+                yield from ((writer_of(key), index) for key, (_, index) in zip(some, pool.map(read, some), strict=True))
+
+        parts = tuple(pool.map(part, keys))
+        if cover is not None:
+            cover.check(f"{storage.url}/{folder}", read_again)
+    return parts

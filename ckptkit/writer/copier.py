@@ -1,0 +1,306 @@
+"""Promotion: copying a writer's own files of a step from the first tier to a slower one, beside the saves that follow.
+
+Each place has a lane: a thread that copies one step at a time, and of the steps that wait the newest. A leader (the
+first writer of what a place holds) decides which: it marks the step's folder there, and the other writers follow the
+mark, so that all copy the same one. Files are read back verified, past the page cache, in blocks of 16 MiB, and keep
+their names and bytes; indexes go last, and the root when the leader has seen those of all writers. A copy that fails is
+tried again, and given up for a newer step; nothing is ever removed from where it came from.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+
+import numpy as np
+
+from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import Root
+from ckptkit.handoff.protocol import Promotion, SaveOutcome
+from ckptkit.io.blocks import BlockReader, Columns
+from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.io.striping import Striper
+from ckptkit.loading.roots import read_root
+from ckptkit.plan.cover import Cover
+from ckptkit.writer.commit import commit_root, failed_key, wait_for_parts
+from ckptkit.writer.maintenance import Upkeep
+from ckptkit.writer.step import PartSource, StepTarget, write_data
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.masking import masked
+from threefold.storage import AlreadyExists, Storage, open_storage
+from threefold.storage.folders import local_root
+from threefold.storage.local import keep_file, local_failure, sync_name
+
+BLOCK_BYTES = 16 << 20
+MAX_TRIES, FIRST_PAUSE_S = 4, 1.0
+LOOK_FOR_MARK_S = 1.0
+MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which of them the leader chose
+
+
+class Promoter:
+    """The lanes of one writer process; `report` is called from their threads, and `may_prune` before they prune."""
+
+    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True) -> None:
+        self._report, self._may_prune = report, may_prune
+        self._lanes: dict[str, _Lane] = {}
+
+    def offer(self, promotions: Iterable[Promotion]) -> None:
+        """Take steps that are in the first tier now; does not block."""
+        for promotion in promotions:
+            if promotion.target not in self._lanes:
+                self._lanes[promotion.target] = _Lane(self._report, self._may_prune)
+            self._lanes[promotion.target].offer(promotion)
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that are being copied or wait for it, and so are still needed in the first tier."""
+        return {promotion.step for lane in self._lanes.values() for promotion in lane.held()}
+
+    def finish(self) -> None:
+        """Wait until nothing is left to copy."""
+        for lane in self._lanes.values():
+            lane.finish()
+
+
+class _Lane:
+    """One place's thread, which lives while there is something to copy, and the steps that wait for it."""
+
+    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool]) -> None:
+        self._report, self._may_prune = report, may_prune
+        self._upkeep: Upkeep | None = None
+        self._changed = threading.Condition()
+        self._waiting: list[Promotion] = []
+        self._current: Promotion | None = None
+        self._thread: threading.Thread | None = None
+        self._ending_since: float | None = None
+
+    def offer(self, promotion: Promotion) -> None:
+        with self._changed:
+            self._waiting.append(promotion)
+            num_kept = 1 if promotion.leads else MAX_CHOICES
+            passed_over, self._waiting = self._waiting[:-num_kept], self._waiting[-num_kept:]
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"promote to {promotion.target}", daemon=True)
+                self._thread.start()
+        self._report_passed_over(passed_over, promotion)
+
+    def held(self) -> list[Promotion]:
+        with self._changed:
+            return [*self._waiting, *filter(None, [self._current])]
+
+    def finish(self) -> None:
+        with self._changed:
+            self._ending_since = time.monotonic()
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while (promotion := self._next()) is not None:
+            started = time.monotonic()
+            self._upkeep = upkeep = self._upkeep or Upkeep(promotion.target, leads=promotion.leads)
+            error = self._promote(promotion, upkeep.striper)
+            if promotion.leads and not error and self._may_prune():
+                upkeep.prune(promotion.step, promotion.retention)
+            with self._changed:
+                self._current = None
+            self._report(_outcome(promotion, error, time.monotonic() - started, upkeep.take_warning()))
+
+    def _next(self) -> Promotion | None:
+        """The next step to copy; None ends the thread."""
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    return None
+                waiting = list(self._waiting)
+            chosen = waiting[-1] if waiting[-1].leads else _marked(waiting)
+            with self._changed:
+                if chosen is not None and chosen in self._waiting:  # not passed over for those that came meanwhile
+                    at = self._waiting.index(chosen)
+                    passed_over, self._waiting = self._waiting[:at], self._waiting[at + 1 :]
+                    self._current = chosen
+                    break
+            if chosen is None and not self._gave_up(waiting[-1]):
+                with self._changed:
+                    self._changed.wait(LOOK_FOR_MARK_S)
+        self._report_passed_over(passed_over, chosen)
+        return chosen
+
+    def _gave_up(self, newest: Promotion) -> bool:
+        """Whether, after the last order came, the leader was waited for in vain."""
+        with self._changed:
+            if self._ending_since is None or time.monotonic() - self._ending_since < newest.deadline_s:
+                return False
+            left, self._waiting = self._waiting, []
+        for promotion in left:
+            self._report(_outcome(promotion, f"writer {promotion.first_writer} did not begin to copy it", 0.0))
+        return True
+
+    def _promote(self, promotion: Promotion, striper: Striper) -> str:
+        """Copy one step, however often it takes within reason; what went wrong, "" where nothing did."""
+        started = time.monotonic()
+        num_tries = 0
+        while True:
+            num_tries += 1
+            try:
+                promote(promotion, striper)
+                return ""
+            except (AlreadyExists, CheckFailed) as failure:  # no other try would end otherwise
+                error = str(failure)
+                break
+            except (UserError, OSError) as failure:
+                error = str(failure)
+            except Exception as failure:  # a fault of ours: training goes on, and so do the saves
+                traceback.print_exc()
+                error = f"{type(failure).__name__}: {failure}"
+                break
+            with self._changed:
+                if promotion.leads and self._waiting:
+                    error = f"given up for step {self._waiting[-1].step}: {error}"
+                    break
+                if num_tries == MAX_TRIES or time.monotonic() - started > promotion.deadline_s:
+                    error = f"{error} (tried {num_tries} times)"
+                    break
+                self._changed.wait(FIRST_PAUSE_S * 2 ** (num_tries - 1))
+        if not promotion.leads:
+            _tell_leader(promotion, error)
+        return error
+
+    def _report_passed_over(self, passed_over: Sequence[Promotion], chosen: Promotion) -> None:
+        for promotion in passed_over:
+            self._report(_outcome(promotion, f"passed over for step {chosen.step}: the copies are slower", 0.0))
+
+
+def promote(promotion: Promotion, striper: Striper | None = None) -> None:
+    """Copy one writer's files of a step; the leader then waits for the other writers' and commits.
+
+    Files that an earlier try left whole are not copied again, and nothing is touched once the step is committed.
+    """
+    source, storage = open_storage(promotion.source), open_storage(promotion.target)
+    target = StepTarget(
+        storage, promotion.step, promotion.attempt, promotion.writer, promotion.num_writers,
+        num_threads=1, first_writer=promotion.first_writer, striper=striper or Striper(),
+    )  # fmt: skip
+    mark = f"{target.folder}/{_mark(promotion)}"
+    root: Root | None = None
+    if promotion.leads:
+        root = read_root(source, promotion.step)
+        if root.attempt != promotion.attempt:
+            raise AlreadyExists(f"step {promotion.step} of {source.url} is of attempt {root.attempt} by now")
+    if storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
+        if read_root(storage, promotion.step).attempt == promotion.attempt:
+            sync_name(storage, f"{target.folder}/{ROOT_KEY}")
+            return  # the answer to an earlier try was lost
+        raise AlreadyExists(f"step {promotion.step} of {storage.url} is committed already")
+    if promotion.leads and promotion.num_writers > 1:
+        storage.write(mark, b"")
+    file_bytes = promotion.data_bytes // max(promotion.num_files, 1)
+    target.striper.prepare(storage, target.keys(0)[0], file_bytes, promotion.num_writers)
+    for number in reversed(range(promotion.num_files)):
+        _copy_file(source, target, number)
+    if root is None:
+        _await_own_node(promotion, storage)
+        return
+    is_same = root.share is None or promotion.of_node  # as in the source, which was checked when it was committed
+    parts = wait_for_parts(
+        storage, promotion.step, promotion.attempt, promotion.num_writers, lambda: promotion.deadline_s,
+        first_writer=promotion.first_writer, cover=None if is_same else Cover(list(root.tensors.values())),
+    )  # fmt: skip
+    copied = replace(root, parts=parts, share=root.share if promotion.of_node else None)
+    if is_same and copied != root:
+        raise CheckFailed(f"the files of step {promotion.step} in {storage.url} are not those in {source.url}")
+    commit_root(storage, copied)
+    with suppress(StorageError):
+        storage.delete([mark])
+
+
+def _copy_file(source: Storage, target: StepTarget, number: int) -> None:
+    """Copy one data file, and then its index, byte for byte."""
+    data_key, index_key = target.keys(number)
+    raw = source.read(index_key)
+    index = PartIndex.from_bytes(raw, f"{source.url}/{index_key}")
+    is_there = target.storage.info(index_key) is not None and target.storage.read(index_key) == raw
+    if is_there and _is_kept(target.storage, data_key, index_key, index):
+        return
+    with closing(_open(source, data_key, index)) as reader:
+        written = write_data(target, number, PartSource(index, _blocks(reader, index.size_bytes), is_reused=True))
+    if (written.checksums != index.checksums).any():
+        raise StorageError(f"{target.storage.url}/{data_key} was written with other bytes than were read")
+    target.storage.write(index_key, raw)
+
+
+def _is_kept(storage: Storage, data_key: str, index_key: str, index: PartIndex) -> bool:
+    """Whether the files that an earlier try left do; those on a disk are made durable, and then read from it."""
+    if storage.info(data_key) is None:
+        return False
+    if local_root(storage) is not None:
+        keep_file(storage, data_key)
+        keep_file(storage, index_key)
+        try:
+            with closing(_open(storage, data_key, index)) as reader:
+                for _ in _blocks(reader, index.size_bytes):
+                    pass
+        except (CheckFailed, StorageError):
+            return False
+    return True
+
+
+def _open(storage: Storage, data_key: str, index: PartIndex) -> BlockReader | RemoteReader:
+    path = storage.local_path(data_key)
+    if path is None:
+        return RemoteReader(storage, data_key, index.size_bytes, index.checksums)
+    try:
+        return BlockReader(path, index.size_bytes, index.checksums)
+    except OSError as error:
+        raise local_failure(error, "read", path) from error
+
+
+def _blocks(reader: BlockReader | RemoteReader, size_bytes: int) -> Iterator[Columns]:
+    """A data file's bytes, verified, in a block of memory that is used again and again."""
+    buffer = np.empty(min(BLOCK_BYTES, size_bytes), np.uint8)
+    for start in range(0, size_bytes, BLOCK_BYTES):
+        size = min(BLOCK_BYTES, size_bytes - start)
+        reader.read([(start, size, buffer.ctypes.data)], num_threads=1)
+        yield np.array([(buffer.ctypes.data, size)], np.uint64)
+
+
+def _await_own_node(promotion: Promotion, storage: Storage) -> None:
+    """The leader of a node keeps a step there until all of the node's writers have copied it."""
+    if promotion.writer == promotion.source_first and promotion.source_count > 1:
+        wait_for_parts(
+            storage, promotion.step, promotion.attempt, promotion.source_count, lambda: promotion.deadline_s,
+            first_writer=promotion.source_first,
+        )  # fmt: skip
+
+
+def _marked(waiting: Sequence[Promotion]) -> Promotion | None:
+    """The newest of some steps that the leader has begun to copy; None too while the place does not answer."""
+    with suppress(StorageError):
+        storage = open_storage(waiting[-1].target)
+        for promotion in reversed(waiting):
+            folder = step_folder(promotion.step)
+            if storage.info(f"{folder}/{_mark(promotion)}") is not None:
+                return promotion
+    return None
+
+
+def _tell_leader(promotion: Promotion, error: str) -> None:
+    """Let the leader wait no longer for this writer's files."""
+    key = f"{step_folder(promotion.step)}/{failed_key(promotion.attempt, promotion.writer)}"
+    with suppress(StorageError):
+        open_storage(promotion.target).write(key, masked(error).encode())
+
+
+def _mark(promotion: Promotion) -> str:
+    """The key, relative to the step's folder, by which a leader says that it copies this step."""
+    return f"{promotion.attempt}/copying"
+
+
+def _outcome(promotion: Promotion, error: str, seconds: float, warning: str = "") -> SaveOutcome:
+    return SaveOutcome(promotion.step, error, promotion.data_bytes, seconds, warning=warning, url=promotion.target)

@@ -1,0 +1,252 @@
+"""Reshard: the bytes a save of the target layout would have written, read once, committed or not there at all."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.check.hash import hash_checkpoint
+from ckptkit.check.verify import verify_checkpoint
+from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.format.root import Share
+from ckptkit.format.saved import Saved
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.roots import read_root
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.rewrite.reshard import reshard
+from tests.ckptkit.checkpoints import write_checkpoint
+from tests.ckptkit.model_tables import gpt_tensors, values
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import Storage, open_storage
+
+LAYERS = 5
+layouts = st.builds(ParallelLayout, tp=st.sampled_from([1, 2, 4, 8]), dp=st.integers(1, 3), pp=st.integers(1, 4))
+
+
+def data_files(storage: Storage, step: int) -> list[bytes]:
+    root = CheckpointReader(storage, step).root
+    return [storage.read(f"{step_folder(step)}/{part.data}") for part in root.parts]
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=layouts, second=layouts, tied=st.booleans())
+@pytest.mark.slow
+def test_the_target_is_what_its_ranks_would_have_saved(
+    tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, tied: bool
+) -> None:
+    tensors = gpt_tensors(LAYERS, tied=tied, hidden=128, kv=32, ffn=264, vocab=1001)
+    arrays = values(tensors)
+    base = tmp_path_factory.mktemp("reshard")
+    source, target, expected = (open_storage(base / name) for name in ("source", "target", "expected"))
+    write_checkpoint(source, 7, first, LAYERS, tensors, arrays)
+    write_checkpoint(expected, 7, second, LAYERS, tensors, arrays)
+    with CheckpointReader(source, 7) as reader:
+        report = reshard(reader, target, second, slab_bytes=1 << 20)
+        digest = hash_checkpoint(reader)
+    assert report.bytes_read <= 1.05 * sum(part.data_bytes for part in reader.root.parts)
+    assert data_files(target, 7) == data_files(expected, 7)
+    with CheckpointReader(target, 7) as reader:
+        assert reader.root.layout == second
+        assert reader.root.metadata == {"tokens": 5}
+        assert verify_checkpoint(reader).ok
+        assert hash_checkpoint(reader, slab_bytes=1 << 20) == digest
+
+
+def test_mixed_dtypes_and_several_files_a_writer(tmp_path: Path) -> None:
+    tensors = gpt_tensors(2, dtype="BF16") + [
+        type(info)(f"optim.master/{info.name}", "F32", info.shape, info.placement)
+        for info in gpt_tensors(2)
+        if "/" not in info.name
+    ]
+    arrays = values(tensors)
+    source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
+    write_checkpoint(source, 1, ParallelLayout(tp=2, dp=2), 2, tensors, arrays, max_chunks=9)
+    with CheckpointReader(source, 1) as reader:
+        assert len(reader.root.parts) > 4
+        reshard(reader, target, ParallelLayout(pp=2))
+        before = hash_checkpoint(reader)
+    with CheckpointReader(target, 1) as reader:
+        assert hash_checkpoint(reader) == before
+        assert verify_checkpoint(reader).ok
+
+
+def make_source(folder: Path) -> Storage:
+    tensors = gpt_tensors(LAYERS)
+    storage = open_storage(folder)
+    write_checkpoint(storage, 3, ParallelLayout(tp=2, dp=2), LAYERS, tensors, values(tensors))
+    return storage
+
+
+def test_a_layout_that_does_not_divide_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        with pytest.raises(UserError, match=r"cannot cut .* into tp=3 along dim") as caught:
+            reshard(reader, open_storage(tmp_path / "target"), ParallelLayout(tp=3))
+        assert caught.value.hint
+        assert caught.value.hint.startswith("choose tp from 1, 2, 4")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "step", "said"),
+    [
+        (ParallelLayout(cp=2), None, "cannot reshard to cp2"),
+        (ParallelLayout(virtual=2), None, "cannot reshard to virtual2"),
+        (ParallelLayout(dp=1_000_000), None, "has 1,000,000 ranks"),
+        (ParallelLayout(), -1, "step -1 is no whole number"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(layout: ParallelLayout, step: int | None, said: str, tmp_path: Path) -> None:
+    tensors = gpt_tensors(1)
+    source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
+    write_checkpoint(source, 1, ParallelLayout(), 1, tensors, values(tensors))
+    with CheckpointReader(source, 1) as reader, pytest.raises(UserError, match=said):
+        reshard(reader, target, layout, step=step)
+    assert not (tmp_path / "target").exists()
+
+
+def test_one_nodes_part_of_a_step_is_refused_and_not_called_damage(tmp_path: Path) -> None:
+    tensors = gpt_tensors(2)
+    source, target = open_storage(tmp_path / "source"), open_storage(tmp_path / "target")
+    root = write_checkpoint(source, 1, ParallelLayout(dp=2), 2, tensors, values(tensors))
+    part = replace(root, parts=root.parts[:1], share=Share(first=0, count=1, of=2))
+    source.write(f"{step_folder(1)}/{ROOT_KEY}", part.to_bytes())
+    with CheckpointReader(source, 1) as reader:
+        for work in (lambda: reshard(reader, target, ParallelLayout()), lambda: hash_checkpoint(reader)):
+            with pytest.raises(UserError, match=r"one node's part of the step only, writer 0 of 2") as caught:
+                work()
+            assert caught.value.exit_code == 2
+    source.write(f"{step_folder(1)}/{ROOT_KEY}", replace(root, share=Share(first=0, count=2, of=2)).to_bytes())
+    with CheckpointReader(source, 1) as reader:
+        reshard(reader, target, ParallelLayout())
+        digest = hash_checkpoint(reader)
+    with CheckpointReader(target, 1) as reader:
+        assert reader.root.share is None
+        assert hash_checkpoint(reader) == digest
+
+
+def test_a_step_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    before = source.read("step-000000003/root.json")
+    with CheckpointReader(source, 3) as reader, pytest.raises(UserError, match="already holds step 3"):
+        reshard(reader, source, ParallelLayout())
+    assert source.read("step-000000003/root.json") == before
+    with CheckpointReader(source, 3) as reader:
+        assert reshard(reader, source, ParallelLayout(), step=4).step == 4
+
+
+def test_damage_in_the_source_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    with CheckpointReader(source, 3) as reader:
+        path = source.local_path(f"step-000000003/{reader.root.parts[1].data}")
+        assert path is not None
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(
+            CheckFailed, match=r"part-00001.safetensors is damaged between bytes 0 and 1048576, where .*weight"
+        ):
+            reshard(reader, open_storage(tmp_path / "target"), ParallelLayout())
+    assert [path for path in (tmp_path / "target").rglob("*") if path.is_file()] == []
+
+
+class FullDisk:
+    """A storage on which the n-th write fails as a full disk does, local or not."""
+
+    def __init__(self, storage: Storage, fails_at: int) -> None:
+        self._storage, self._left = storage, fails_at
+        self.supports_if_absent = True
+        self.url = storage.url
+
+    def write(self, key: str, data, **options) -> None:  # type: ignore[no-untyped-def]
+        self._left -= 1
+        if self._left < 0:
+            raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
+        self._storage.write(key, data, **options)
+
+    def local_path(self, key: str) -> None:
+        return None
+
+    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
+        return getattr(self._storage, name)
+
+
+@pytest.mark.parametrize("fails_at", range(0, 17, 4))
+def test_a_write_that_fails_leaves_no_checkpoint_and_no_debris(tmp_path: Path, fails_at: int) -> None:
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        target = FullDisk(open_storage(tmp_path / "target"), fails_at)
+        with pytest.raises(StorageError, match="no space left"):
+            reshard(reader, target, ParallelLayout(tp=2, pp=4))
+        assert list(open_storage(tmp_path / "target").list()) == []
+        whole = FullDisk(open_storage(tmp_path / "target"), 17)
+        assert reshard(reader, whole, ParallelLayout(tp=2, pp=4)).num_files == 8
+        assert whole.info(f"{step_folder(3)}/{ROOT_KEY}") is not None
+
+
+def test_a_root_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = open_storage(tmp_path / "target")
+    write = type(target).write
+
+    def loses_the_answer(self: Storage, key: str, data: bytes, **options: bool) -> None:
+        write(self, key, data, **options)  # type: ignore[arg-type]
+        if key.endswith(ROOT_KEY) and options:
+            raise StorageError("no answer from the server")
+
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        monkeypatch.setattr(type(target), "write", loses_the_answer)
+        with pytest.raises(StorageError, match="no answer"):
+            reshard(reader, target, ParallelLayout(tp=2))
+    with CheckpointReader(target, 3) as reader:
+        assert verify_checkpoint(reader).ok
+
+
+def test_swapping_two_elements_changes_the_hash(tmp_path: Path) -> None:
+    tensors = gpt_tensors(LAYERS)
+    arrays = values(tensors)
+    hashes = []
+    for name in ("one", "two"):
+        storage = open_storage(tmp_path / name)
+        write_checkpoint(storage, 1, ParallelLayout(tp=2), LAYERS, tensors, arrays)
+        with CheckpointReader(storage, 1) as reader:
+            hashes.append(hash_checkpoint(reader))
+        flat = arrays["optim.exp_avg/layers.2.mlp.up.weight"].reshape(-1)
+        flat[[3, 4]] = flat[[4, 3]]
+    changed = [name for name in hashes[0].tensors if hashes[0].tensors[name] != hashes[1].tensors[name]]
+    assert changed == ["optim.exp_avg/layers.2.mlp.up.weight"]
+    assert hashes[0].params == hashes[1].params
+    assert hashes[0].optim != hashes[1].optim
+    assert hashes[0].all != hashes[1].all
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        report = reshard(
+            reader, open_storage(tmp_path / "target"), ParallelLayout(), progress=lambda *at: seen.append(at)
+        )
+    assert seen[-1] == (report.bytes_needed, report.bytes_needed)
+    assert np.all(np.diff([done for done, _ in seen]) >= 0)
+
+
+def test_the_same_reshard_again_keeps_what_it_made(tmp_path: Path) -> None:
+    """As one that was killed when its root was put; another save of the step is refused as before."""
+    source, target = make_source(tmp_path / "source"), open_storage(tmp_path / "target")
+    root = replace(read_root(source, 3), saved=Saved.now(code="", write_s=1.0, commit_s=0.5))
+    source.delete(["step-000000003/root.json"])
+    source.write("step-000000003/root.json", root.to_bytes())
+    with CheckpointReader(source, 3) as reader:
+        first = reshard(reader, target, ParallelLayout(dp=2))
+        before = {item.key: target.read(item.key) for item in target.list()}
+        again = reshard(reader, target, ParallelLayout(dp=2))
+        assert (again.num_files, again.bytes_written, again.url) == (first.num_files, 0, first.url)
+        with pytest.raises(UserError, match="already holds step 3"):
+            reshard(reader, target, ParallelLayout())
+    other = replace(root, saved=Saved.now(code="", write_s=2.0, commit_s=0.5))
+    source.delete(["step-000000003/root.json"])
+    source.write("step-000000003/root.json", other.to_bytes())
+    with CheckpointReader(source, 3) as reader, pytest.raises(UserError, match="already holds step 3"):
+        reshard(reader, target, ParallelLayout(dp=2))
+    assert {item.key: target.read(item.key) for item in target.list()} == before
