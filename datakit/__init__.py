@@ -8,17 +8,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from datakit.archives.archiving import archive as archive
     from datakit.archives.unarchiving import unarchive as unarchive
-    from datakit.difference import find_difference as find_difference
     from datakit.foreign.megatron import from_megatron as from_megatron
     from datakit.foreign.megatron import to_megatron as to_megatron
-    from datakit.merging import merge as merge
-    from datakit.origins import Origin as Origin
-    from datakit.pipeline.preprocessing import preprocess as preprocess
-    from datakit.pipeline.recipe import Recipe as Recipe
-    from datakit.shard import TokenShard as TokenShard
-    from datakit.store import TokenStore as TokenStore
-    from datakit.store_statistics import statistics as statistics
-    from datakit.store_writer import write_store as write_store
+    from datakit.preprocessing.preprocess import preprocess as preprocess
+    from datakit.preprocessing.recipe import Recipe as Recipe
+    from datakit.reports.difference import find_difference as find_difference
+    from datakit.reports.statistics import statistics as statistics
+    from datakit.reports.verification import verify as verify
+    from datakit.store.merging import merge as merge
+    from datakit.store.origins import Origin as Origin
+    from datakit.store.shard import TokenShard as TokenShard
+    from datakit.store.token_store import TokenStore as TokenStore
+    from datakit.store.writer import write_store as write_store
     from datakit.stream.batch import HostBatch as HostBatch
     from datakit.stream.blend import Blend as Blend
     from datakit.stream.cursor import Cursor as Cursor
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from datakit.tokenization.tokenizer import Tokenizer as Tokenizer
     from datakit.tokenization.tokenizer import open_tokenizer as open_tokenizer
     from datakit.tokenization.tokenizer_training import train_tokenizer as train_tokenizer
-    from datakit.verification import verify as verify
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -35,22 +35,22 @@ else:
             "Cursor": "stream.cursor",
             "HostBatch": "stream.batch",
             "Loader": "stream.loader",
-            "Origin": "origins",
-            "Recipe": "pipeline.recipe",
-            "TokenShard": "shard",
-            "TokenStore": "store",
+            "Origin": "store.origins",
+            "Recipe": "preprocessing.recipe",
+            "TokenShard": "store.shard",
+            "TokenStore": "store.token_store",
             "Tokenizer": "tokenization.tokenizer",
             "archive": "archives.archiving",
-            "find_difference": "difference",
+            "find_difference": "reports.difference",
             "from_megatron": "foreign.megatron",
-            "merge": "merging",
+            "merge": "store.merging",
             "open_tokenizer": "tokenization.tokenizer",
-            "preprocess": "pipeline.preprocessing",
-            "statistics": "store_statistics",
+            "preprocess": "preprocessing.preprocess",
+            "statistics": "reports.statistics",
             "to_megatron": "foreign.megatron",
             "train_tokenizer": "tokenization.tokenizer_training",
             "unarchive": "archives.unarchiving",
-            "verify": "verification",
-            "write_store": "store_writer",
+            "verify": "reports.verification",
+            "write_store": "store.writer",
         },
     )

@@ -12,7 +12,7 @@ from threefold.console import live, print_table
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed, UserError
 
 if TYPE_CHECKING:
-    from datakit.tags import Tag
+    from datakit.store.tags import Tag
 
 INPUT_HELP = (
     "files, folders, globs or URLs of such, of .jsonl, .ndjson, .json (one object a line) or .txt, plain, .gz, .zst, "
@@ -146,8 +146,8 @@ def _train(arguments: argparse.Namespace) -> int:
 def _preprocess(arguments: argparse.Namespace) -> int:
     """Make a token store of all documents of the input. The bytes are the same with any number of workers, memory is
     flat in the size of the input, and the same command continues after a kill."""
-    from datakit.pipeline.preprocessing import preprocess
-    from datakit.pipeline.recipe import Recipe
+    from datakit.preprocessing.preprocess import preprocess
+    from datakit.preprocessing.recipe import Recipe
 
     recipe = Recipe(
         tokenizer=arguments.tokenizer,
@@ -197,7 +197,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
     from."""
     from datakit.archives.store_source import StoreSource, is_plain_folder
-    from datakit.store import TokenStore
+    from datakit.store.token_store import TokenStore
 
     place = arguments.store
     if store_verbs.asks_for_excerpt(arguments):
@@ -250,8 +250,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
     local store their documents, in an archive the frames."""
     from datakit.archives.archive_record import RECORD_NAME
-    from datakit.manifest import FILE_NAME
-    from datakit.verification import Fault, verify
+    from datakit.reports.verification import Fault, verify
+    from datakit.store.manifest import FILE_NAME
 
     try:
         faults = verify(arguments.store)
@@ -284,7 +284,7 @@ def _fractions(text: str) -> tuple[float, float]:
 
 
 def _tag(text: str) -> "Tag":
-    from datakit.tags import Tag
+    from datakit.store.tags import Tag
 
     try:
         return Tag.parse(text)

@@ -11,10 +11,10 @@ from threefold.console import has_colours, print_table
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 
 if TYPE_CHECKING:
-    from datakit.difference import Side
-    from datakit.excerpt import Excerpt
-    from datakit.store import TokenStore
-    from datakit.store_statistics import Statistics
+    from datakit.reports.difference import Side
+    from datakit.reports.excerpt import Excerpt
+    from datakit.reports.statistics import Statistics
+    from datakit.store.token_store import TokenStore
     from datakit.tokenization.tokenizer import Tokenizer
     from threefold.cli import Parser
 
@@ -45,8 +45,8 @@ def asks_for_excerpt(arguments: argparse.Namespace) -> bool:
 
 def inspect_excerpt(arguments: argparse.Namespace) -> int:
     """Show the tokens of one document or sample, as text where a tokenizer is given, and where they came from."""
-    from datakit.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
-    from datakit.store import TokenStore
+    from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
+    from datakit.store.token_store import TokenStore
 
     store = TokenStore.open(arguments.store)
     if arguments.document is not None:
@@ -81,7 +81,7 @@ def inspect_excerpt(arguments: argparse.Namespace) -> int:
 
 
 def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
-    from datakit.excerpt import pieces
+    from datakit.reports.excerpt import pieces
 
     for part, ids in excerpt.part_tokens():
         origin = part.origin
@@ -112,8 +112,8 @@ def add_stats(verbs: "Verbs") -> None:
 
 def _stats(arguments: argparse.Namespace) -> int:
     """Count documents and tokens by length, by tag and by source file, exactly, from the indices alone."""
-    from datakit.report import require_plots, write_report
-    from datakit.store_statistics import statistics
+    from datakit.reports.html import require_plots, write_report
+    from datakit.reports.statistics import statistics
 
     if arguments.report:
         require_plots()
@@ -182,7 +182,7 @@ def add_copy_flag(parser: argparse.ArgumentParser) -> None:
 def _merge(arguments: argparse.Namespace) -> int:
     """Make one store of all shards of some stores, in the order given, without tokenizing again; documents keep their
     sources."""
-    from datakit.merging import merge
+    from datakit.store.merging import merge
 
     store = merge(arguments.stores, arguments.output, copy=arguments.copy)
     if {"append_eod"} & {name for part in store.manifest.settings["merged"] for name in part["settings"]}:
@@ -215,8 +215,8 @@ def add_diff(verbs: "Verbs") -> None:
 def _diff(arguments: argparse.Namespace) -> int:
     """Name the first document whose tokens differ in two stores and its first token that does, whatever the stores'
     shards; the exit code is then 1."""
-    from datakit.difference import find_difference
-    from datakit.store import TokenStore
+    from datakit.reports.difference import find_difference
+    from datakit.store.token_store import TokenStore
 
     stores = TokenStore.open(arguments.left), TokenStore.open(arguments.right)
     left, right = stores

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from datakit.shard import Int64s
-from datakit.store import TokenStore
+from datakit.store.shard import Int64s
+from datakit.store.token_store import TokenStore
 from datakit.stream.batch import HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor

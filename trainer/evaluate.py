@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from datakit.shard import Int64s
+from datakit.store.shard import Int64s
 from datakit.stream.batch import HostBatch
 from trainer.config import Config
 from trainer.data import open_blend, to_device, token_fault, with_vocabulary

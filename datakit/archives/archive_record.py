@@ -11,9 +11,9 @@ import orjson
 import xxhash
 
 from datakit.archives.seekable_zstd import DAMAGE_HINT, MAX_FRAME_BYTES
-from datakit.fields import Fields
-from datakit.manifest import WORK_FOLDER, Manifest, content_checksum
-from datakit.shard import FileDigest
+from datakit.store.fields import Fields
+from datakit.store.manifest import WORK_FOLDER, Manifest, content_checksum
+from datakit.store.shard import FileDigest
 
 RECORD_NAME = "archive.json"
 PLAN_KEY = f"{WORK_FOLDER}/{RECORD_NAME}"  # there while an archive is unfinished

@@ -17,10 +17,10 @@ from datakit.archives.archive_record import PLAN_KEY, RECORD_NAME, SUFFIX, Archi
 from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.seekable_zstd import FRAME_BYTES, pack
 from datakit.archives.store_source import StoreSource, is_plain_folder
-from datakit.manifest import FILE_NAME, WORK_FOLDER
-from datakit.pipeline.output import abort_uploads
-from datakit.shard import FileDigest, blocks_of
-from datakit.store import TokenStore
+from datakit.preprocessing.output import abort_uploads
+from datakit.store.manifest import FILE_NAME, WORK_FOLDER
+from datakit.store.shard import FileDigest, blocks_of
+from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage, is_temporary
 from threefold.storage.repeating import open_repeating, repeating

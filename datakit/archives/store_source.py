@@ -20,8 +20,8 @@ from datakit.archives.archive_record import (
     store_files,
 )
 from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
-from datakit.manifest import FILE_NAME, MAX_BYTES, Manifest
-from datakit.shard import FileDigest
+from datakit.store.manifest import FILE_NAME, MAX_BYTES, Manifest
+from datakit.store.shard import FileDigest
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating

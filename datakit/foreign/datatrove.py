@@ -13,8 +13,8 @@ import numpy as np
 
 from datakit.foreign.exact_reader import AGAIN, ExactReader, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
-from datakit.shard import Int64s, Tokens, blocks_of
-from datakit.store import TokenStore
+from datakit.store.shard import Int64s, Tokens, blocks_of
+from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 
 SUFFIX = ".ds"

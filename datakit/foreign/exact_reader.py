@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from datakit.shard import Int64s
+from datakit.store.shard import Int64s
 from threefold.errors import CheckFailed, StorageError, UserError
 
 MAX_PIECE_BYTES = 1 << 30

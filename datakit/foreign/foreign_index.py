@@ -3,8 +3,8 @@
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from datakit.fields import Fields
 from datakit.foreign.exact_reader import AGAIN, open_binary
+from datakit.store.fields import Fields
 from threefold.errors import CheckFailed, StorageError
 
 FILE_NAME = "index.json"

@@ -22,8 +22,8 @@ from datakit.foreign.exact_reader import AGAIN, ExactReader, open_exactly
 from datakit.foreign.foreign_index import FILE_NAME, ForeignIndex
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.foreign.token_column import choose_column, require_dtype
-from datakit.shard import Int64s, Tokens
-from datakit.store import TokenStore
+from datakit.store.shard import Int64s, Tokens
+from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 
 _TENSOR_DTYPES = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64",

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from datakit.assembly import Assembly, assembling, remove_work
 from datakit.foreign.foreign_store import ANEW, Choices, check_tokens, make_store
-from datakit.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry, TokenizerIdentity
-from datakit.origins import document_check, origins_head
-from datakit.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, durable_file, writing
-from datakit.store import TokenStore
+from datakit.store.assembly import Assembly, assembling, remove_work
+from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry, TokenizerIdentity
+from datakit.store.origins import document_check, origins_head
+from datakit.store.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, durable_file, writing
+from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError, UserError
 
 _WINDOW_DOCUMENTS = 1 << 16

@@ -17,8 +17,8 @@ from datakit.foreign.exact_reader import AGAIN, COMPRESSIONS, ExactReader, open_
 from datakit.foreign.foreign_index import FILE_NAME, ForeignIndex
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.foreign.token_column import choose_column, require_dtype
-from datakit.shard import Int64s, Tokens
-from datakit.store import TokenStore
+from datakit.store.shard import Int64s, Tokens
+from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 
 _ANEW = "write the tokens as a column ndarray:int32 with streaming's MDSWriter, or begin with text: datakit preprocess"

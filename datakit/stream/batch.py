@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from datakit.shard import Int64s
+from datakit.store.shard import Int64s
 
 BYTES_A_TOKEN = 28  # three int64 and one float32
 

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from datakit.shard import Int64s
-from datakit.store import TokenStore
+from datakit.store.shard import Int64s
+from datakit.store.token_store import TokenStore
 from datakit.stream.batch import HostBatch
 from datakit.stream.cursor import Cursor
 from datakit.stream.gather import Pieces, gather

@@ -8,8 +8,8 @@ from array import array
 
 import numpy as np
 
-from datakit.shard import Tokens, TokenShard
-from datakit.store import TokenStore
+from datakit.store.shard import Tokens, TokenShard
+from datakit.store.token_store import TokenStore
 from datakit.stream.batch import HostBatch
 from datakit.stream.native import address_of, stream_library
 

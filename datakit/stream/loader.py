@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from datakit.shard import Int64s
+from datakit.store.shard import Int64s
 from datakit.stream.batch import HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from datakit.shard import Int64s
+from datakit.store.shard import Int64s
 from datakit.stream.native import stream_library
 
 NUM_ROUNDS = 8

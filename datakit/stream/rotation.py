@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from datakit.shard import Int64s
+from datakit.store.shard import Int64s
 from datakit.stream.native import address_of, stream_library
 
 CIRCLE = 1 << 62

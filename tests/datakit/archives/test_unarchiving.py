@@ -12,7 +12,7 @@ import pytest
 from datakit import TokenStore, archive, unarchive, verify
 from datakit.archives import unarchiving as module
 from datakit.archives.store_source import StoreSource
-from datakit.assembly import Assembly
+from datakit.store.assembly import Assembly
 from tests.datakit.archived import FaultyStorage, Killed, make_archive, make_store
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -74,7 +74,7 @@ def test_one_killed_after_any_file_is_continued(
         if steps < 10:
             patch.setattr(module, "replace_durably", kill)
         else:
-            patch.setattr("datakit.assembly.shutil.rmtree", kill)
+            patch.setattr("datakit.store.assembly.shutil.rmtree", kill)
         with pytest.raises(Killed):
             unarchive(str(folder / "archive"), output)
     placed = {path.name: path.stat().st_ino for path in output.glob("shard*")}

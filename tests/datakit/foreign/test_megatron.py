@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenShard, TokenStore, verify, write_store
-from datakit.assembly import Assembly
 from datakit.foreign import megatron
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.megatron import from_megatron, to_megatron
-from datakit.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
+from datakit.store.assembly import Assembly
+from datakit.store.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
 from tests.datakit.conftest import Cli, files_of
 from threefold.errors import CheckFailed, UserError
 

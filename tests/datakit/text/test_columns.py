@@ -123,7 +123,7 @@ def test_a_run_over_columns_that_was_killed_continues_to_the_same_bytes(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("datakit.pipeline.meter.Meter.update", stop)
+        patch.setattr("datakit.preprocessing.meter.Meter.update", stop)
         with pytest.raises(KeyboardInterrupt):
             preprocess([str(table)], tmp_path / "killed", recipe, num_workers=2, item_bytes=item_bytes)
     summary = preprocess([str(table)], tmp_path / "killed", recipe, num_workers=2, item_bytes=item_bytes)

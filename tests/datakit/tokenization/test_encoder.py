@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
-from datakit.store import TokenStore
+from datakit.store.token_store import TokenStore
 from datakit.tokenization.encoder import Choice, GigatokenEncoder, choose_backend, open_encoder
 from datakit.tokenization.tokenizer import open_tokenizer
 from tests.datakit.conftest import Cli, files_of, write_jsonl

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.datakit.families import FAMILIES, train_pieces
-from datakit.store import TokenStore
+from datakit.store.token_store import TokenStore
 from datakit.tokenization.encoder import Encoder, choose_backend, open_encoder
 from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
 from tests.datakit.conftest import Cli, write_jsonl

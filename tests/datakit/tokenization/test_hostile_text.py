@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from datakit.store import TokenStore
+from datakit.store.token_store import TokenStore
 from datakit.tokenization.doubtful import _table, is_doubtful
 from datakit.tokenization.encoder import choose_backend, open_encoder
 from datakit.tokenization.fast_encoder import GigatokenEncoder

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from datakit.excerpt import pieces
-from datakit.store import TokenStore
+from datakit.reports.excerpt import pieces
+from datakit.store.token_store import TokenStore
 from datakit.tokenization import rank_file
 from datakit.tokenization.encoder import choose_backend
 from datakit.tokenization.fast_encoder import SPLITTERS, GigatokenEncoder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiktoken
 
-from datakit.store import TokenStore
+from datakit.store.token_store import TokenStore
 from datakit.tokenization.encoder import choose_backend, open_encoder
 from datakit.tokenization.probe import PROBE
 from datakit.tokenization.rank_file import TEKKEN_PATTERN

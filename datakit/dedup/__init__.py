@@ -1,0 +1,1 @@
+"""Exact deduplication: the first of all documents of equal text is kept."""

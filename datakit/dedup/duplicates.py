@@ -1,0 +1,186 @@
+"""Duplicates: the documents whose text an earlier one has, found by 128-bit hashes of all documents of all work items.
+
+The hashes are shuffled into buckets that fit into memory, each bucket tells its repeats, and these are shuffled back
+into the order of the input: O(documents) of sequential reading and writing, 200 to 500 MiB of memory for any number of
+documents and of repeats. What comes out is one file, which tells each item the ordinals of its duplicates.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from datakit.dedup.shuffle import MAX_BUCKETS, Shuffle, UInt64s
+from datakit.preprocessing.output import Output
+from datakit.store.manifest import WORK_FOLDER
+from datakit.store.shard import Int64s, durable_file, writing
+from datakit.text.documents import Documents
+from threefold.errors import UserError
+
+HASH_BYTES = 16
+_NAME = "duplicates"
+_KEY = f"{WORK_FOLDER}/{_NAME}"
+_HEADER = Struct("<8sQQ")  # magic, identity of the hashes, number of items
+_MAGIC = b"TFDUPLIC"
+_ITEM = np.dtype([("begin", "<u8"), ("num_duplicates", "<u8"), ("num_documents", "<u8")])
+_ROW_BYTES = 24  # a hash and the document's number in the corpus
+_BUCKET_BYTES, _HASH_RUN_BYTES, _PLACE_RUN_BYTES = 48 << 20, 128 << 20, 64 << 20
+_GROUP_DOCUMENTS = 1 << 22
+_READ_ORDINALS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ItemHashes:
+    """The file of the XXH3-128 of an item's documents in order (16 bytes each), their number, and its XXH3-64."""
+
+    output: Output
+    key: str
+    num_documents: int
+    xxh3_64: str
+
+    def blocks(self) -> Iterator[UInt64s]:
+        """The hashes in order, as rows of two numbers, some MiB at a time."""
+        for block in self.output.blocks(self.key):
+            yield np.frombuffer(block, "<u8").reshape(-1, 2)
+
+
+def find_repeats(hashes: UInt64s) -> npt.NDArray[np.bool_]:
+    """Which rows (of two numbers) equal a row before them."""
+    found = np.zeros(len(hashes), bool)
+    first = np.ascontiguousarray(hashes[:, 0])
+    order = np.argsort(first)
+    tied = np.flatnonzero(first[order[1:]] == first[order[:-1]])
+    suspects = found.copy()  # few, unless much repeats: only they are sorted by the whole row, and stably
+    suspects[order[tied]] = suspects[order[tied + 1]] = True
+    at = np.flatnonzero(suspects)
+    rows = hashes[at]
+    order = np.lexsort((rows[:, 1], rows[:, 0]))
+    repeats = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
+    found[at[order[1:][repeats]]] = True
+    return found
+
+
+def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
+    """Write the file of the duplicates of these items, whole or not at all; gives how many there are in all."""
+    with writing(output.scratch):
+        output.scratch.mkdir(parents=True, exist_ok=True)
+    starts = np.concatenate([[0], np.cumsum([item.num_documents for item in items], dtype=np.int64)])
+    num_groups = _groups(int(starts[-1]), _GROUP_DOCUMENTS)
+    group_documents = np.uint64(max(_GROUP_DOCUMENTS, -(-int(starts[-1]) // num_groups)))
+    path = output.scratch / _NAME
+    with Shuffle(output.scratch, num_groups, 1, run_bytes=_PLACE_RUN_BYTES) as places:
+        for repeats in _repeats(output.scratch, items, starts):
+            places.add(repeats // group_documents, repeats[:, None])
+        places.finish()
+        table = np.zeros(len(items), _ITEM)
+        table["num_documents"] = np.diff(starts)
+        with durable_file(path) as file:
+            file.seek(_HEADER.size + table.nbytes)
+            for group in range(num_groups):
+                numbers = [rows[:, 0] for rows in places.read(group, _PLACE_RUN_BYTES)]
+                at = np.sort(np.concatenate(numbers)).astype(np.int64) if numbers else np.zeros(0, np.int64)
+                owners = np.searchsorted(starts, at, side="right") - 1
+                table["num_duplicates"] += np.bincount(owners, minlength=len(items)).astype(np.uint64)
+                file.write((at - starts[owners]).astype("<u4").data)
+            table["begin"][1:] = np.cumsum(table["num_duplicates"])[:-1]
+            file.seek(0)
+            file.write(_HEADER.pack(_MAGIC, _identity(items), len(items)) + table.tobytes())
+    output.adopt(WORK_FOLDER, [path])
+    return int(table["num_duplicates"].sum())
+
+
+def are_duplicates_of(output: Output, items: Sequence[ItemHashes]) -> bool:
+    """Whether a file of duplicates is there, and of these hashes."""
+    is_there = (output.size_of(_KEY) or 0) >= _HEADER.size
+    wanted = _HEADER.pack(_MAGIC, _identity(items), len(items))
+    return is_there and output.read_range(_KEY, 0, _HEADER.size) == wanted
+
+
+class Duplicates:
+    """The file of duplicates that `write_duplicates` put into an output."""
+
+    def __init__(self, output: Output) -> None:
+        """Read its header."""
+        self._output = output
+        _, _, num_items = _HEADER.unpack(output.read_range(_KEY, 0, _HEADER.size))
+        self._begin = _HEADER.size + num_items * _ITEM.itemsize
+
+    def of_item(self, number: int) -> "ItemDuplicates":
+        """The duplicates of one item, to be left out once."""
+        at = _HEADER.size + number * _ITEM.itemsize
+        [item] = np.frombuffer(self._output.read_range(_KEY, at, at + _ITEM.itemsize), _ITEM)
+        begin, end = int(item["begin"]), int(item["begin"]) + int(item["num_duplicates"])
+        return ItemDuplicates(self._ordinals(begin, end), int(item["num_documents"]))
+
+    def _ordinals(self, begin: int, end: int) -> Iterator[int]:
+        for first in range(begin, end, _READ_ORDINALS):
+            start, stop = (self._begin + 4 * at for at in (first, min(first + _READ_ORDINALS, end)))
+            yield from np.frombuffer(self._output.read_range(_KEY, start, stop), "<u4").tolist()
+
+
+class ItemDuplicates:
+    """Leaves the duplicates out of an item's documents, and counts them."""
+
+    def __init__(self, ordinals: Iterator[int], num_documents: int) -> None:
+        """`ordinals` are those of the duplicates among the item's documents, ascending."""
+        self._ordinals, self._num_documents = ordinals, num_documents
+        self._next = next(ordinals, None)
+        self._passed = 0
+        self.num_left_out = 0
+
+    def leave_out(self, documents: Documents) -> Documents:
+        """Those of the item's next documents that are the first of their text."""
+        begin, self._passed = self._passed, self._passed + len(documents)
+        is_first = np.ones(len(documents), np.bool_)
+        while self._next is not None and self._next < self._passed:
+            is_first[self._next - begin] = False
+            self.num_left_out += 1
+            self._next = next(self._ordinals, None)
+        return documents.where(is_first)
+
+    def require_all(self, path: str) -> None:
+        """UserError where the documents were not as many as were hashed; `path` names the item."""
+        if self._passed != self._num_documents:
+            raise UserError(
+                f"{path} changed while it was read: {self._num_documents} documents, then {self._passed}",
+                hint="rerun the same command when the input is complete",
+            )
+
+
+def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Iterator[UInt64s]:
+    """The numbers, in the whole corpus, of the documents that repeat an earlier one."""
+    num_buckets = _groups(int(starts[-1]), _BUCKET_BYTES // _ROW_BYTES)
+    with Shuffle(folder, num_buckets, 3, run_bytes=_HASH_RUN_BYTES) as shuffle:
+        for item, start in zip(items, starts.tolist()):
+            at = start
+            for hashes in item.blocks():
+                numbers = np.arange(at, at + len(hashes), dtype=np.uint64)
+                shuffle.add(_buckets(hashes[:, 0], num_buckets), np.column_stack([hashes, numbers]))
+                at += len(hashes)
+        shuffle.finish()
+        for bucket in range(num_buckets):
+            firsts = np.empty((0, 3), np.uint64)
+            for rows in shuffle.read(bucket, _BUCKET_BYTES * 5 // 4):  # again only where some text repeats a lot
+                known = np.concatenate([firsts, rows]) if len(firsts) else rows
+                is_repeat = find_repeats(known[:, :2])
+                yield known[is_repeat, 2]
+                firsts = known[~is_repeat]
+
+
+def _buckets(hashes: UInt64s, num_buckets: int) -> UInt64s:
+    """The bucket of each hash: its high 32 bits, as a fraction, of the buckets."""
+    return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
+
+
+def _groups(count: int, group: int) -> int:
+    """How many groups of a size some things make, at least one and no more than a shuffle can have."""
+    return min(max(-(-count // group), 1), MAX_BUCKETS)
+
+
+def _identity(items: Sequence[ItemHashes]) -> int:
+    return xxhash.xxh3_64_intdigest(orjson.dumps([[item.num_documents, item.xxh3_64] for item in items]))

@@ -1,0 +1,87 @@
+"""Hashes of a work item: the XXH3-128 of the UTF-8 text of each document that the rules keep, in order, 16 bytes each.
+
+They lie in a file of the item's own below `.work/hashes`, with a record that is written last: only that makes the item
+done, so a kill costs at most one item's reading. Memory is 64 KiB and one document.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+
+import orjson
+import xxhash
+
+from datakit.dedup.duplicates import HASH_BYTES, ItemHashes
+from datakit.preprocessing.item import Progress, fields_of_record
+from datakit.preprocessing.output import Output
+from datakit.store.manifest import WORK_FOLDER
+from datakit.store.shard import durable_file, writing
+from datakit.text.documents import DocumentReader, DocumentRules
+from datakit.text.inputs import WorkItem
+from threefold.errors import CheckFailed
+
+FOLDER = f"{WORK_FOLDER}/hashes"
+_BLOCK_BYTES = 64 << 10
+
+
+class ItemHasher:
+    """Hashes the documents of work items, in place of tokenizing them."""
+
+    def __init__(self, output: Output, rules: DocumentRules) -> None:
+        self._output, self._rules = output, rules
+        self._scratch = output.scratch / secrets.token_hex(8)
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
+        """Make the item's file of hashes and its record, or nothing."""
+        file_name, record_key = _names(item)
+        temporary, checksum, num_bytes = self._scratch / file_name, xxhash.xxh3_64(), 0
+        with writing(temporary):
+            self._scratch.mkdir(parents=True, exist_ok=True)
+        with durable_file(temporary) as file:
+            for block in self._blocks(item, report):
+                file.write(block)
+                checksum.update(block)
+                num_bytes += len(block)
+        self._output.adopt(FOLDER, [temporary])
+        content = {"item": item, "num_documents": num_bytes // HASH_BYTES, "xxh3_64": checksum.hexdigest()}
+        self._output.write(record_key, orjson.dumps(content))
+
+    def _blocks(self, item: WorkItem, report: Callable[[Progress], None]) -> Iterator[bytearray]:
+        """The hashes of an item's documents, some at a time."""
+        block, input_bytes = bytearray(), 0
+        for number, part in enumerate(item.slices):
+            report(Progress(input_bytes, 0, slice=number))
+            for document in DocumentReader(part, self._rules):
+                block += xxhash.xxh3_128_digest(document.text.encode())
+                input_bytes += document.input_bytes
+                if len(block) == _BLOCK_BYTES:
+                    yield block
+                    block = bytearray()
+                    report(Progress(input_bytes, 0, slice=number))
+        yield block
+        report(Progress(input_bytes, 0))
+
+
+def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | None]:
+    """The hashes of items, None where an item's are not there, or of other input."""
+    sizes = output.sizes(FOLDER)
+    records = [record for _, record in map(_names, items)]
+    contents = output.read_many([record for record in records if record in sizes])
+    return [
+        _parse(next(contents), output, item, sizes) if record in sizes else None for item, record in zip(items, records)
+    ]
+
+
+def _parse(content: bytes, output: Output, item: WorkItem, sizes: dict[str, int]) -> ItemHashes | None:
+    key, record = f"{FOLDER}/{_names(item)[0]}", fields_of_record(content, item)
+    if record is None:
+        return None
+    try:
+        found = ItemHashes(output, key, record.number("num_documents"), record.text("xxh3_64"))
+    except CheckFailed:  # damaged: the item is hashed again
+        return None
+    return found if sizes.get(key) == HASH_BYTES * found.num_documents else None
+
+
+def _names(item: WorkItem) -> tuple[str, str]:
+    """The name of an item's file of hashes, and the key of its record."""
+    return f"{item.number:06}.xxh3", f"{FOLDER}/{item.number:06}.json"

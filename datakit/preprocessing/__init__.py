@@ -1,0 +1,1 @@
+"""Text files to a token store: work items, workers, sealing, resuming."""

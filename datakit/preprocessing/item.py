@@ -1,0 +1,245 @@
+"""One work item: its documents are read, tokenized and sealed as shards; memory is 256 KiB of text or one document.
+
+An item is sealed in three moves: its shards are written in a scratch folder of the encoder's own, moved or uploaded
+into their store, and then recorded, all durably. Only the record makes an item done, so a kill at any moment costs at
+most the item's work, and two encoders at the same item, as after a node that was only thought dead, put the same bytes.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from datakit.dedup.duplicates import Duplicates
+from datakit.preprocessing.output import Output
+from datakit.preprocessing.recipe import WHOLE, Recipe
+from datakit.store.fields import Fields
+from datakit.store.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, shard_entry
+from datakit.store.shard import writing
+from datakit.store.writer import StoreShardWriter, store_dtype
+from datakit.text.documents import DocumentReader, Documents
+from datakit.text.inputs import FileSlice, WorkItem
+from datakit.tokenization.encoded import Encoded
+from datakit.tokenization.encoder import Encoder
+from datakit.tokenization.tokenizer import TextFault
+from threefold.errors import CheckFailed, UserError
+
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
+SUFFIXES = (".bin", ".idx", ".origin")
+RECORDS_FOLDER = f"{WORK_FOLDER}/items"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What a sealed item gave: the lines it read, its input bytes, its shards by store, what it skipped by reason.
+
+    `num_replaced` documents had lone surrogates; `digests` are those of the slices as they were read, "" if unknown.
+    """
+
+    item: WorkItem
+    num_lines: int
+    input_bytes: int
+    shards: dict[str, list[ShardEntry]]
+    skipped: dict[str, int] = field(default_factory=dict)
+    num_replaced: int = 0
+    digests: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an item is, and in which of its slices; so many documents went to the reference, not the fast engine."""
+
+    input_bytes: int
+    num_tokens: int
+    num_by_reference: int = 0
+    slice: int = 0
+
+
+class ItemEncoder:
+    """Turns work items into shards of the output's stores."""
+
+    def __init__(self, output: Output, recipe: Recipe, encoder: Encoder, identity: TokenizerIdentity) -> None:
+        self._output, self._recipe, self._encoder = output, recipe, encoder
+        self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
+        self._eod_id = identity.eod_id if recipe.append_eod else None
+        self._duplicates = Duplicates(output) if recipe.dedup else None
+        self._scratch = output.scratch / secrets.token_hex(8)
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
+        """Make the item's shards and its record, or nothing."""
+        end = [] if self._eod_id is None else [self._eod_id]
+        writers = {part: _ShardSequence(self._work(part), item.number, self._dtype, end) for part in self._recipe.parts}
+        num_lines = input_bytes = num_tokens = num_by_reference = num_replaced = 0
+        digests: list[str] = []
+        skipped: Counter[str] = Counter()
+        duplicates = self._duplicates and self._duplicates.of_item(item.number)
+        try:
+            for number, part in enumerate(item.slices):
+                report(Progress(input_bytes, num_tokens, num_by_reference, number))
+                reader = DocumentReader(part, self._recipe.rules, with_digest=part.file.is_known_by_time)
+                runs = reader.runs()
+                for batch in _batches(map(duplicates.leave_out, runs) if duplicates else runs):
+                    batch, encoded = self._encode(part, batch, skipped)
+                    for store, documents, share in self._shares(batch, encoded):
+                        writers[store].extend(documents, share, part.file.path)
+                    input_bytes += batch.input_bytes
+                    num_tokens += len(encoded.tokens)
+                    num_by_reference += encoded.num_by_reference
+                    report(Progress(input_bytes, num_tokens, num_by_reference, number))
+                num_lines += reader.num_lines
+                num_replaced += reader.num_replaced
+                digests.append(reader.digest)
+                skipped += reader.skipped
+            if duplicates:
+                duplicates.require_all(item.slices[0].file.path)
+                skipped += Counter(duplicate=duplicates.num_left_out)
+            shards = {part: writer.finish() for part, writer in writers.items()}
+        except BaseException:
+            for writer in writers.values():
+                writer.abandon()
+            raise
+        for store, entries in shards.items():
+            self._output.adopt(store, [self._scratch / store / name for entry in entries for name in _files(entry)])
+        record = ItemRecord(item, num_lines, input_bytes, shards, skipped, num_replaced, digests)
+        self._output.write(_record_key(item), orjson.dumps(record))
+
+    def _encode(self, part: FileSlice, batch: Documents, skipped: Counter[str]) -> tuple[Documents, Encoded]:
+        """The documents and their ids; one on which the tokenizer gives up leaves the batch where invalid ones may."""
+        while True:
+            try:
+                return batch, self._encoder.encode_batch(batch.texts)
+            except TextFault as fault:
+                if not self._recipe.skip_invalid:
+                    place = f"{part.file.path}, the document at byte {batch.places[0, fault.number]}"
+                    raise UserError(f"{place}: {fault.message}", hint=fault.hint) from None
+                skipped["invalid"] += 1
+                batch = batch[: fault.number] + batch[fault.number + 1 :]
+
+    def _shares(self, batch: Documents, encoded: Encoded) -> Iterator[tuple[str, Documents, Encoded]]:
+        """What of a batch goes to each store."""
+        if self._recipe.split is None:
+            yield WHOLE, batch, encoded
+            return
+        parts = list(map(self._recipe.part_of, batch.texts))
+        for store in dict.fromkeys(parts):
+            chosen = np.array([part == store for part in parts])
+            yield store, batch.where(chosen), encoded.where(chosen)
+
+    def _work(self, part: str) -> Path:
+        folder = self._scratch / part
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class _ShardSequence:
+    """The shards that one item puts into one store, each document with `end` after it; the next where one is full."""
+
+    def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: list[int]) -> None:
+        self._folder, self._item_number, self._dtype = folder, item_number, dtype
+        self._end = end
+        self._open: StoreShardWriter | None = None
+        self._finished: list[ShardEntry] = []
+
+    def extend(self, documents: Documents, encoded: Encoded, path: str) -> None:
+        """Append documents of one file."""
+        ended = encoded.framed((), self._end)
+        tokens, lengths = ended.tokens.astype(self._dtype), ended.lengths.tolist()
+        while documents:
+            target = self._current()
+            count = target.room(lengths)
+            offsets, lines, _ = documents.places[:, :count].tolist()
+            num_tokens = sum(lengths[:count])
+            target.extend(tokens[:num_tokens].tobytes(), lengths[:count], path, offsets, lines)
+            documents, lengths, tokens = documents[count:], lengths[count:], tokens[num_tokens:]
+
+    def _current(self) -> StoreShardWriter:
+        if self._open is not None and self._open.is_full:
+            self._finished.append(self._open.finish())
+            self._open = None
+        if self._open is None:
+            name = f"shard-{self._item_number:06}-{len(self._finished):03}"
+            self._open = StoreShardWriter(self._folder / name, self._dtype.name)
+        return self._open
+
+    def finish(self) -> list[ShardEntry]:
+        if self._open is not None:
+            self._finished.append(self._open.finish())
+            self._open = None
+        return self._finished
+
+    def abandon(self) -> None:
+        if self._open is not None:
+            self._open.abandon()
+        for entry in self._finished:
+            for name in _files(entry):
+                (self._folder / name).unlink(missing_ok=True)
+
+
+def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord | None]:
+    """The records of items, None where one is not sealed, or was from other input or with a lost shard."""
+    sizes = output.sizes()
+    keys = [_record_key(item) for item in items]
+    contents = output.read_many([key for key in keys if key in sizes])
+    return [_parse_record(next(contents), item, sizes) if key in sizes else None for item, key in zip(items, keys)]
+
+
+def _record_key(item: WorkItem) -> str:
+    return f"{RECORDS_FOLDER}/{item.number:06}.json"
+
+
+def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
+    record = fields_of_record(content, item)
+    if record is None:
+        return None
+    try:
+        stores = record.table("shards")
+        shards = {part: [shard_entry(entry) for entry in stores.tables(part)] for part in stores.raw}
+        found = ItemRecord(
+            item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped"),
+            record.number("num_replaced") if "num_replaced" in record.raw else 0,
+            record.texts("digests") if "digests" in record.raw else [""] * len(item.slices),
+        )  # fmt: skip
+    except CheckFailed:  # damaged: the item is made again
+        return None
+    for part, entries in shards.items():
+        for entry in entries:
+            for name, digest in zip(_files(entry), (entry.bin, entry.idx, entry.origin)):
+                if sizes.get(f"{part}/{name}".lstrip("/")) != digest.size_bytes:
+                    return None
+    return found
+
+
+def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
+    """What the record of an item says, None where it is damaged, or of another item or other input."""
+    try:
+        record = Fields.parse("record", content)
+        return record if WorkItem.parse(record.raw["item"]) == item else None
+    except (CheckFailed, KeyError, TypeError):
+        return None
+
+
+def _files(entry: ShardEntry) -> list[str]:
+    return [f"{entry.name}{suffix}" for suffix in SUFFIXES]
+
+
+def _batches(runs: Iterable[Documents]) -> Iterator[Documents]:
+    waiting = Documents.of([])
+    for run in runs:
+        waiting += run
+        while (count := _room(waiting)) < len(waiting):
+            yield waiting[:count]
+            waiting = waiting[count:]
+    if waiting:
+        yield waiting
+
+
+def _room(documents: Documents) -> int:
+    """How many of the next documents belong into one batch: at least one."""
+    ends = np.cumsum([len(text) for text in documents.texts[:_BATCH_DOCUMENTS]])
+    return max(1, int(np.searchsorted(ends, _BATCH_CHARACTERS, side="right")))

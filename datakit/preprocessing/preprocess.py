@@ -1,0 +1,343 @@
+"""Preprocess: text to token stores, in worker processes, with flat memory; the same bytes with any number of workers.
+
+Work items are cut from the sorted input, each is sealed by itself (see item.py), and the manifests are written last, in
+the items' order: there is no merge. A rerun continues with the items that are not sealed.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from datakit.dedup.deduplication import find_duplicates
+from datakit.preprocessing.item import ItemRecord, read_records
+from datakit.preprocessing.meter import Meter
+from datakit.preprocessing.output import NOTE, Output, key_of
+from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
+from datakit.preprocessing.sources import Sources, require_unchanged
+from datakit.preprocessing.task import HASH, Task
+from datakit.preprocessing.worker_pool import WorkerPool
+from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
+from datakit.store.tags import require_matches
+from datakit.store.writer import store_dtype
+from datakit.text.documents import DocumentReader
+from datakit.text.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
+from datakit.text.spool import Spool, is_pipe
+from datakit.tokenization.encoder import AUTO, FAST, choose_backend, require_backend
+from datakit.tokenization.rank_file import sidecar_path
+from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, identify, open_tokenizer
+from threefold.errors import CheckFailed, UserError
+
+if TYPE_CHECKING:
+    from datakit.preprocessing.ray_pool import RayPool
+
+_PROBE_DOCUMENTS, _PROBE_CHARACTERS = 8, 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSummary:
+    """One store that came out."""
+
+    path: str
+    num_documents: int
+    num_tokens: int
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run of preprocess did; counts are the stores' (what was skipped, by reason), rates are of this run's.
+
+    So is `backend`, None where nothing was left to tokenize, and how many documents the reference tokenized. A store
+    says neither, as its bytes depend on neither. `num_replaced` documents had lone surrogates, which became U+FFFD; 0
+    where the stores were complete before.
+    """
+
+    num_documents: int
+    num_tokens: int
+    num_items: int
+    num_items_done_before: int
+    input_bytes: int
+    elapsed_s: float
+    mb_per_s: float
+    tokens_per_s: float
+    stores: tuple[StoreSummary, ...]
+    skipped: dict[str, int]
+    backend: str | None
+    num_by_reference: int
+    num_replaced: int
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output: str | os.PathLike[str],
+    recipe: Recipe,
+    *,
+    num_workers: int = 1,
+    backend: str = AUTO,
+    engine: str = "local",
+    ray_address: str | None = None,
+    item_bytes: int | None = None,
+    report: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Summary:
+    """Make the store (with a split: the stores `train` and `valid`) of all documents of the inputs, in a folder or URL.
+
+    `backend` names what tokenizes (see encoder.py); `engine` is "local" for worker processes here or "ray" for actors
+    on the cluster at `ray_address` (see ray_pool.py). Neither changes a byte. `item_bytes` overrides the size of a
+    work item, `report` takes lines of what is done, `progress` how far it is and which share that is (without it
+    `report` takes that too). Raises UserError and StorageError; what was sealed before then is kept,
+    and the same call continues.
+    """
+    show = progress or (lambda line, _: report(line))
+    if num_workers < 1:
+        raise UserError(f"{num_workers} workers", hint="--workers 1")
+    started_s = time.monotonic()
+    place = Output(os.fspath(output))
+    if any(map(is_pipe, inputs)):
+        _require_ready(place, recipe, engine)
+    spool = Spool(report)  # its copies of pipes are there as long as it is
+    own = [place.place, recipe.tokenizer, os.fspath(sidecar_path(Path(recipe.tokenizer)))]
+    files = find_inputs(inputs, spool, report, but=own)
+    require_matches(recipe.tags, [file.path for file in files])
+    job = _Job(place, recipe, files, item_bytes)
+    if job.is_complete(report):
+        report(f"{output} is complete already")
+        return job.summary([], [], 0.0)
+    with job.output.locked() as lock:
+        open_pool = partial(_open_pool, engine, num_workers, lock, ray_address)
+        if recipe.dedup or engine != "local":
+            job.begin(backend)
+        if recipe.dedup:
+            find_duplicates(job.output, job.items, partial(_hash, job, open_pool, report, show), report)
+        missing = job.missing()
+        tokenized_by, num_by_reference = None, 0
+        with open_pool(len(missing)) if missing else nullcontext() as pool:
+            job.begin(backend)  # opens the tokenizer, while workers that run here start
+            if pool:
+                choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
+                report(f"tokenizing with {choice.backend}: {choice.reason}")
+                tokenized_by = choice.backend
+                task = Task(job.output.place, recipe, job.identity, choice.backend, choice.terms)
+                num_by_reference = _seal(job, missing, task, pool, report, show)
+        records = job.records()
+        job.finish(records, report)
+        sealed = [records[item.number] for item in missing]
+        summary = job.summary(records, sealed, time.monotonic() - started_s)
+        return replace(summary, backend=tokenized_by, num_by_reference=num_by_reference)
+
+
+def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
+    """Some documents from the begin, the middle and the end of the input, each cut to 16 Ki characters."""
+    texts: list[str] = []
+    for item in dict.fromkeys((items[0], items[len(items) // 2], items[-1])):
+        reader = DocumentReader(item.slices[0], recipe.rules)
+        with suppress(UserError):  # the worker that meets it tells it
+            texts += [document.text[:_PROBE_CHARACTERS] for document in islice(reader, _PROBE_DOCUMENTS)]
+    return texts
+
+
+def _require_ready(output: Output, recipe: Recipe, engine: str) -> None:
+    """UserError if nothing could be made of a pipe, which is read only once, so that not a byte of it is lost."""
+    if engine != "local":
+        raise UserError("a pipe cannot be read by the nodes of a cluster", hint="write it to a file first, name that")
+    open_tokenizer(recipe.tokenizer)
+    if not any(output.manifest(part) for part in recipe.parts):
+        output.check_free()
+
+
+def _open_pool(
+    engine: str, num_workers: int, lock: int, ray_address: str | None, num_items: int
+) -> "WorkerPool | RayPool":
+    num_workers = min(num_workers, num_items)
+    if engine == "local":
+        return WorkerPool(num_workers, keep_open=lock)
+    from datakit.preprocessing.ray_pool import RayPool
+
+    return RayPool(num_workers, address=ray_address)
+
+
+def _hash(
+    job: "_Job",
+    open_pool: Callable[[int], "WorkerPool | RayPool"],
+    report: Callable[[str], None],
+    show: Callable[[str, float], None],
+    items: list[WorkItem],
+) -> None:
+    """Let workers hash the items' documents."""
+    with open_pool(len(items)) as pool:
+        task = Task(job.output.place, job.recipe, job.identity, HASH)
+        _seal(job, items, task, pool, report, lambda line, share: show(f"reading for duplicates: {line}", share))
+
+
+def _seal(
+    job: "_Job", items: list[WorkItem], task: Task, pool: "WorkerPool | RayPool", report: Callable[[str], None],
+    show: Callable[[str, float], None],
+) -> int:  # fmt: skip
+    """Let workers seal the items, and show how far they are about every two seconds.
+
+    Return how many documents the reference tokenized.
+    """
+    meter = Meter(items)
+    if len(items) < len(job.items):
+        report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
+    for item, message in pool.run(task, iter(items)):
+        meter.update(item, message)
+        if meter.is_due():
+            show(meter.line(), meter.share)
+    show(meter.line(), meter.share)
+    if task.backend == FAST and meter.num_by_reference:
+        report(f"{meter.num_by_reference:,} documents went to {task.identity.kind}, one by one")
+    return meter.num_by_reference
+
+
+class _Job:
+    """One output: what it is made from, how far it is, and its beginning and end on disk."""
+
+    def __init__(self, output: Output, recipe: Recipe, files: list[InputFile], item_bytes: int | None) -> None:
+        self.output, self.recipe = output, recipe
+        if not any(file.size_bytes for file in files):
+            names = ", ".join(file.path for file in files[:3])
+            raise UserError(f"the input is empty: {len(files)} files of 0 bytes: {names}", hint=f"ls -l {names}")
+        self._files, self._item_bytes = files, item_bytes or default_item_bytes(files)
+        self._sources: Sources | None = None  # of complete stores
+        self._input = {
+            "num_files": len(files),
+            "size_bytes": sum(file.size_bytes for file in files),
+            "xxh3_64": input_digest(files),
+            "item_bytes": self._item_bytes,
+        }
+
+    @cached_property
+    def items(self) -> list[WorkItem]:
+        """All work items; large files are looked into for them, which a complete store does without."""
+        return list(cut(self._files, self._item_bytes, split_txt=self.recipe.txt_split == "line"))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The recipe's tokenizer, on its reference."""
+        return open_tokenizer(self.recipe.tokenizer)
+
+    @cached_property
+    def identity(self) -> TokenizerIdentity:
+        """The tokenizer's entry in the manifests; UserError where it lacks the token that ends documents."""
+        recipe = self.recipe
+        needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
+        return identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
+
+    def is_complete(self, report: Callable[[str], None]) -> bool:
+        """Whether the stores are there; UserError where others are, or where the input changed since."""
+        for part in {WHOLE, TRAIN, VALID} - set(self.recipe.parts):
+            if self.output.manifest(part):
+                raise UserError(f"{self.output.part(part)} is a store already", hint="choose another --output")
+        manifests = {part: self.output.manifest(part) for part in self.recipe.parts}
+        for part, found in manifests.items():
+            if found is None:
+                return False
+            self._compare(found.tokenizer, found.settings, self._settings(part))
+        self._sources = require_unchanged(self.output, self._files, report)
+        self.output.remove_work()  # a kill may have left it after the last manifest
+        return True
+
+    def begin(self, backend: str) -> None:
+        """Compare with what was begun here, or note what is begun now; UserError where the backend cannot serve."""
+        require_backend(backend, self.recipe.tokenizer, self.tokenizer)
+        wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
+        place = f"{self.output.place}/{NOTE}"
+        note = self.output.begin(orjson.dumps(wanted))
+        try:
+            found = orjson.loads(note)
+            tokenizer, settings = TokenizerIdentity(**found["tokenizer"]), dict(found["settings"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
+        self._compare(tokenizer, settings, wanted["settings"])
+
+    def missing(self) -> list[WorkItem]:
+        """The items that are not sealed."""
+        return [item for item, record in zip(self.items, read_records(self.output, self.items)) if record is None]
+
+    def records(self) -> list[ItemRecord]:
+        """The records of all items, which are all sealed."""
+        records = [record for record in read_records(self.output, self.items) if record]
+        if len(records) < len(self.items):
+            raise self.output.vanished(len(self.items) - len(records), len(self.items))
+        return records
+
+    def finish(self, records: list[ItemRecord], report: Callable[[str], None]) -> None:
+        """Write the manifests, drop what is in none of them, and then the work folder."""
+        shards = self._shards(records)
+        counts = sum((Counter(record.skipped) for record in records), Counter[str]())
+        skipped = dict(sorted(counts.items()))
+        num_documents = sum(shard.num_documents for entries in shards.values() for shard in entries)
+        if not any(shard.num_tokens for entries in shards.values() for shard in entries):
+            raise UserError(
+                f"the input is empty: {num_documents} documents without any text, {counts.total()} skipped",
+                hint=f"head -c 300 {self.items[0].slices[0].file.path}",
+            )
+        Sources.of(self._files, records).write(self.output)
+        for part, entries in shards.items():
+            if not entries:
+                report(f"{self.output.part(part)} holds no document: none of {num_documents} fell to it by its hash")
+            self.output.remove_shards(part, but={entry.name for entry in entries})  # of input that has changed since
+            self.output.abort_uploads(part, report)
+            dtype = store_dtype(self.identity.vocab_size)
+            manifest = Manifest(dtype, self.identity, tuple(entries), self._settings(part), skipped)
+            self.output.write(key_of(part, FILE_NAME), manifest.encode())
+        self.output.remove_work()
+
+    def summary(self, records: list[ItemRecord], sealed: list[ItemRecord], elapsed_s: float) -> Summary:
+        """What the stores hold, and how fast those of their items were sealed that this run sealed."""
+        manifests = {part: manifest for part in self.recipe.parts if (manifest := self.output.manifest(part))}
+        stores = tuple(
+            StoreSummary(self.output.part(part), manifest.num_documents, manifest.num_tokens, len(manifest.shards))
+            for part, manifest in manifests.items()
+        )
+        input_bytes = sum(record.input_bytes for record in sealed)
+        num_tokens = sum(shard.num_tokens for record in sealed for shards in record.shards.values() for shard in shards)
+        num_items = self._sources.num_items if self._sources else len(self.items)
+        return Summary(
+            num_documents=sum(store.num_documents for store in stores),
+            num_tokens=sum(store.num_tokens for store in stores),
+            num_items=num_items,
+            num_items_done_before=num_items - len(sealed),
+            input_bytes=input_bytes,
+            elapsed_s=elapsed_s,
+            mb_per_s=input_bytes / 1e6 / elapsed_s if sealed else 0.0,
+            tokens_per_s=num_tokens / elapsed_s if sealed else 0.0,
+            stores=stores,
+            skipped=next(iter(manifests.values())).skipped,
+            backend=None,
+            num_by_reference=0,
+            num_replaced=sum(record.num_replaced for record in records),
+        )
+
+    def _shards(self, records: list[ItemRecord]) -> dict[str, list[ShardEntry]]:
+        """The shards of all items by store, in order, with the number of lines of their file before them."""
+        shards: dict[str, list[ShardEntry]] = {part: [] for part in self.recipe.parts}
+        lines_before = 0
+        for record in records:
+            if record.item.slices[0].start == 0:
+                lines_before = 0
+            for part, entries in record.shards.items():
+                shards[part] += [replace(entry, first_line=lines_before) for entry in entries]
+            lines_before += record.num_lines
+        return shards
+
+    def _settings(self, part: str) -> dict[str, Any]:
+        return self.recipe.settings(part) | {"input": self._input}
+
+    def _compare(self, tokenizer: TokenizerIdentity, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        sentences = differences((tokenizer, found), (self.identity, wanted))
+        if sentences:
+            raise UserError(
+                f"{self.output.place} was made otherwise: {'; '.join(sentences)}",
+                hint="rerun with what it was made with, or choose another --output",
+            )

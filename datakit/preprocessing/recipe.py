@@ -1,0 +1,104 @@
+"""Recipe: all that decides, with the input, what bytes a store has; kept in the store, so that no rerun mixes two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import xxhash
+
+from datakit.store.manifest import TokenizerIdentity
+from datakit.store.tags import Tag
+from datakit.text.documents import DocumentRules
+from datakit.text.inputs import InputFile
+from datakit.tokenization.tokenizer import DEFAULT_EOD
+from threefold.errors import UserError
+from threefold.masking import masked
+
+WHOLE, TRAIN, VALID = "", "train", "valid"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How text becomes tokens: the tokenizer's file, its end-of-document token, and how documents are found and shared.
+
+    `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
+    one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), the first
+    also those on which the tokenizer gives up, `dedup` those whose text an earlier document of the input has (see
+    duplicates.py). `tags` name parts of the input (see tags.py).
+    """
+
+    tokenizer: str
+    eod_token: str = DEFAULT_EOD
+    append_eod: bool = False
+    text_key: str = "text"
+    txt_split: str = "file"
+    split: tuple[float, float] | None = None
+    skip_invalid: bool = False
+    skip_empty: bool = False
+    max_chars: int | None = None
+    tags: tuple[Tag, ...] = ()
+    dedup: bool = False
+
+    def __post_init__(self) -> None:
+        # so put that a NaN is refused too
+        if self.split is not None and not (min(self.split) >= 0 and abs(sum(self.split) - 1) <= 1e-6):
+            raise UserError(f"split fractions {self.split} do not sum to 1", hint="--split 0.99,0.01")
+        if self.max_chars is not None and self.max_chars < 1:
+            raise UserError(f"documents of at most {self.max_chars} characters", hint="--max-chars 1000000")
+
+    @property
+    def rules(self) -> DocumentRules:
+        """What the documents of the input are."""
+        return DocumentRules(self.text_key, self.txt_split, self.skip_invalid, self.skip_empty, self.max_chars)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The folders, under the output, of the stores that come out."""
+        return (WHOLE,) if self.split is None else (TRAIN, VALID)
+
+    def part_of(self, text: str) -> str:
+        """The store that a document goes to: its hash against the fraction, so equal texts go together."""
+        if self.split is None:
+            return WHOLE
+        return TRAIN if xxhash.xxh3_64_intdigest(text.encode()) < self.split[0] * 2**64 else VALID
+
+    def settings(self, part: str) -> dict[str, Any]:
+        """What a store's manifest says of its making, paths and machine left out; of options, only what is on."""
+        options = {
+            "skip_invalid": self.skip_invalid,
+            "skip_empty": self.skip_empty,
+            "max_chars": self.max_chars,
+            "tags": [[tag.name, masked(tag.pattern)] for tag in self.tags],
+            "dedup": self.dedup,
+        }
+        return {
+            "append_eod": self.append_eod,
+            "text_key": self.text_key,
+            "txt_split": self.txt_split,
+            "split": None if self.split is None else list(self.split),
+            "part": part,
+            **{name: value for name, value in options.items() if value},
+        }
+
+
+def input_digest(files: Sequence[InputFile]) -> str:
+    """XXH3-64 over the paths and sizes of the input files."""
+    return xxhash.xxh3_64_hexdigest(orjson.dumps([[masked(file.path), file.size_bytes] for file in files]))
+
+
+def differences(
+    found: tuple[TokenizerIdentity, dict[str, Any]], wanted: tuple[TokenizerIdentity, dict[str, Any]]
+) -> list[str]:
+    """Sentences on what differs between two stores' tokenizers and settings."""
+    (old, old_settings), (new, new_settings) = found, wanted
+    sentences = []
+    if old.fingerprint != new.fingerprint:
+        sentences.append(f"its tokenizer is {old.fingerprint[:16]} ({old.vocab_size} tokens), "
+                         f"this one {new.fingerprint[:16]} ({new.vocab_size})")  # fmt: skip
+    elif old != new:
+        sentences.append(f"its end-of-document token is {old.eod_token!r}, this one {new.eod_token!r}")
+    changed = [name for name in new_settings | old_settings if old_settings.get(name) != new_settings.get(name)]
+    return sentences + [
+        f"its {name} is {old_settings.get(name)!r}, this one {new_settings.get(name)!r}" for name in changed
+    ]

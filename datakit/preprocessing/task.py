@@ -1,0 +1,58 @@
+"""Task: what all work items of a preprocessing run have in common, as it travels to the workers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import orjson
+
+from datakit.dedup.item_hashes import ItemHasher
+from datakit.preprocessing.item import ItemEncoder, Progress
+from datakit.preprocessing.output import Output
+from datakit.preprocessing.recipe import Recipe
+from datakit.store.manifest import TokenizerIdentity
+from datakit.store.tags import Tag
+from datakit.text.inputs import WorkItem
+from datakit.tokenization.encoder import open_encoder
+from datakit.tokenization.fast_encoder import NO_TERMS, Terms
+
+HASH = "hash"  # in place of a backend: the documents are only hashed
+
+
+class Sealer(Protocol):
+    """What does a run's work, item by item."""
+
+    def seal(self, item: WorkItem, report: Callable[[Progress], None]) -> None:
+        """Do all of an item's work and record it, or leave nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Where the stores go, how text becomes tokens, whose tokens they are, and the backend with its terms."""
+
+    output: str
+    recipe: Recipe
+    identity: TokenizerIdentity
+    backend: str
+    terms: Terms = NO_TERMS
+
+    def sealer(self) -> Sealer:
+        """What seals the run's items, in the process that calls this."""
+        output = Output(self.output)
+        if self.backend == HASH:
+            return ItemHasher(output, self.recipe.rules)
+        encoder = open_encoder(self.recipe.tokenizer, self.backend, self.terms)
+        return ItemEncoder(output, self.recipe, encoder, self.identity)
+
+    def to_line(self) -> bytes:
+        """The task as one line of JSON."""
+        return orjson.dumps(self) + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "Task":
+        """The task of such a line."""
+        raw = orjson.loads(line)
+        split, tags = raw["recipe"]["split"], raw["recipe"]["tags"]
+        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split), "tags": tuple(Tag(**tag) for tag in tags)})
+        terms = Terms(**{name: tuple(value) for name, value in raw["terms"].items()})
+        return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"], terms)

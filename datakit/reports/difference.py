@@ -1,0 +1,144 @@
+"""Difference: the first document in which two stores differ, whatever their shards' cut and their tokens' dtype.
+
+Lengths are compared by windows of the index, tokens by windows of a MiB: one sequential read of both stores up to the
+difference, flat memory. Where documents came from is told, not compared.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from datakit.store.origins import Origin
+from datakit.store.shard import Int64s, ShardIndex, Tokens, reading
+from datakit.store.token_store import TokenStore
+from threefold.errors import CheckFailed
+
+_WINDOW_DOCUMENTS = 1 << 18
+_WINDOW_TOKENS = 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one store has where two differ: the document's length, the token (None past its end) and its source."""
+
+    num_tokens: int
+    token: int | None
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first document that differs, its first token that does, and both sides (None where a store has ended)."""
+
+    document: int
+    token: int
+    left: Side | None
+    right: Side | None
+
+
+def find_difference(left: TokenStore, right: TokenStore) -> Difference | None:
+    """The first difference of two stores, None where they hold the same documents."""
+    streams = _Stream(left), _Stream(right)
+    try:
+        document = _first_unequal_document(*streams)
+    finally:
+        for stream in streams:
+            stream.close()
+    return None if document is None else _describe(left, right, document)
+
+
+def _first_unequal_document(left: "_Stream", right: "_Stream") -> int | None:
+    num_documents = min(left.store.num_documents, right.store.num_documents)
+    document = token = 0
+    while document < num_documents:
+        lengths, others = left.lengths(document, token), right.lengths(document, token)
+        count = min(len(lengths), len(others))
+        unequal = np.flatnonzero(lengths[:count] != others[:count])
+        num_same = int(unequal[0]) if len(unequal) else count
+        ends = token + np.cumsum(lengths[:num_same])
+        stop = int(ends[-1]) if num_same else token
+        for start in range(token, stop, _WINDOW_TOKENS):
+            at = _first_unequal_token(left, right, start, min(start + _WINDOW_TOKENS, stop))
+            if at is not None:
+                return document + int(np.searchsorted(ends, at, side="right"))
+        if num_same < count:
+            return document + num_same
+        document, token = document + count, stop
+    return None if left.store.num_documents == right.store.num_documents else num_documents
+
+
+def _first_unequal_token(left: "_Stream", right: "_Stream", start: int, stop: int) -> int | None:
+    """The address of the first token in [start, stop) that differs, None where none does."""
+    first, second = left.tokens(start, stop), right.tokens(start, stop)
+    unequal = first != second
+    return start + int(np.argmax(unequal)) if unequal.any() else None
+
+
+def _describe(left: TokenStore, right: TokenStore, document: int) -> Difference:
+    found = [store.document(document) if document < store.num_documents else None for store in (left, right)]
+    first, second = (tokens if tokens is not None else np.empty(0, np.int64) for tokens in found)
+    shorter = min(len(first), len(second))
+    unequal = np.flatnonzero(first[:shorter] != second[:shorter])
+    token = int(unequal[0]) if len(unequal) else shorter
+    sides = [
+        None
+        if tokens is None
+        else Side(len(tokens), int(tokens[token]) if token < len(tokens) else None, store.origin(document))
+        for store, tokens in zip((left, right), found)
+    ]
+    return Difference(document, token, *sides)
+
+
+class _Stream:
+    """One store read front to back: one shard is open at a time, its tokens are read and not mapped."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self.store = store
+        self._number = -1
+        self._index: ShardIndex
+        self._file: BinaryIO | None = None
+
+    def lengths(self, document: int, token: int) -> Int64s:
+        """The lengths of documents from this one on, which begins at this token: a window, or what the shard has."""
+        number = bisect_right(self.store.document_starts, document) - 1
+        if number != self._number:
+            self._open(number)
+            if token != self.store.token_starts[number]:
+                raise self._damaged("the lengths of its documents do not sum to its tokens")
+        first = document - self.store.document_starts[number]
+        lengths = self._index.lengths[first : first + _WINDOW_DOCUMENTS].astype(np.int64)
+        if lengths.min(initial=0) < 0:
+            raise self._damaged(f"it gives a document {lengths.min()} tokens")
+        return lengths
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """The tokens at addresses [start, stop), which lie in the open shard."""
+        assert self._file is not None, "lengths opens the shard"
+        dtype = self._index.dtype
+        with reading(Path(self._file.name)):
+            self._file.seek((start - self.store.token_starts[self._number]) * dtype.itemsize)
+            found = np.fromfile(self._file, dtype, stop - start)
+        if len(found) < stop - start:
+            raise self._damaged("its documents reach beyond its tokens")
+        return found
+
+    def close(self) -> None:
+        """Let go of the open shard."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, number: int) -> None:
+        self.close()
+        entry = self.store.manifest.shards[number]
+        self._number, self._index = number, ShardIndex(self.store.path / f"{entry.name}.idx")
+        if self._index.num_sequences != entry.num_documents or self._index.dtype.name != self.store.dtype:
+            raise self._damaged(f"it holds {self._index.num_sequences} {self._index.dtype} sequences")
+        path = self.store.path / f"{entry.name}.bin"
+        with reading(path):
+            self._file = path.open("rb", buffering=0)
+
+    def _damaged(self, what: str) -> CheckFailed:
+        return CheckFailed(f"{self._index.path} is damaged: {what}", hint=f"datakit verify {self.store.path}")

@@ -1,0 +1,112 @@
+"""Excerpt: one document or one sample of a store with where each of its tokens came from, as ids and as text.
+
+Costs the pages that hold its tokens and origins, whatever the store's size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from datakit.store.origins import Origin
+from datakit.store.shard import Tokens
+from datakit.store.token_store import TokenStore
+from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
+from threefold.errors import UserError
+
+_MAX_SPLIT_TOKENS = 8  # tokens that one character may be split over
+_REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no whole character
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens [start, start + num_tokens) of one document, where that document came from, and the tag it has."""
+
+    document: int
+    start: int
+    num_tokens: int
+    origin: Origin
+    tag: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Tokens that follow each other in a store, from the address `first_token` on, and the documents they are of."""
+
+    first_token: int
+    tokens: Tokens
+    parts: tuple[Part, ...]
+
+    def part_tokens(self) -> Iterator[tuple[Part, Tokens]]:
+        """Each part with its tokens."""
+        at = 0
+        for part in self.parts:
+            yield part, self.tokens[at : at + part.num_tokens]
+            at += part.num_tokens
+
+
+def document_excerpt(store: TokenStore, number: int) -> Excerpt:
+    """One document; UserError where the store has none of this number."""
+    if not 0 <= number < store.num_documents:
+        raise UserError(
+            f"there is no document {number}: {store.path} has {store.num_documents} documents, counted from 0",
+            hint=f"datakit inspect {store.path} --document {max(store.num_documents - 1, 0)}",
+        )
+    tokens = store.document(number)
+    return Excerpt(store.first_token(number), tokens, (_part(store, number, 0, len(tokens)),))
+
+
+def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
+    """One sample in the store's own order: tokens [K L, K L + L]; UserError where there is none of this number."""
+    if seq_length < 1:
+        raise UserError(f"a sequence length of {seq_length} tokens", hint="--seq-length 4096")
+    num_samples = max(store.num_tokens - 1, 0) // seq_length
+    if not 0 <= number < num_samples:
+        raise UserError(
+            f"there is no sample {number}: {store.path} has {num_samples} samples of {seq_length} tokens, "
+            "counted from 0",
+            hint=f"datakit inspect {store.path} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}",
+        )
+    start = number * seq_length
+    stop = start + seq_length + 1
+    return Excerpt(start, store.tokens(start, stop), tuple(_parts(store, start, stop)))
+
+
+def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
+    """The tokenizer of a file, UserError where it is not the one that made the store."""
+    tokenizer, made_with = open_tokenizer(path), store.manifest.tokenizer
+    if tokenizer.fingerprint != made_with.fingerprint:
+        recorded = f"one of fingerprint {made_with.fingerprint}" if made_with.fingerprint else "one that is not known"
+        raise UserError(
+            f"{path} has fingerprint {tokenizer.fingerprint}, {store.path} was made with {recorded}",
+            hint=f"datakit inspect {store.path}",
+        )
+    return tokenizer
+
+
+def pieces(tokenizer: Tokenizer, ids: Tokens) -> list[str]:
+    """The text of each token, so that all of them joined are the text of all; a character that is split over several
+    tokens is given whole, at the last of them. One piece where a decoder's text cannot be told apart by token."""
+    whole = tokenizer.decode(ids)
+    found: list[str] = []
+    before = start = 0  # ids[before:start] are the tokens of the last piece: a decoder may need them to place a space
+    for stop in range(1, len(ids) + 1):
+        known = tokenizer.decode(ids[before:start])
+        text = tokenizer.decode(ids[before:stop])
+        is_split = text.endswith(_REPLACEMENT) and stop - start < _MAX_SPLIT_TOKENS and stop < len(ids)
+        if not is_split:
+            found.append(text[len(known) :])
+            before, start = start, stop
+    return found if "".join(found) == whole else [whole]
+
+
+def _parts(store: TokenStore, start: int, stop: int) -> Iterator[Part]:
+    at = start
+    while at < stop:
+        document = store.document_at(at)
+        first = store.first_token(document)
+        end = min(stop, first + len(store.document(document)))
+        yield _part(store, document, at - first, end - at)
+        at = end
+
+
+def _part(store: TokenStore, document: int, start: int, num_tokens: int) -> Part:
+    return Part(document, start, num_tokens, store.origin(document), store.tag(document))

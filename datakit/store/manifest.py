@@ -1,0 +1,218 @@
+"""Manifest: what a token store holds, its sizes and checksums; one versioned JSON file, written last and atomically.
+
+Every field is checked on reading; a fault is a CheckFailed that names file and field. The fields are explained in
+docs/formats/token-store.md.
+"""
+
+import os
+import re
+import reprlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from datakit.store.fields import Fields
+from datakit.store.shard import RESTORE_HINT, FileDigest, reading, write_durably, writing
+from threefold.errors import CheckFailed, UserError
+from threefold.storage.folders import sync_folder
+
+FILE_NAME = "manifest.json"
+WORK_FOLDER = ".work"  # holds sealed items until a store is complete
+FORMAT = "threefold-token-store"
+VERSION = 1
+MAX_BYTES = 512 << 20
+STORE_DTYPES = {"uint16": 2, "int32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """The tokenizer that made a store: its kind, the XXH3-128 of its file, its size, its end-of-document token."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+    eod_token: str | None
+    eod_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One shard: its name without suffix, counts, and the digests of its files."""
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    first_line: int
+    bin: FileDigest
+    idx: FileDigest
+    origin: FileDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that is known of a store without opening a shard."""
+
+    dtype: str
+    tokenizer: TokenizerIdentity
+    shards: tuple[ShardEntry, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)  # documents of the input that no store has, by reason
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards."""
+        return sum(shard.num_documents for shard in self.shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """XXH3-128 over the dtype and each shard's token count and checksum: equal content, equal fingerprint."""
+        content = [self.dtype, [[shard.num_tokens, shard.bin.xxh3_64] for shard in self.shards]]
+        return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
+
+    def encode(self) -> bytes:
+        """The content of the manifest's file."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "fingerprint": self.fingerprint,
+            **asdict(self),
+        }
+        if not self.skipped:
+            del content["skipped"]
+        content["checksum"] = content_checksum(content)
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+
+    def write(self, folder: Path) -> None:
+        """Put the manifest into a store's folder, atomically and durably."""
+        replace_durably(folder / FILE_NAME, self.encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read and check a store's manifest."""
+        path = folder / FILE_NAME
+        if url := url_behind(folder):
+            raise UserError(f"{url} is no local folder", hint=f"datakit unarchive {url} --output STORE")
+        with reading(path):
+            try:
+                with path.open("rb") as file:
+                    size_bytes = os.fstat(file.fileno()).st_size
+                    if size_bytes > MAX_BYTES:
+                        raise _fault(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
+                    data = file.read()
+            except FileNotFoundError:
+                raise _not_a_store(folder) from None
+        return cls.parse(path, data)
+
+    @classmethod
+    def parse(cls, path: Path | str, data: bytes) -> "Manifest":
+        """Check the content of a manifest's file, which lies at `path` or under this URL; CheckFailed names it."""
+        fields = Fields.parse(path, data)
+        raw = fields.raw
+        if fields.text("format") != FORMAT:
+            raise _fault(f"{path} is no token store's manifest: format {reprlib.repr(raw['format'])}")
+        if fields.number("version") != VERSION:
+            raise _fault(f"{path} has version {raw['version']}, this program reads version {VERSION}")
+        if fields.text("checksum") != content_checksum(raw):
+            raise _fault(f"{path} is damaged: its checksum does not hold")
+        dtype = fields.text("dtype")
+        if dtype not in STORE_DTYPES:
+            raise _fault(f"{path}: dtype {reprlib.repr(dtype)} is none of {', '.join(STORE_DTYPES)}")
+        manifest = cls(
+            dtype,
+            _tokenizer(fields.table("tokenizer")),
+            tuple(map(shard_entry, fields.tables("shards"))),
+            fields.table("settings").raw,
+            fields.counts("skipped"),
+        )
+        for shard in manifest.shards:
+            if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
+                what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
+                raise _fault(f"{path}: {what}")
+        found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
+        for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
+            if value != getattr(manifest, name):
+                raise _fault(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
+        return manifest
+
+
+def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
+    """Put a small file in place so that it is seen whole or not at all, also after a loss of power.
+
+    Until then it has the name `temporary`, which several writers of one path must not share.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
+    write_durably(temporary, content)
+    with writing(path):
+        try:
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def _tokenizer(fields: Fields) -> TokenizerIdentity:
+    return TokenizerIdentity(
+        kind=fields.text("kind"),
+        fingerprint=fields.text("fingerprint"),
+        vocab_size=fields.number("vocab_size"),
+        eod_token=None if fields.raw.get("eod_token") is None else fields.text("eod_token"),
+        eod_id=None if fields.raw.get("eod_id") is None else fields.number("eod_id"),
+    )
+
+
+def shard_entry(fields: Fields) -> ShardEntry:
+    """The entry of one shard that `asdict` made JSON of."""
+    name = fields.text("name")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is no shard's name")
+    digests = {
+        kind: FileDigest(digest.number("size_bytes"), digest.text("xxh3_64"))
+        for kind in ("bin", "idx", "origin")
+        for digest in [fields.table(kind)]
+    }
+    return ShardEntry(
+        name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
+    )
+
+
+def _fault(message: str) -> CheckFailed:
+    return CheckFailed(message, hint=RESTORE_HINT)
+
+
+def content_checksum(content: dict[str, Any]) -> str | None:
+    """XXH3-64 of a JSON object as compact JSON with sorted keys, without its checksum field; None for an object that
+    is nested deeper than any that was written."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    try:
+        return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+    except orjson.JSONEncodeError:
+        return None
+
+
+def url_behind(path: Path) -> str | None:
+    """The URL that a Path was made of, which took one of its slashes; None for a path of a file system."""
+    scheme, *rest = path.parts or ("",)
+    return f"{scheme}//{'/'.join(rest)}" if re.fullmatch(r"[a-z][a-z0-9]*:", scheme) else None
+
+
+def _not_a_store(folder: Path) -> UserError:
+    parts = [name for name in ("train", "valid") if (folder / name / FILE_NAME).is_file()]
+    if parts:
+        return UserError(f"{folder} is split; name one of its stores", hint=f"{folder / parts[0]}")
+    if (folder / WORK_FOLDER).is_dir():
+        return UserError(
+            f"{folder} is unfinished: the command that makes it did not come to an end",
+            hint="rerun the same `datakit` command to continue it",
+        )
+    return UserError(f"{folder} is no token store: it has no {FILE_NAME}", hint=f"ls {folder}")

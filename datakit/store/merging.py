@@ -1,0 +1,94 @@
+"""Merge: one store of the shards of several, in the order given, without tokenizing again.
+
+Costs a hard link a file, whatever its size, or with `copy` one read and one write. Shards keep their bytes, so
+documents keep their sources and lines; they get new names that sort in the new order.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from datakit.store.assembly import assembling, remove_work
+from datakit.store.manifest import FILE_NAME, Manifest
+from datakit.store.token_store import TokenStore
+from threefold.errors import UserError
+
+
+def merge(
+    stores: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, copy: bool = False
+) -> TokenStore:
+    """Make the store of all shards of these stores; UserError where their dtypes or tokenizers differ.
+
+    The same call continues after a kill, and gives the store where that is complete.
+    """
+    opened, folder = [TokenStore.open(path) for path in stores], Path(output)
+    manifest = plan_merge([(str(store.path), store.manifest) for store in opened])
+    sources = [files for store in opened for entry in store.manifest.shards for files in store.files(entry)]
+    names = [(entry.name, suffix) for entry in manifest.shards for suffix in (".bin", ".idx", ".origin")]
+    if (folder / FILE_NAME).exists() and Manifest.read(folder) == manifest:
+        remove_work(folder)
+        return TokenStore.open(folder)
+    with assembling(folder, asdict(manifest), copy=copy) as assembly:
+        for (source, digest), (name, suffix) in zip(sources, names, strict=True):
+            assembly.place(source, f"{name}{suffix}", digest)
+        assembly.sync()
+        manifest.write(folder)
+    return TokenStore.open(folder)
+
+
+def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
+    """The manifest of the merged store of these, each given with its name; UserError where they do not fit."""
+    assert stores, "a merge of no stores"
+    (first_name, first), *others = stores
+    faults = {name: found for name, manifest in others if (found := _differences(manifest, first))}
+    if faults:
+        lines = [f"{len(faults)} of {len(stores)} stores do not fit {first_name}:"]
+        lines += [f"  {name}: {'; '.join(found)}" for name, found in faults.items()]
+        raise UserError(
+            "\n".join(lines), hint="datakit preprocess INPUT... --output STORE --tokenizer tok.json, one for all"
+        )
+    shards = [shard for _, manifest in stores for shard in manifest.shards]
+    return Manifest(
+        first.dtype,
+        first.tokenizer,
+        tuple(replace(shard, name=f"shard-{number:06}-000") for number, shard in enumerate(shards)),
+        _merged_settings([manifest for _, manifest in stores]),
+        dict(sorted(sum((Counter(manifest.skipped) for _, manifest in stores), Counter[str]()).items())),
+    )
+
+
+def _differences(manifest: Manifest, first: Manifest) -> list[str]:
+    """Sentences on what must be the same for a merge but differs."""
+    found = {"dtype": manifest.dtype} | {f"tokenizer's {name}": value for name, value in _identity(manifest).items()}
+    wanted = [first.dtype, *_identity(first).values()]
+    return [
+        f"its {name} is {value!r}, not {other!r}" for (name, value), other in zip(found.items(), wanted)
+        if value != other
+    ]  # fmt: skip
+
+
+def _identity(manifest: Manifest) -> dict[str, Any]:
+    return asdict(manifest.tokenizer)
+
+
+def _merged_settings(manifests: list[Manifest]) -> dict[str, Any]:
+    """The settings that all stores share, and under `merged` each store's fingerprint, counts and other settings."""
+    first = manifests[0].settings
+    common = {
+        name: value
+        for name, value in first.items()
+        if name != "merged"
+        and all(name in manifest.settings and manifest.settings[name] == value for manifest in manifests)
+    }
+    merged = [
+        {
+            "fingerprint": manifest.fingerprint,
+            "num_shards": len(manifest.shards),
+            "settings": {name: value for name, value in manifest.settings.items() if name not in common},
+        }
+        for manifest in manifests
+    ]
+    return common | {"merged": merged}

@@ -1,0 +1,148 @@
+"""Origins: where each document of a shard came from, kept as columns in one `.origin` file beside the shard.
+
+20 bytes a document: the byte offset in its source file (of the uncompressed text), the file's number, the line within
+the work item, and a check of the document's tokens together with its origin, which tells damaged documents apart. The
+layout stands in docs/formats/token-store.md.
+"""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import orjson
+import xxhash
+
+from datakit.store.shard import RESTORE_HINT, map_file
+from threefold.errors import CheckFailed
+from threefold.masking import masked
+
+MAGIC = b"TFORIGIN"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQQ")  # magic, version, 0, documents, bytes of the table of sources
+_ROW = struct.Struct("<QII")
+_ROWS = np.dtype("<u8, <u4, <u4")  # the same, of many
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a document came from: file, byte offset in its (uncompressed) content, line from 1.
+
+    In parquet and Arrow files the line is the row, and the offset is 0.
+    """
+
+    path: str
+    offset_bytes: int
+    line: int
+
+
+class Origins:
+    """The origins of one shard's documents, memory-mapped."""
+
+    def __init__(self, path: Path, first_line: int = 0) -> None:
+        """Open an `.origin` file; `first_line` is how many lines of the source precede the work item."""
+        self.path, self.first_line = path, first_line
+        data = map_file(path)
+        if len(data) < HEADER.size:
+            raise CheckFailed(f"{path} has {len(data)} bytes, too few for origins", hint=RESTORE_HINT)
+        magic, version, _, num_documents, table_bytes = HEADER.unpack_from(data)
+        if magic != MAGIC or version != VERSION:
+            what = f"{path} begins with {magic!r} version {version}, {MAGIC!r} version {VERSION} expected"
+            raise CheckFailed(what, hint=RESTORE_HINT)
+        expected = HEADER.size + table_bytes + 20 * num_documents
+        if len(data) != expected or table_bytes % 8:
+            what = f"{path} has {len(data)} bytes, {expected} expected for {num_documents} documents"
+            raise CheckFailed(what, hint=RESTORE_HINT)
+        self.num_documents: int = num_documents
+        self._table = data[HEADER.size : HEADER.size + table_bytes]
+        at = HEADER.size + table_bytes
+        self.offsets = np.frombuffer(data, "<u8", num_documents, at)
+        self.source_numbers = np.frombuffer(data, "<u4", num_documents, at + 8 * num_documents)
+        self.lines = np.frombuffer(data, "<u4", num_documents, at + 12 * num_documents)
+        self.checks = np.frombuffer(data, "<u4", num_documents, at + 16 * num_documents)
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """The source files, by number; the table is read once, in memory of twice its size."""
+        try:
+            table = orjson.loads(self._table)
+        except orjson.JSONDecodeError as error:
+            what = f"{self.path}: the table of sources is damaged: {error}"
+            raise CheckFailed(what, hint=RESTORE_HINT) from error
+        if not isinstance(table, list) or not all(isinstance(path, str) for path in table):
+            raise CheckFailed(f"{self.path}: the table of sources is no list of paths", hint=RESTORE_HINT)
+        return table
+
+    def __getitem__(self, number: int) -> Origin:
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
+        sources, source = self.sources, int(self.source_numbers[number])
+        if source >= len(sources):
+            what = f"{self.path}: document {number} names source {source} of {len(sources)}"
+            raise CheckFailed(what, hint=RESTORE_HINT)
+        return Origin(sources[source], int(self.offsets[number]), self.first_line + int(self.lines[number]) + 1)
+
+    def holds(self, number: int, tokens: bytes) -> bool:
+        """Whether a document's tokens and origin are those that were written."""
+        row = int(self.offsets[number]), int(self.source_numbers[number]), int(self.lines[number])
+        return int(self.checks[number]) == document_check(tokens, *row)
+
+
+class OriginsWriter:
+    """Collects the origins of one shard; memory is 20 bytes a document and the paths of its sources."""
+
+    def __init__(self) -> None:
+        self._offsets, self._sources, self._lines, self._checks = array("Q"), array("I"), array("I"), array("I")
+        self._paths: dict[str, int] = {}
+
+    def add(self, path: str, offset_bytes: int, line: int, tokens: bytes) -> None:
+        """Append one document; `line` counts from 0 within the work item."""
+        self.extend(path, [offset_bytes], [line], tokens, [len(tokens)])
+
+    def extend(
+        self, path: str, offsets: Sequence[int], lines: Sequence[int], tokens: bytes, sizes: Sequence[int]
+    ) -> None:
+        """Append documents of one source: a column of each, the bytes of all their tokens, and how many each has."""
+        source = self._paths.setdefault(masked(path), len(self._paths))
+        self._offsets.extend(offsets)
+        self._sources.extend([source] * len(offsets))
+        self._lines.extend(lines)
+        self._checks.extend(_document_checks(tokens, sizes, offsets, source, lines))
+
+    def encode(self) -> bytes:
+        """The content of the `.origin` file."""
+        columns = [
+            np.frombuffer(column, column.typecode).astype(kind).tobytes()
+            for column, kind in (
+                (self._offsets, "<u8"), (self._sources, "<u4"), (self._lines, "<u4"), (self._checks, "<u4"),
+            )
+        ]  # fmt: skip
+        return b"".join([origins_head(len(self._offsets), list(self._paths)), *columns])
+
+
+def origins_head(num_documents: int, sources: list[str]) -> bytes:
+    """The beginning of an `.origin` file: its header and the table of sources."""
+    table = orjson.dumps(sources)
+    table += b" " * (-len(table) % 8)
+    return HEADER.pack(MAGIC, VERSION, 0, num_documents, len(table)) + table
+
+
+def document_check(tokens: bytes, offset_bytes: int, source: int, line: int) -> int:
+    """The low 32 bits of XXH3-64 over a document's origin (offset u64, source u32, line u32) and its tokens."""
+    return xxhash.xxh3_64_intdigest(_ROW.pack(offset_bytes, source, line) + tokens) & 0xFFFFFFFF
+
+
+def _document_checks(
+    tokens: bytes, sizes: Sequence[int], offsets: Sequence[int], source: int, lines: Sequence[int]
+) -> list[int]:
+    """The checks of documents of one source, in half the time that they take one by one."""
+    table = np.empty(len(offsets), _ROWS)
+    table["f0"], table["f1"], table["f2"] = offsets, source, lines
+    rows, ends, digest = table.view(f"V{_ROWS.itemsize}").tolist(), accumulate(sizes), xxhash.xxh3_64_intdigest
+    return [
+        digest(row + tokens[end - size : end]) & 0xFFFFFFFF for row, end, size in zip(rows, ends, sizes, strict=True)
+    ]

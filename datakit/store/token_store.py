@@ -1,0 +1,203 @@
+"""TokenStore: a folder of token shards and a manifest, read as one address space of tokens and of documents.
+
+Opening reads the manifest and checks that every shard's files have their sizes: O(shards), whatever their size. Shards
+are mapped at first use, without a descriptor. All stores of a process together keep at most `OPEN_SHARDS.most` of them
+mapped, so that any number of stores of any size fits its limits.
+"""
+
+import os
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datakit.store.kept_open import Bound, KeptOpen
+from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry
+from datakit.store.origins import Origin, Origins
+from datakit.store.shard import FileDigest, Tokens, TokenShard
+from datakit.store.tags import StoreTags
+from threefold.errors import CheckFailed, StorageError
+
+OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
+OPEN_ORIGINS = Bound(8)  # their tables of sources, once read, may be large
+
+
+class TokenStore:
+    """An open store; safe to read from several threads.
+
+    `fingerprint` identifies the tokens: it is equal for stores of equal content, wherever they lie.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
+        self.path, self.manifest = path, manifest
+        self.fingerprint = manifest.fingerprint
+        self.token_starts = [0, *accumulate(shard.num_tokens for shard in manifest.shards)]
+        self.document_starts = [0, *accumulate(shard.num_documents for shard in manifest.shards)]
+        self._shards: KeptOpen[TokenShard] = KeptOpen(OPEN_SHARDS)
+        self._origins: KeptOpen[Origins] = KeptOpen(OPEN_ORIGINS)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
+        """Open a store; UserError where there is none, CheckFailed or StorageError where it is damaged."""
+        folder = Path(path)
+        store = cls(folder, Manifest.read(folder))
+        for entry in store.manifest.shards:
+            for file, digest in store.files(entry):
+                try:
+                    size_bytes = file.stat().st_size
+                except OSError as error:
+                    from datakit.archives.store_source import is_plain_folder
+
+                    verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
+                    hint = f"datakit {verb.format(folder)}"
+                    raise StorageError(f"cannot read {file}: {error.strerror}", hint=hint) from error
+                if size_bytes != digest.size_bytes:
+                    what = f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+                    raise CheckFailed(what, hint=f"datakit verify {folder}")
+        return store
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the store."""
+        return self.token_starts[-1]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the store."""
+        return self.document_starts[-1]
+
+    @property
+    def dtype(self) -> str:
+        """The tokens' dtype on disk, "uint16" or "int32"."""
+        return self.manifest.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below this."""
+        return self.manifest.tokenizer.vocab_size
+
+    @property
+    def eod_id(self) -> int | None:
+        """The token that ends documents, where the tokenizer has one."""
+        return self.manifest.tokenizer.eod_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a path; whoever unpickles it opens the store there and checks that it is the same one."""
+        return _reopen, (os.path.abspath(self.path), self.fingerprint)
+
+    def shard(self, number: int) -> TokenShard:
+        """An open shard; the most recently used ones stay mapped."""
+        return self._shards.get(number, self._open_shard)
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """A copy of the tokens at addresses [start, stop) of the store, over shard borders."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens} in {self.path}")
+        found = np.empty(stop - start, self.dtype)
+        at = start
+        while at < stop:
+            number, first = self.locate_token(at)
+            part = self.shard(number).tokens[at - first : stop - first]
+            found[at - start : at - start + len(part)] = part
+            at += len(part)
+        return found
+
+    def document(self, number: int) -> Tokens:
+        """The tokens of one document, as a view."""
+        shard, first = self._locate_document(number)
+        return self.shard(shard).document(number - first)
+
+    def first_token(self, number: int) -> int:
+        """The token address at which one document begins; the inverse of `document_at`."""
+        shard, first = self._locate_document(number)
+        opened = self.shard(shard)
+        start = int(opened.index.pointers[number - first]) // opened.dtype.itemsize
+        if not 0 <= start <= opened.num_tokens:
+            raise self._damaged(f"{opened.idx_path} is damaged: document {number - first} begins at token {start}")
+        return self.token_starts[shard] + start
+
+    def origin(self, number: int) -> Origin:
+        """Where one document came from."""
+        shard, first = self._locate_document(number)
+        return self.origins(shard)[number - first]
+
+    @cached_property
+    def tags(self) -> StoreTags:
+        """The tags of its source files."""
+        return StoreTags(self.manifest, self.path / FILE_NAME)
+
+    def tag(self, number: int) -> str | None:
+        """The tag of the file that one document came from, None where it has none."""
+        shard, _ = self._locate_document(number)
+        return self.tags.of(shard, self.origin(number).path)
+
+    def origins(self, shard: int) -> Origins:
+        """The origins of one shard's documents; few stay open."""
+        return self._origins.get(shard, self._open_origins)
+
+    def locate_token(self, token: int) -> tuple[int, int]:
+        """The shard that a token address lies in, and the address of its first token."""
+        return _locate(self.token_starts, token)
+
+    def document_at(self, token: int) -> int:
+        """The document that a token address lies in: from a row of a batch back to its text."""
+        if not 0 <= token < self.num_tokens:
+            raise IndexError(f"token {token} of {self.num_tokens} in {self.path}")
+        number, first = self.locate_token(token)
+        shard = self.shard(number)
+        offset_bytes = (token - first) * shard.dtype.itemsize
+        inside = int(np.searchsorted(shard.index.pointers, offset_bytes, side="right")) - 1
+        begin = int(shard.index.pointers[inside])
+        end = begin + int(shard.index.lengths[inside]) * shard.dtype.itemsize
+        if inside < 0 or not begin <= offset_bytes < end:  # whoever walks on by documents' ends must get on
+            raise self._damaged(f"{shard.idx_path} is damaged: no document holds token {token - first} of it")
+        return self.document_starts[number] + inside
+
+    def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
+        """The files of one shard with their recorded sizes and checksums."""
+        kinds = {"bin": entry.bin, "idx": entry.idx, "origin": entry.origin}
+        return [(self.path / f"{entry.name}.{kind}", digest) for kind, digest in kinds.items()]
+
+    def _open_origins(self, number: int) -> Origins:
+        entry = self.manifest.shards[number]
+        origins = Origins(self.path / f"{entry.name}.origin", entry.first_line)
+        if origins.num_documents != entry.num_documents:
+            what = f"{origins.path} has {origins.num_documents} documents, its manifest says {entry.num_documents}"
+            raise self._damaged(what)
+        return origins
+
+    def _open_shard(self, number: int) -> TokenShard:
+        entry = self.manifest.shards[number]
+        shard = TokenShard(self.path / entry.name)
+        found = shard.dtype.name, shard.num_documents, shard.index.num_sequences, shard.num_tokens
+        expected = self.dtype, entry.num_documents, entry.num_documents, entry.num_tokens
+        if found != expected:
+            raise self._damaged(
+                f"{shard.idx_path} has dtype, documents, sequences, tokens {found}, its manifest says {expected}"
+            )
+        return shard
+
+    def _damaged(self, what: str) -> CheckFailed:
+        return CheckFailed(what, hint=f"datakit verify {self.path}")
+
+    def _locate_document(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
+        return _locate(self.document_starts, number)
+
+
+def _reopen(path: str, fingerprint: str) -> TokenStore:
+    store = TokenStore.open(path)
+    if store.fingerprint != fingerprint:
+        what = f"{path} is not the store that was pickled: its fingerprint is {store.fingerprint}, not {fingerprint}"
+        raise CheckFailed(what, hint=f"datakit inspect {path}")
+    return store
+
+
+def _locate(starts: list[int], address: int) -> tuple[int, int]:
+    number = bisect_right(starts, address) - 1
+    return number, starts[number]

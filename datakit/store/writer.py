@@ -1,0 +1,112 @@
+"""Writing stores: the three files of one shard side by side, and whole stores from tokens that already exist."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from datakit.store.manifest import STORE_DTYPES, Manifest, ShardEntry, TokenizerIdentity
+from datakit.store.origins import OriginsWriter
+from datakit.store.shard import FileDigest, ShardWriter, write_durably, writing
+from datakit.store.token_store import TokenStore
+from threefold.errors import UserError
+
+MAX_UINT16_VOCAB = 65500
+MAX_SHARD_DOCUMENTS = 1 << 20
+MAX_SHARD_BYTES = 1 << 30
+
+
+def store_dtype(vocab_size: int) -> str:
+    """The dtype of a store's tokens: uint16 for vocabularies below 65,500, as in Megatron, else int32."""
+    return "uint16" if vocab_size < MAX_UINT16_VOCAB else "int32"
+
+
+class StoreShardWriter:
+    """Writes the `.bin`, `.idx` and `.origin` of one shard; memory is 24 bytes a document and its sources' paths."""
+
+    def __init__(self, stem: Path, dtype: str) -> None:
+        self._stem = stem
+        self._tokens = ShardWriter(stem, dtype)
+        self._origins = OriginsWriter()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a next document belongs into a new shard."""
+        return self.room([0]) == 0
+
+    def room(self, lengths: Sequence[int]) -> int:
+        """How many of the next documents, of these many tokens each, belong into this shard."""
+        shard = self._tokens
+        sizes_before = (shard.num_tokens + np.cumsum(lengths) - lengths) * shard.dtype.itemsize
+        return min(int(np.count_nonzero(sizes_before < MAX_SHARD_BYTES)), MAX_SHARD_DOCUMENTS - shard.num_documents)
+
+    def add(self, tokens: bytes, path: str, offset_bytes: int, line: int) -> None:
+        """Append one document: its tokens' little-endian bytes, its file, offset, and line from 0 in the work item."""
+        self.extend(tokens, [len(tokens) // self._tokens.dtype.itemsize], path, [offset_bytes], [line])
+
+    def extend(
+        self, tokens: bytes, lengths: Sequence[int], path: str, offsets: Sequence[int], lines: Sequence[int]
+    ) -> None:
+        """Append documents of one file, one after the other: the bytes of all their tokens, and a column of each."""
+        self._tokens.extend(tokens, lengths)
+        itemsize = self._tokens.dtype.itemsize
+        self._origins.extend(path, offsets, lines, tokens, [length * itemsize for length in lengths])
+
+    def finish(self) -> ShardEntry:
+        """Make all three files durable and return the manifest's entry for them; a failure removes them."""
+        bin_digest, idx_digest = self._tokens.finish()
+        content = self._origins.encode()
+        try:
+            write_durably(self._stem.with_suffix(".origin"), content)
+        except BaseException:
+            self.abandon()
+            raise
+        return ShardEntry(
+            name=self._stem.name,
+            num_documents=self._tokens.num_documents,
+            num_tokens=self._tokens.num_tokens,
+            first_line=0,
+            bin=bin_digest,
+            idx=idx_digest,
+            origin=FileDigest(len(content), xxhash.xxh3_64_hexdigest(content)),
+        )
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._tokens.abandon()
+        self._stem.with_suffix(".origin").unlink(missing_ok=True)
+
+
+def write_store(
+    path: str | os.PathLike[str],
+    documents: Iterable[Sequence[int] | npt.NDArray[np.integer]],
+    *,
+    vocab_size: int,
+    eod_id: int | None = None,
+    shard_documents: int = MAX_SHARD_DOCUMENTS,
+) -> TokenStore:
+    """Make a store of documents that are tokenized already, `shard_documents` of them a shard."""
+    folder, dtype = Path(path), store_dtype(vocab_size)
+    with writing(folder):
+        folder.mkdir(parents=True)
+    shards: list[ShardEntry] = []
+    writer: StoreShardWriter | None = None
+    count = 0
+    for number, document in enumerate(documents):
+        tokens = np.asarray(document, dtype=np.int64)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise UserError(f"document {number}: tokens from {tokens.min()} to {tokens.max()}, vocabulary {vocab_size}")
+        if writer is None or writer.is_full or count == shard_documents:
+            if writer is not None:
+                shards.append(writer.finish())
+            writer, count = StoreShardWriter(folder / f"shard-{len(shards):06}-000", dtype), 0
+        writer.add(tokens.astype(f"<{'u2' if STORE_DTYPES[dtype] == 2 else 'i4'}").tobytes(), "", 0, number)
+        count += 1
+    if writer is not None:
+        shards.append(writer.finish())
+    identity = TokenizerIdentity("none", "", vocab_size, None, eod_id)
+    Manifest(dtype, identity, tuple(shards)).write(folder)
+    return TokenStore.open(folder)

@@ -1,0 +1,107 @@
+"""Duplicates: against a set of all texts seen, whatever the items, buckets, runs and groups."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datakit.dedup import duplicates as module
+from datakit.dedup.duplicates import Duplicates, ItemHashes, are_duplicates_of, find_repeats, write_duplicates
+from datakit.preprocessing.output import Output
+from datakit.text.documents import Document, Documents
+from threefold.errors import UserError
+
+FEW = st.integers(0, 3)
+ROWS = st.lists(st.tuples(FEW, FEW) | st.tuples(st.integers(0, 2**64 - 1), FEW), max_size=80)
+
+
+@given(ROWS)
+def test_repeats_are_the_rows_seen_before(rows: list[tuple[int, int]]) -> None:
+    found = find_repeats(np.array(rows, np.uint64).reshape(-1, 2))
+    assert found.tolist() == [row in rows[:at] for at, row in enumerate(rows)]
+
+
+def hashes_of(folder: Path, items: Sequence[Sequence[str]]) -> list[ItemHashes]:
+    """Files of hashes, as the first pass makes them."""
+    found = []
+    for number, texts in enumerate(items):
+        content = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts)
+        (folder / str(number)).write_bytes(content)
+        found.append(ItemHashes(Output(str(folder)), str(number), len(texts), xxhash.xxh3_64_hexdigest(content)))
+    return found
+
+
+def documents_of(texts: Sequence[str]) -> Documents:
+    return Documents.of([Document(text, 0, line, 1) for line, text in enumerate(texts)])
+
+
+def naive(items: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The ordinals of the duplicates of each item."""
+    seen: set[str] = set()
+    found: list[list[int]] = []
+    for texts in items:
+        found.append([])
+        for ordinal, text in enumerate(texts):
+            if text in seen:
+                found[-1].append(ordinal)
+            seen.add(text)
+    return found
+
+
+ITEMS = st.lists(st.lists(st.sampled_from("abcdefgh") | st.text(max_size=3), max_size=25), min_size=1, max_size=8)
+SIZES = st.integers(1, 300)
+
+
+@given(ITEMS, SIZES, SIZES, SIZES, st.integers(1, 9), st.integers(1, 5))
+def test_duplicates_are_all_but_the_first_of_each_text(
+    items: list[list[str]], bucket: int, hash_run: int, place_run: int, group: int, block: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as name:
+        patch.setattr(module, "_BUCKET_BYTES", max(bucket, 24))
+        patch.setattr(module, "_HASH_RUN_BYTES", hash_run)
+        patch.setattr(module, "_PLACE_RUN_BYTES", place_run)
+        patch.setattr(module, "_GROUP_DOCUMENTS", group)
+        patch.setattr(module, "_READ_ORDINALS", block)
+        output, expected = Output(name), naive(items)
+        hashes = hashes_of(Path(name), items)
+        assert not are_duplicates_of(output, hashes)
+        assert write_duplicates(output, hashes) == sum(map(len, expected))
+        assert are_duplicates_of(output, hashes)
+        assert not are_duplicates_of(output, [*hashes, hashes[0]])
+        opened = Duplicates(output)
+        for number, texts in enumerate(items):
+            duplicates, documents = opened.of_item(number), documents_of(texts)
+            half = len(documents) // 2  # an item's documents come slice by slice
+            kept = [*duplicates.leave_out(documents[:half]), *duplicates.leave_out(documents[half:])]
+            duplicates.require_all("a.jsonl")
+            assert duplicates.num_left_out == len(expected[number])
+            assert kept == [each for each in documents if each.line not in expected[number]]
+
+
+def test_the_most_buckets_and_groups_are_not_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BUCKETS", 7)
+    monkeypatch.setattr(module, "_BUCKET_BYTES", 24)
+    monkeypatch.setattr(module, "_GROUP_DOCUMENTS", 1)
+    items = [[str(i % 60) for i in range(50)], [], [str(i % 70) for i in range(101)]]
+    output = Output(str(tmp_path))
+    write_duplicates(output, hashes_of(tmp_path, items))
+    opened = Duplicates(output)
+    found = [opened.of_item(number) for number in range(3)]
+    for duplicates, texts, expected in zip(found, items, naive(items), strict=True):
+        kept = [each.line for each in duplicates.leave_out(documents_of(texts))]
+        assert kept == sorted(set(range(len(texts))) - set(expected))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_input_that_changes_between_the_passes_is_told(tmp_path: Path, count: int) -> None:
+    output = Output(str(tmp_path))
+    write_duplicates(output, hashes_of(tmp_path, [["a", "a"]]))
+    duplicates = Duplicates(output).of_item(0)
+    list(duplicates.leave_out(documents_of(["a"] * count)))
+    with pytest.raises(UserError, match=f"a.jsonl changed while it was read: 2 documents, then {count}"):
+        duplicates.require_all("a.jsonl")
