@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ckptkit.test_plan import layouts, partitions, shapes
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.model.box import Box
@@ -18,6 +17,7 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.cover import MAX_SEARCHED, Cover
 from tests.ckptkit.checkpoints import cut, stored_chunks
 from tests.ckptkit.model_tables import gpt_tensors
+from tests.ckptkit.plan.test_load_plan import layouts, partitions, shapes
 from threefold.errors import CheckFailed
 
 NONE = np.empty(0, np.uint64)

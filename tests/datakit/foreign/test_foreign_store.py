@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import TokenStore, store_writer, verify
+from datakit import TokenStore, verify
 from datakit.foreign import foreign_store
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.mosaic import from_mds
+from datakit.store import writer as store_writer
 from datakit.store.assembly import Assembly
 from tests.datakit.conftest import documents_of, files_of
 from tests.datakit.foreign.test_mosaic import write_mds

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit import Recipe, TokenStore, difference, preprocess, write_store
+from datakit import Recipe, TokenStore, preprocess, write_store
+from datakit.reports import difference
 from datakit.reports.difference import Difference, find_difference
 from tests.datakit.conftest import Cli, write_jsonl
 from threefold.errors import CheckFailed

@@ -105,7 +105,8 @@ def test_a_merge_killed_after_any_file_is_continued(
 
 KILLED = """
 import os, signal, sys
-from datakit import merge, shard
+from datakit import merge
+from datakit.store import shard
 left = int(sys.argv[1])
 flush = shard.flush_to_disk
 def flush_or_die(file):
