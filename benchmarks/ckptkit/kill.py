@@ -146,7 +146,7 @@ class Place:
 def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
     """All rounds and their table; the exit code."""
     pairs = list(itertools.product(arguments.commands, arguments.places))
-    most = arguments.rounds * 3 // 2  # some commands end before they are killed
+    most = arguments.rounds * 2  # some commands end before they are killed
     rounds = -(-most // len(pairs)) + 1  # and one that is not killed
     source = str(folder / "source")
     num_steps = rounds * (len(arguments.commands) + STEPS_A_PRUNE)

@@ -11,6 +11,7 @@ anything is.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -107,8 +108,9 @@ def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
         case.start_s = start_s
         case.live(outputs[case.place])
         remove(outputs[case.place])
-    for number in range(arguments.rounds):
-        case = cases[number % len(cases)]
+    for case in itertools.cycle(cases):
+        if sum(each.killed for each in cases) == arguments.rounds:
+            break
         case.kill_once(outputs[case.place], rng)
         remove(outputs[case.place])
     print(f"{'command':<12}{'place':<7}{'life':>7}{'killed':>8}{'ended before':>14}{'faults':>8}")

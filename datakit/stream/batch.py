@@ -15,8 +15,8 @@ class HostBatch:
     """Arrays of one shape [..., seq_length], all of them views of `buffer`.
 
     tokens, labels (the next token) and positions are int64, loss_mask is float32. `first_sample` is the global number
-    of the step's first sample; `epochs` says, for each store of the blend, how many whole epochs of it the stream has
-    read once this step is consumed.
+    of the first sample. `epochs` says of a step, for each store of the blend, how many whole epochs of it the stream
+    has read once this step is consumed; a single sample has none.
     """
 
     buffer: npt.NDArray[np.uint8]
@@ -36,7 +36,7 @@ class HostBatch:
         tokens, labels, positions = np.ndarray((3, *shape), np.int64, buffer)
         return cls(buffer, tokens, labels, positions, np.ndarray(shape, np.float32, buffer, 24 * size))
 
-    def reshaped(self, *shape: int, first_sample: int, epochs: tuple[int, ...]) -> "HostBatch":
+    def reshaped(self, *shape: int, first_sample: int, epochs: tuple[int, ...] = ()) -> "HostBatch":
         """The same memory in another shape, with its place in the stream."""
         tokens, labels, positions = [array.reshape(shape) for array in (self.tokens, self.labels, self.positions)]
         return HostBatch(self.buffer, tokens, labels, positions, self.loss_mask.reshape(shape), first_sample, epochs)

@@ -85,8 +85,7 @@ class Loader:
     def sample(self, number: int) -> HostBatch:
         """Global sample `number` by itself, arrays [1, 1, seq_length]."""
         batch = self._blend.batch([number], **self._options)
-        epochs = self._blend.epochs(number + 1)
-        return batch.reshaped(1, 1, self._blend.seq_length, first_sample=number, epochs=epochs)
+        return batch.reshaped(1, 1, self._blend.seq_length, first_sample=number)
 
     def close(self) -> None:
         """End the thread; the loader gives no further step."""
