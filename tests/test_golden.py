@@ -1,0 +1,92 @@
+"""What the version before wrote is read for ever: a store, an archive and checkpoints of two layouts in tests/golden/.
+
+`tests/golden/make.py` made each folder once, with that version's code; expected.json records what its files hold.
+"""
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptkit
+import datakit
+from ckptkit import Box, Piece
+from ckptkit.cli import main as ckptkit_main
+from tests.golden import make
+
+GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("*/expected.json"))
+STEPS = [(folder, step) for folder in GOLDEN for step in make.LAYOUTS]
+
+
+def expected(folder: Path, what: str) -> Any:
+    return json.loads((folder / "expected.json").read_text())[what]
+
+
+def ckptkit_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert ckptkit_main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
+class TestOfAVersion:
+    def test_its_files_are_all_there_and_as_they_were(self, folder: Path) -> None:
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "expected.json"]
+        assert {str(path.relative_to(folder)): make.sha256(path) for path in paths} == expected(folder, "files")
+        assert sum(path.stat().st_size for path in paths) < 1_000_000
+
+    def test_its_store_is_sound_and_read_as_then(self, folder: Path) -> None:
+        assert datakit.verify(folder / "store") == []
+        assert make.store_digests(folder / "store") == expected(folder, "store")
+
+    def test_its_archive_is_sound_and_becomes_the_store(self, folder: Path, tmp_path: Path) -> None:
+        assert datakit.verify(folder / "archive") == []
+        datakit.unarchive(str(folder / "archive"), tmp_path / "store")
+        names = sorted(path.name for path in (tmp_path / "store").iterdir())
+        assert names == sorted(path.name for path in (folder / "store").iterdir() if not path.name.startswith("."))
+        assert filecmp.cmpfiles(tmp_path / "store", folder / "store", names, shallow=False) == (names, [], [])
+
+    def test_its_store_and_a_store_of_the_same_documents_differ_in_nothing(self, folder: Path, tmp_path: Path) -> None:
+        datakit.merge([folder / "store"], tmp_path / "merged")
+        assert make.store_digests(tmp_path / "merged") == expected(folder, "store")
+
+    def test_its_checkpoint_becomes_the_files_of_then_on_other_ranks(self, folder: Path, tmp_path: Path) -> None:
+        words = ["--tp", "3", "--dp", "3", "--pp", "2"]
+        assert ckptkit_main(["reshard", f"{folder}/run/step-000000100", str(tmp_path), *words]) == 0
+        made = {path.name: make.sha256(path) for path in tmp_path.rglob("*.safetensors")}
+        assert made == expected(folder, "resharded")
+
+    def test_its_run_goes_on(self, folder: Path, tmp_path: Path) -> None:
+        """A run that the version before began takes steps of this one and prunes its own."""
+        shutil.copytree(folder / "run", tmp_path / "run")
+        make.save_all_ranks(f"{tmp_path}/run", 300, ckptkit.ParallelLayout(tp=2))
+        assert ckptkit_main(["prune", f"{tmp_path}/run", "--keep-last", "2"]) == 0
+        assert [path.name for path in sorted((tmp_path / "run").iterdir())] == ["step-000000200", "step-000000300"]
+
+
+@pytest.mark.parametrize(("folder", "step"), STEPS, ids=lambda value: getattr(value, "name", value))
+class TestOfACheckpoint:
+    def test_it_is_listed_and_sound(self, folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
+        assert step in [each["step"] for each in ckptkit_json(capsys, "ls", f"{folder}/run")]
+        assert ckptkit_json(capsys, "verify", f"{folder}/run/step-{step:09}")["faults"] == []
+
+    def test_it_hashes_as_then(self, folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
+        found = ckptkit_json(capsys, "hash", f"{folder}/run/step-{step:09}")
+        recorded = expected(folder, "checkpoints")[str(step)]
+        assert {name: found[name] for name in recorded} == recorded
+
+    def test_it_is_restored_whole_with_its_metadata(self, folder: Path, step: int) -> None:
+        tensors = make.table()
+        wanted = {info.name: make.values(info, step) for info in tensors if info.placement.tied_to is None}
+        pieces = [
+            Piece(name, Box((0,) * value.ndim, value.shape), 0, value.size, np.zeros_like(value).reshape(-1))
+            for name, value in wanted.items()
+        ]
+        root = ckptkit.restore(f"{folder}/run", step, pieces, tensors=tensors)
+        for piece in pieces:
+            assert piece.data.tobytes() == wanted[piece.name].tobytes(), piece.name
+        assert root.metadata == {"step": step, "val_loss": 1000 / step, "seed": "0x5eed"}
+        assert str(root.layout) == make.LAYOUTS[step]
