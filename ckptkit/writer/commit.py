@@ -6,7 +6,6 @@ the others poll for the root, or for its `.failed` object.
 """
 
 import errno
-import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -21,6 +20,7 @@ from ckptkit.model.chunk_table import TensorColumns
 from ckptkit.plan.cover import Cover
 from ckptkit.runs.temporaries import temporaries
 from ckptkit.writer.retries import Retries
+from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
 
@@ -127,16 +127,16 @@ def committed_by_another(storage: Storage, step: int) -> AlreadyExists:
 def _looks(
     patience_s: Callable[[], float], retries: Retries, *, least_s: float = 0.0
 ) -> Iterator[tuple[float, bool]]:  # fmt: skip
-    """The seconds waited so far, before each look for what is waited for, and whether it is the last.
+    """Yield, before each look for what is waited for, the seconds waited so far and whether this look is the last.
 
-    Pauses grow with the time waited, and no two writers look in step; none is shorter than least_s.
+    Pauses grow with the time waited, and no two writers look in step; only jitter makes one shorter than least_s.
     """
+    backoff = Backoff(max(FIRST_PAUSE_S, least_s), max(MAX_PAUSE_S, least_s), growth=PAUSE_SHARE, jitter=0.5)
     started = time.monotonic()
     while True:
         waited_s, may_wait_s = time.monotonic() - started, patience_s()
         yield waited_s, waited_s >= may_wait_s
-        pause_s = max(min(max(waited_s * PAUSE_SHARE, FIRST_PAUSE_S), MAX_PAUSE_S), least_s) * random.uniform(0.5, 1.5)
-        retries.pause(max(min(pause_s, may_wait_s - waited_s), 0.0))
+        retries.pause(max(min(backoff.after(waited_s), may_wait_s - waited_s), 0.0))
 
 
 def _too_late(

@@ -28,6 +28,7 @@ from ckptkit.plan.cover import Cover
 from ckptkit.writer.commit import commit_root, failed_key, wait_for_parts
 from ckptkit.writer.maintenance import Upkeep
 from ckptkit.writer.step import PartSource, StepTarget, write_data
+from threefold.backoff import Backoff
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.masking import masked
 from threefold.storage import AlreadyExists, Storage, open_storage
@@ -144,10 +145,8 @@ class _Lane:
 
     def _promote(self, promotion: Promotion, striper: Striper) -> str:
         """Copy one step, however often it takes within reason; what went wrong, "" where nothing did."""
-        started = time.monotonic()
-        num_tries = 0
+        backoff = Backoff(FIRST_PAUSE_S, max_tries=MAX_TRIES, within_s=promotion.deadline_s)
         while True:
-            num_tries += 1
             try:
                 promote(promotion, striper)
                 return ""
@@ -164,10 +163,10 @@ class _Lane:
                 if promotion.leads and self._waiting:
                     error = f"given up for step {self._waiting[-1].step}: {error}"
                     break
-                if num_tries == MAX_TRIES or time.monotonic() - started > promotion.deadline_s:
-                    error = f"{error} (tried {num_tries} times)"
+                if (pause_s := backoff.next_s()) is None:
+                    error = f"{error} (tried {backoff.num_tries} times)"
                     break
-                self._changed.wait(FIRST_PAUSE_S * 2 ** (num_tries - 1))
+                self._changed.wait(pause_s)
         if not promotion.leads:
             _tell_leader(promotion, error)
         return error

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from threefold.backoff import Backoff
 from threefold.storage import TemporaryFailure
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 15.0
@@ -26,24 +27,22 @@ class Retries:
         self._for_s, self._check, self._sleep = for_s, check, sleep
 
     def run(self, work: Callable[[], T], *, checks: bool = True) -> T:
-        """What `work` gives, or the last TemporaryFailure; any other failure at once.
+        """Return what `work` returns, or raise the last TemporaryFailure; any other failure at once.
 
         Without `checks` it goes on though it is of no use any more.
         """
-        pause_s, deadline = FIRST_PAUSE_S, None
+        backoff: Backoff | None = None
         while True:
             if checks:
                 self._check()
             try:
                 return work()
             except TemporaryFailure:
-                now = time.monotonic()
-                deadline = deadline or now + self._for_s
-                if now + pause_s > deadline:
+                backoff = backoff or Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, within_s=self._for_s)
+                if (pause_s := backoff.next_s()) is None:
                     raise
             self.num_attempts += 1
             (self._sleep if checks else time.sleep)(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def pause(self, seconds: float) -> None:
         """Wait between two looks, unless what is waited for is of no use any more."""

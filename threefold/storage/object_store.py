@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from threefold.backoff import Backoff
 from threefold.errors import StorageError
 from threefold.masking import shown_cause
 from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
@@ -137,7 +138,8 @@ class ObjectStorage:
         import obstore
 
         paths = [self._path(key) for key in keys]
-        for attempt in range(self._service.attempts if paths else 0):
+        backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts)
+        while paths:
             try:
                 obstore.delete(self._store, paths)
                 return
@@ -146,9 +148,9 @@ class ObjectStorage:
                 return
             except self._errors as error:
                 # obstore repeats what the server refused for now, but no deletion whose answer was lost
-                if attempt == self._service.attempts - 1 or "status code" in str(error):
+                if "status code" in str(error) or (pause_s := backoff.next_s()) is None:
                     raise self._failure(error, "delete", f"{len(paths)} objects") from shown_cause(error)
-                time.sleep(RETRY_AFTER_S * 2**attempt)
+                time.sleep(pause_s)
 
     def copy(self, source: str, target: str) -> None:
         import obstore
@@ -195,8 +197,8 @@ class ObjectStorage:
         import obstore
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-        started = time.monotonic()
-        for attempt in itertools.count():
+        backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts, within_s=request_timeout_s())
+        while True:
             try:
                 obstore.put(self._service.exclusive_store, path, body, mode="create", use_multipart=False)
                 return
@@ -213,10 +215,9 @@ class ObjectStorage:
                 if stored is not None:
                     raise AlreadyExists(f"{self.url}/{key} exists already: another writer won") from shown_cause(error)
                 may_pass = isinstance(failure, TemporaryFailure) or re.search(r"status code: (409|412)", str(error))
-                is_last = attempt == self._service.attempts - 1 or time.monotonic() - started > request_timeout_s()
-                if is_last or not may_pass:
+                if not may_pass or (pause_s := backoff.next_s()) is None:
                     raise failure from shown_cause(error)
-                time.sleep(RETRY_AFTER_S * 2**attempt)
+                time.sleep(pause_s)
 
     def _call(self, doing: str, key: str, work: Callable[[], T]) -> T:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from threefold.backoff import Backoff
 from threefold.storage import Buffer, ObjectInfo, Storage, TemporaryFailure, open_storage
 
 T = TypeVar("T")
@@ -21,13 +22,15 @@ def open_repeating(url: str | Path, *, write_memory_bytes: int | None = None) ->
 
 
 def repeating(work: Callable[[], T]) -> T:
-    """What a request gives, at the latest at its fifth attempt; then its TemporaryFailure."""
-    for attempt in range(MAX_ATTEMPTS - 1):
+    """Return what a request returns, at the latest at its fifth attempt; then raise its TemporaryFailure."""
+    backoff = Backoff(FIRST_PAUSE_S, max_tries=MAX_ATTEMPTS)
+    while True:
         try:
             return work()
         except TemporaryFailure:
-            time.sleep(FIRST_PAUSE_S * 2**attempt)
-    return work()
+            if (pause_s := backoff.next_s()) is None:
+                raise
+        time.sleep(pause_s)
 
 
 class RepeatingStorage:
