@@ -11,7 +11,7 @@ READY_DEMO := $(VENV)/.ready-demo
 NATIVE := $(wildcard csrc/*.cpp csrc/*/*)
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)"
 
-.PHONY: help demo check test test-all lint setup native wheel clean
+.PHONY: help demo check test test-all lint docs setup native wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,17 @@ native:  ## the native libraries, rebuilt into the source tree in a second: for 
 	cmake -S . -B build/native -DTHREEFOLD_INPLACE=ON
 	cmake --build build/native --parallel
 
+# The site's tools have a virtual environment of their own: they need nothing of the project, and the tests need none of them.
+DOCS_VENV := build/docs-venv
+DOCS_TOOLS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+docs: $(DOCS_VENV)/.ready  ## the site of all pages, in build/site; fails on a dead link
+	$(DOCS_VENV)/bin/python tools/make_site.py
+
+$(DOCS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install $$($(PYTHON) -c '$(DOCS_TOOLS)')
+	touch $@
+
 # dist/: the sources, and out of them a wheel with CPU ops for any Linux of glibc 2.28 or newer, which auditwheel checks.
 WHEEL_VENV := $(CURDIR)/build/wheel-venv
 PLATFORM := manylinux_2_28_$(shell uname -m)
@@ -63,4 +74,4 @@ wheel:  ## sources and a wheel for other machines, in dist/
 	$(WHEEL_VENV)/bin/auditwheel show dist/*.whl
 
 clean:  ## remove all that the other targets made
-	rm -rf build dist demo-out $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so
+	rm -rf build dist demo-out .cache $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so
