@@ -1,4 +1,8 @@
-"""datakit: text corpus to token store to blended, packed, exactly resumable batches."""
+"""datakit: text corpus to token store to blended, packed, exactly resumable batches.
+
+No folder imports one that comes later: files, text, tokenization, store, stream, dedup, preprocessing, archives,
+foreign, reports.
+"""
 
 from threefold import __version__ as __version__
 from threefold.lazy import lazy_names

@@ -196,7 +196,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
     from."""
-    from datakit.archives.store_source import StoreSource, is_plain_folder
+    from datakit.archives.store_source import StoreSource
+    from datakit.store.manifest import is_plain_folder
     from datakit.store.token_store import TokenStore
 
     place = arguments.store
@@ -249,15 +250,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
     local store their documents, in an archive the frames."""
-    from datakit.archives.archive_record import RECORD_NAME
     from datakit.reports.verification import Fault, verify
-    from datakit.store.manifest import FILE_NAME
+    from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME
 
     try:
         faults = verify(arguments.store)
     except CheckFailed as error:  # without sound records nothing else can be checked
         if arguments.json:
-            record = os.path.join(arguments.store, RECORD_NAME if f"/{RECORD_NAME}" in error.message else FILE_NAME)
+            record = os.path.join(arguments.store, ARCHIVE_NAME if f"/{ARCHIVE_NAME}" in error.message else FILE_NAME)
             print_json({"ok": False, "faults": [asdict(Fault(record, error.message))]})
         raise
     if arguments.json:

@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from datakit import Blend, Loader, TokenStore, write_store
-from datakit.store.manifest import Manifest, TokenizerIdentity
+from datakit.store.manifest import Manifest
 from datakit.store.writer import StoreShardWriter
+from datakit.tokenization.identity import TokenizerIdentity
 
 SEQ_LENGTH, VOCAB_SIZE = 4096, 50257
 NUM_STORES, STORE_ROWS, LARGE_ROWS = 1000, 16, 8192

@@ -11,12 +11,11 @@ import orjson
 import xxhash
 
 from datakit.archives.seekable_zstd import DAMAGE_HINT, MAX_FRAME_BYTES
+from datakit.files.durable import FileDigest
 from datakit.store.fields import Fields
-from datakit.store.manifest import WORK_FOLDER, Manifest, content_checksum
-from datakit.store.shard import FileDigest
+from datakit.store.manifest import ARCHIVE_NAME, WORK_FOLDER, Manifest, content_checksum
 
-RECORD_NAME = "archive.json"
-PLAN_KEY = f"{WORK_FOLDER}/{RECORD_NAME}"  # there while an archive is unfinished
+PLAN_KEY = f"{WORK_FOLDER}/{ARCHIVE_NAME}"  # there while an archive is unfinished
 SUFFIX = ".zst"
 FORMAT = "threefold-archive"
 VERSION = 1

@@ -13,13 +13,13 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from datakit.archives.archive_record import PLAN_KEY, RECORD_NAME, SUFFIX, ArchiveRecord, digest_of, store_files
+from datakit.archives.archive_record import PLAN_KEY, SUFFIX, ArchiveRecord, digest_of, store_files
 from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.seekable_zstd import FRAME_BYTES, pack
-from datakit.archives.store_source import StoreSource, is_plain_folder
-from datakit.preprocessing.output import abort_uploads
-from datakit.store.manifest import FILE_NAME, WORK_FOLDER
-from datakit.store.shard import FileDigest, blocks_of
+from datakit.archives.store_source import StoreSource
+from datakit.files.durable import FileDigest, blocks_of
+from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
+from datakit.store.output import abort_uploads
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage, is_temporary
@@ -76,7 +76,7 @@ class _Archiving:
 
     def run(self) -> ArchiveSummary:
         """Make what is missing, then commit."""
-        if self._storage.info(RECORD_NAME):
+        if self._storage.info(ARCHIVE_NAME):
             record, num_kept = self._complete_record(), len(self._files)
         else:
             sizes = self._claim()
@@ -89,7 +89,7 @@ class _Archiving:
                 prefix = os.path.commonprefix(list(files))  # noqa: RUF071 - the begin of keys, not a folder
                 abort_uploads(self._storage, prefix, self._report)
             self._storage.write(FILE_NAME, self._manifest_bytes)
-            self._storage.write(RECORD_NAME, record.encode())
+            self._storage.write(ARCHIVE_NAME, record.encode())
         self._storage.delete([PLAN_KEY, *map(_note_key, self._files)])
         return ArchiveSummary(
             self._storage.url,
@@ -112,7 +112,7 @@ class _Archiving:
         for name, digest in record.files.items():
             if sizes.get(name) != digest.size_bytes:
                 raise CheckFailed(
-                    f"{url}/{name} has {sizes.get(name, 'no')} bytes, {RECORD_NAME} says {digest.size_bytes}",
+                    f"{url}/{name} has {sizes.get(name, 'no')} bytes, {ARCHIVE_NAME} says {digest.size_bytes}",
                     hint=f"datakit verify {url}",
                 )
         return record
@@ -136,7 +136,7 @@ class _Archiving:
         if not begun:
             self._storage.write(PLAN_KEY, plan, if_absent=True)
         elif (plan_file := self._storage.local_path(PLAN_KEY)) is not None:
-            names = {key.rpartition("/")[2] for key in (*ours, RECORD_NAME)}
+            names = {key.rpartition("/")[2] for key in (*ours, ARCHIVE_NAME)}
             for folder in (plan_file.parent, plan_file.parent.parent):
                 _remove_temporaries(folder, names)
         return sizes

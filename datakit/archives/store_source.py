@@ -4,24 +4,15 @@ Memory is a few blocks a file being read, whatever its size. A request that the 
 frame whose checksum fails is read once more.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import xxhash
 
-from datakit.archives.archive_record import (
-    MAX_RECORD_BYTES,
-    PLAN_KEY,
-    RECORD_NAME,
-    SUFFIX,
-    ArchiveRecord,
-    digest_of,
-    store_files,
-)
+from datakit.archives.archive_record import MAX_RECORD_BYTES, PLAN_KEY, SUFFIX, ArchiveRecord, digest_of, store_files
 from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
-from datakit.store.manifest import FILE_NAME, MAX_BYTES, Manifest
-from datakit.store.shard import FileDigest
+from datakit.files.durable import FileDigest
+from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, MAX_BYTES, Manifest
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating
@@ -50,7 +41,7 @@ class StoreSource:
         if len(digests) != 3 * len(self.manifest.shards):
             raise _fault(f"{storage.url}/{FILE_NAME} names a shard twice")
         if record and list(record.files) != [f"{name}{SUFFIX}" for name in digests]:
-            raise _fault(f"{storage.url}/{RECORD_NAME} does not name the files of its store")
+            raise _fault(f"{storage.url}/{ARCHIVE_NAME} does not name the files of its store")
         self.files = [
             SourceFile(name, digest, record.files[f"{name}{SUFFIX}"] if record else None)
             for name, digest in digests.items()
@@ -60,8 +51,8 @@ class StoreSource:
     def open(cls, place: str) -> "StoreSource":
         """Read and check the records of a store or an archive; UserError where there is neither."""
         storage = open_repeating(place)
-        record_bytes = _read_small(storage, RECORD_NAME, MAX_RECORD_BYTES)
-        record = None if record_bytes is None else ArchiveRecord.parse(f"{storage.url}/{RECORD_NAME}", record_bytes)
+        record_bytes = _read_small(storage, ARCHIVE_NAME, MAX_RECORD_BYTES)
+        record = None if record_bytes is None else ArchiveRecord.parse(f"{storage.url}/{ARCHIVE_NAME}", record_bytes)
         if record is None and storage.info(PLAN_KEY):
             raise UserError(
                 f"{storage.url} is unfinished: the command that makes it did not come to an end",
@@ -125,15 +116,9 @@ class StoreSource:
         if info is None:
             raise _fault(f"{self.place_of(file)} is missing")
         if info.size_bytes != digest.size_bytes:
-            record = RECORD_NAME if file.packed else FILE_NAME
+            record = ARCHIVE_NAME if file.packed else FILE_NAME
             raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
         return info.size_bytes
-
-
-def is_plain_folder(place: str) -> bool:
-    """Whether a place is a local folder that is no archive, finished or not: one that `TokenStore.open` may open."""
-    # os.path.exists is false where a folder may not be read; opening the store there tells why
-    return "://" not in place and not any(os.path.exists(f"{place}/{name}") for name in (RECORD_NAME, PLAN_KEY))
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from datakit.archives.archive_record import digest_of
 from datakit.archives.file_threads import FileThreads, Report
-from datakit.archives.store_source import SourceFile, StoreSource, is_plain_folder
+from datakit.archives.store_source import SourceFile, StoreSource
+from datakit.files.durable import blocks_of, durable_file, replace_durably
 from datakit.store.assembly import Assembly, assembling, remove_work
-from datakit.store.manifest import FILE_NAME, replace_durably
-from datakit.store.shard import blocks_of, durable_file
+from datakit.store.manifest import FILE_NAME, is_plain_folder
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 

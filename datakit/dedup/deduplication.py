@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from datakit.dedup.duplicates import are_duplicates_of, write_duplicates
 from datakit.dedup.item_hashes import read_hashes
-from datakit.preprocessing.item import RECORDS_FOLDER
-from datakit.preprocessing.output import Output
+from datakit.store.item_records import RECORDS_FOLDER
+from datakit.store.output import Output
 from datakit.text.inputs import WorkItem
 
 

@@ -16,9 +16,10 @@ import orjson
 import xxhash
 
 from datakit.dedup.shuffle import MAX_BUCKETS, Shuffle, UInt64s
-from datakit.preprocessing.output import Output
+from datakit.files.durable import durable_file, writing
 from datakit.store.manifest import WORK_FOLDER
-from datakit.store.shard import Int64s, durable_file, writing
+from datakit.store.output import Output
+from datakit.store.shard import Int64s
 from datakit.text.documents import Documents
 from threefold.errors import UserError
 

@@ -11,10 +11,10 @@ import orjson
 import xxhash
 
 from datakit.dedup.duplicates import HASH_BYTES, ItemHashes
-from datakit.preprocessing.item import Progress, fields_of_record
-from datakit.preprocessing.output import Output
+from datakit.files.durable import durable_file, writing
+from datakit.store.item_records import Progress, fields_of_record
 from datakit.store.manifest import WORK_FOLDER
-from datakit.store.shard import durable_file, writing
+from datakit.store.output import Output
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import WorkItem
 from threefold.errors import CheckFailed

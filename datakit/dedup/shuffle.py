@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datakit.store.shard import writing
+from datakit.files.durable import writing
 from threefold.errors import StorageError
 
 UInt64s = npt.NDArray[np.uint64]

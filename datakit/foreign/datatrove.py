@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from datakit.files.durable import blocks_of
 from datakit.foreign.exact_reader import AGAIN, ExactReader, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
-from datakit.store.shard import Int64s, Tokens, blocks_of
+from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 

@@ -18,13 +18,15 @@ import numpy as np
 import orjson
 import xxhash
 
+from datakit.files.durable import replace_durably
 from datakit.foreign.exact_reader import MAX_PIECE_BYTES
 from datakit.store.assembly import Assembly, assembling, remove_work
 from datakit.store.fields import Fields
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity, replace_durably, shard_entry
+from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, shard_entry
 from datakit.store.shard import Tokens
 from datakit.store.token_store import TokenStore
 from datakit.store.writer import StoreShardWriter, store_dtype
+from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from threefold.errors import CheckFailed, UserError
 

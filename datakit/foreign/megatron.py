@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from datakit.files.durable import FileDigest, digest_file, durable_file, writing
 from datakit.foreign.foreign_store import ANEW, Choices, check_tokens, make_store
 from datakit.store.assembly import Assembly, assembling, remove_work
-from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry, TokenizerIdentity
+from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry
 from datakit.store.origins import document_check, origins_head
-from datakit.store.shard import HEADER, FileDigest, Int64s, TokenShard, digest_file, durable_file, writing
+from datakit.store.shard import HEADER, Int64s, TokenShard
 from datakit.store.token_store import TokenStore
+from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import CheckFailed, StorageError, UserError
 
 _WINDOW_DOCUMENTS = 1 << 16

@@ -7,8 +7,7 @@ most the item's work, and two encoders at the same item, as after a node that wa
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +15,21 @@ import numpy as np
 import orjson
 
 from datakit.dedup.duplicates import Duplicates
-from datakit.preprocessing.output import Output
+from datakit.files.durable import writing
 from datakit.preprocessing.recipe import WHOLE, Recipe
-from datakit.store.fields import Fields
-from datakit.store.manifest import WORK_FOLDER, ShardEntry, TokenizerIdentity, shard_entry
-from datakit.store.shard import writing
+from datakit.store.item_records import ItemRecord, Progress, record_key, shard_files
+from datakit.store.manifest import ShardEntry
+from datakit.store.output import Output
 from datakit.store.writer import StoreShardWriter, store_dtype
 from datakit.text.documents import DocumentReader, Documents
 from datakit.text.inputs import FileSlice, WorkItem
 from datakit.tokenization.encoded import Encoded
 from datakit.tokenization.encoder import Encoder
+from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import TextFault
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
-SUFFIXES = (".bin", ".idx", ".origin")
-RECORDS_FOLDER = f"{WORK_FOLDER}/items"
-
-
-@dataclass(frozen=True, slots=True)
-class ItemRecord:
-    """What a sealed item gave: the lines it read, its input bytes, its shards by store, what it skipped by reason.
-
-    `num_replaced` documents had lone surrogates; `digests` are those of the slices as they were read, "" if unknown.
-    """
-
-    item: WorkItem
-    num_lines: int
-    input_bytes: int
-    shards: dict[str, list[ShardEntry]]
-    skipped: dict[str, int] = field(default_factory=dict)
-    num_replaced: int = 0
-    digests: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far an item is, and in which of its slices; so many documents went to the reference, not the fast engine."""
-
-    input_bytes: int
-    num_tokens: int
-    num_by_reference: int = 0
-    slice: int = 0
 
 
 class ItemEncoder:
@@ -104,9 +76,11 @@ class ItemEncoder:
                 writer.abandon()
             raise
         for store, entries in shards.items():
-            self._output.adopt(store, [self._scratch / store / name for entry in entries for name in _files(entry)])
+            self._output.adopt(
+                store, [self._scratch / store / name for entry in entries for name in shard_files(entry)]
+            )
         record = ItemRecord(item, num_lines, input_bytes, shards, skipped, num_replaced, digests)
-        self._output.write(_record_key(item), orjson.dumps(record))
+        self._output.write(record_key(item), orjson.dumps(record))
 
     def _encode(self, part: FileSlice, batch: Documents, skipped: Counter[str]) -> tuple[Documents, Encoded]:
         """The documents and their ids; one on which the tokenizer gives up leaves the batch where invalid ones may."""
@@ -177,55 +151,8 @@ class _ShardSequence:
         if self._open is not None:
             self._open.abandon()
         for entry in self._finished:
-            for name in _files(entry):
+            for name in shard_files(entry):
                 (self._folder / name).unlink(missing_ok=True)
-
-
-def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord | None]:
-    """The records of items, None where one is not sealed, or was from other input or with a lost shard."""
-    sizes = output.sizes()
-    keys = [_record_key(item) for item in items]
-    contents = output.read_many([key for key in keys if key in sizes])
-    return [_parse_record(next(contents), item, sizes) if key in sizes else None for item, key in zip(items, keys)]
-
-
-def _record_key(item: WorkItem) -> str:
-    return f"{RECORDS_FOLDER}/{item.number:06}.json"
-
-
-def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
-    record = fields_of_record(content, item)
-    if record is None:
-        return None
-    try:
-        stores = record.table("shards")
-        shards = {part: [shard_entry(entry) for entry in stores.tables(part)] for part in stores.raw}
-        found = ItemRecord(
-            item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped"),
-            record.number("num_replaced") if "num_replaced" in record.raw else 0,
-            record.texts("digests") if "digests" in record.raw else [""] * len(item.slices),
-        )  # fmt: skip
-    except CheckFailed:  # damaged: the item is made again
-        return None
-    for part, entries in shards.items():
-        for entry in entries:
-            for name, digest in zip(_files(entry), (entry.bin, entry.idx, entry.origin)):
-                if sizes.get(f"{part}/{name}".lstrip("/")) != digest.size_bytes:
-                    return None
-    return found
-
-
-def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
-    """What the record of an item says, None where it is damaged, or of another item or other input."""
-    try:
-        record = Fields.parse("record", content)
-        return record if WorkItem.parse(record.raw["item"]) == item else None
-    except (CheckFailed, KeyError, TypeError):
-        return None
-
-
-def _files(entry: ShardEntry) -> list[str]:
-    return [f"{entry.name}{suffix}" for suffix in SUFFIXES]
 
 
 def _batches(runs: Iterable[Documents]) -> Iterator[Documents]:

@@ -18,20 +18,21 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from datakit.dedup.deduplication import find_duplicates
-from datakit.preprocessing.item import ItemRecord, read_records
 from datakit.preprocessing.meter import Meter
-from datakit.preprocessing.output import NOTE, Output, key_of
 from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.preprocessing.sources import Sources, require_unchanged
 from datakit.preprocessing.task import HASH, Task
 from datakit.preprocessing.worker_pool import WorkerPool
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, TokenizerIdentity
+from datakit.store.item_records import ItemRecord, read_records
+from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry
+from datakit.store.output import NOTE, Output, key_of
 from datakit.store.tags import require_matches
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader
 from datakit.text.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.text.spool import Spool, is_pipe
 from datakit.tokenization.encoder import AUTO, FAST, choose_backend, require_backend
+from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import sidecar_path
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, identify, open_tokenizer
 from threefold.errors import CheckFailed, UserError

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import xxhash
 
-from datakit.store.manifest import TokenizerIdentity
 from datakit.store.tags import Tag
 from datakit.text.documents import DocumentRules
 from datakit.text.inputs import InputFile
+from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import DEFAULT_EOD
 from threefold.errors import UserError
 from threefold.masking import masked

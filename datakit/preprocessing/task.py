@@ -7,14 +7,15 @@ from typing import Protocol
 import orjson
 
 from datakit.dedup.item_hashes import ItemHasher
-from datakit.preprocessing.item import ItemEncoder, Progress
-from datakit.preprocessing.output import Output
+from datakit.preprocessing.item import ItemEncoder
 from datakit.preprocessing.recipe import Recipe
-from datakit.store.manifest import TokenizerIdentity
+from datakit.store.item_records import Progress
+from datakit.store.output import Output
 from datakit.store.tags import Tag
 from datakit.text.inputs import WorkItem
 from datakit.tokenization.encoder import open_encoder
 from datakit.tokenization.fast_encoder import NO_TERMS, Terms
+from datakit.tokenization.identity import TokenizerIdentity
 
 HASH = "hash"  # in place of a backend: the documents are only hashed
 

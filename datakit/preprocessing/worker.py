@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from datakit.preprocessing.item import Progress
 from datakit.preprocessing.task import Sealer, Task
+from datakit.store.item_records import Progress
 from datakit.text.documents import memory_hint
 from datakit.text.inputs import WorkItem
 from threefold.errors import StorageError, UserError

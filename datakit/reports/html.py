@@ -7,8 +7,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from datakit.files.durable import replace_durably
 from datakit.reports.statistics import Statistics
-from datakit.store.manifest import replace_durably
 from threefold.errors import UserError
 from threefold.packages import require
 

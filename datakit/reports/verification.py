@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from datakit.archives.archive_record import RECORD_NAME
-from datakit.archives.store_source import SourceFile, StoreSource, is_plain_folder
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry
-from datakit.store.shard import HEADER, FileDigest, ShardIndex, reading
+from datakit.archives.store_source import SourceFile, StoreSource
+from datakit.files.durable import FileDigest, reading
+from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, ShardEntry, is_plain_folder
+from datakit.store.shard import HEADER, ShardIndex
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage, open_storage
@@ -66,7 +66,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
 
 def _record_faults(storage: Storage) -> Iterator[Fault]:
     """What stands beside the JSON object of a record, which no checksum covers."""
-    for name in (FILE_NAME, RECORD_NAME):
+    for name in (FILE_NAME, ARCHIVE_NAME):
         content = storage.read(name) if storage.info(name) else b"\n"
         expected = content.strip() + b"\n"
         if content != expected:

@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 import xxhash
 
-from datakit.preprocessing.output import take_lock
-from datakit.store.manifest import WORK_FOLDER, replace_durably, url_behind
-from datakit.store.shard import FileDigest, blocks_of, durable_file, writing
+from datakit.files.durable import FileDigest, blocks_of, durable_file, replace_durably, url_behind, writing
+from datakit.store.manifest import WORK_FOLDER
+from datakit.store.output import take_lock
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage.folders import make_folders, sync_folder
 

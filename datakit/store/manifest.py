@@ -14,28 +14,19 @@ from typing import Any
 import orjson
 import xxhash
 
+from datakit.files.durable import FileDigest, reading, replace_durably, url_behind
 from datakit.store.fields import Fields
-from datakit.store.shard import RESTORE_HINT, FileDigest, reading, write_durably, writing
+from datakit.store.shard import RESTORE_HINT
+from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import CheckFailed, UserError
-from threefold.storage.folders import sync_folder
 
 FILE_NAME = "manifest.json"
+ARCHIVE_NAME = "archive.json"  # what makes a folder an archive of a store
 WORK_FOLDER = ".work"  # holds sealed items until a store is complete
 FORMAT = "threefold-token-store"
 VERSION = 1
 MAX_BYTES = 512 << 20
 STORE_DTYPES = {"uint16": 2, "int32": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerIdentity:
-    """The tokenizer that made a store: its kind, the XXH3-128 of its file, its size, its end-of-document token."""
-
-    kind: str
-    fingerprint: str
-    vocab_size: int
-    eod_token: str | None
-    eod_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,22 +136,6 @@ class Manifest:
         return manifest
 
 
-def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
-    """Put a small file in place so that it is seen whole or not at all, also after a loss of power.
-
-    Until then it has the name `temporary`, which several writers of one path must not share.
-    """
-    temporary = temporary or path.with_name(f".{path.name}.tmp")
-    write_durably(temporary, content)
-    with writing(path):
-        try:
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
-
-
 def _tokenizer(fields: Fields) -> TokenizerIdentity:
     return TokenizerIdentity(
         kind=fields.text("kind"),
@@ -200,12 +175,6 @@ def content_checksum(content: dict[str, Any]) -> str | None:
         return None
 
 
-def url_behind(path: Path) -> str | None:
-    """The URL that a Path was made of, which took one of its slashes; None for a path of a file system."""
-    scheme, *rest = path.parts or ("",)
-    return f"{scheme}//{'/'.join(rest)}" if re.fullmatch(r"[a-z][a-z0-9]*:", scheme) else None
-
-
 def _not_a_store(folder: Path) -> UserError:
     parts = [name for name in ("train", "valid") if (folder / name / FILE_NAME).is_file()]
     if parts:
@@ -216,3 +185,11 @@ def _not_a_store(folder: Path) -> UserError:
             hint="rerun the same `datakit` command to continue it",
         )
     return UserError(f"{folder} is no token store: it has no {FILE_NAME}", hint=f"ls {folder}")
+
+
+def is_plain_folder(place: str) -> bool:
+    """Whether a place is a local folder that is no archive, finished or not: one that `TokenStore.open` may open."""
+    # os.path.exists is false where a folder may not be read; opening the store there tells why
+    return "://" not in place and not any(
+        os.path.exists(f"{place}/{name}") for name in (ARCHIVE_NAME, f"{WORK_FOLDER}/{ARCHIVE_NAME}")
+    )

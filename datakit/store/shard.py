@@ -6,26 +6,23 @@ names the file and the fault.
 """
 
 import ctypes
-import errno
 import mmap
 import os
-import re
 import struct
-import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from threefold.errors import CheckFailed, StorageError, UserError
+from datakit.files.durable import FileDigest, flush_to_disk, reading, write_durably, writing
+from threefold.errors import CheckFailed, UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -34,26 +31,10 @@ DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint1
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 RESTORE_HINT = "restore the file from a copy, or make it anew with `datakit preprocess`"
-_LIMITS = {  # what to look at when it is a limit of the process or the machine that is reached, not the file's fault
-    errno.EMFILE: "ulimit -n 65536",
-    errno.ENFILE: "sysctl fs.file-nr",
-    errno.ENOMEM: "ulimit -v; sysctl vm.max_map_count",
-}
-_BLOCK_BYTES = 8 << 20
-# under TMPDIR: an output behind a URL is made in the one first, pipes are copied to the other
-_SCRATCH_NAME = re.compile(r"datakit-(\d.*|spool)")
 _WRITE_BUFFER_BYTES = 1 << 20
 
 Tokens = npt.NDArray[np.integer[Any]]
 Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """Size and XXH3-64 of one whole file."""
-
-    size_bytes: int
-    xxh3_64: str
 
 
 class ShardIndex:
@@ -212,85 +193,6 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
     libc.munmap.restype, libc.munmap.argtypes = number, [pointer, size]
     return libc
-
-
-def digest_file(path: Path) -> FileDigest:
-    """Size and checksum of a file, in one pass."""
-    hasher, size_bytes = xxhash.xxh3_64(), 0
-    for block in blocks_of(path):
-        hasher.update(block)
-        size_bytes += len(block)
-    return FileDigest(size_bytes, hasher.hexdigest())
-
-
-def blocks_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, 8 MiB at a time."""
-    with reading(path), path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            yield block
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a whole file and make it reach the disk."""
-    with durable_file(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file to write; leaving the `with` makes it reach the disk, leaving it by an exception removes it.
-
-    A file that an earlier try left is removed first: one that could not be made durable is never written again.
-    """
-    with writing(path):
-        path.unlink(missing_ok=True)
-        try:
-            with path.open("xb") as file:
-                yield file
-                flush_to_disk(file)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-
-def flush_to_disk(file: BinaryIO) -> None:
-    """Empty an open file's buffer and make its content reach the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn the system's refusals to read `path` into a StorageError that names it and what to do."""
-    try:
-        yield
-    except OSError as error:
-        hint = _LIMITS.get(error.errno or 0, f"ls -l {path}")
-        raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusals to write `path` into a StorageError that names it."""
-    try:
-        yield
-    except OSError as error:
-        scratch = any(map(_SCRATCH_NAME.fullmatch, path.parts))
-        what = "export TMPDIR=FOLDER of another disk" if scratch else "choose another --output"
-        hint = _LIMITS.get(error.errno or 0, f"make room or {what}, then rerun")
-        raise StorageError(f"cannot write {path}: {error.strerror or error}", hint=hint) from error
-
-
-def temporary_folder() -> Path:
-    """Return the folder for temporary files; StorageError if there is none that takes a file, as when it is full."""
-    try:
-        return Path(tempfile.gettempdir())
-    except OSError as error:
-        wanted = os.environ.get("TMPDIR") or "/tmp"
-        raise StorageError(
-            f"no temporary folder takes a file, {wanted} neither: perhaps its disk is full",
-            hint=f"df -h {wanted}; make room, or export TMPDIR=FOLDER of another disk",
-        ) from error
 
 
 def _parse_header(path: Path, index: memoryview) -> tuple["np.dtype[Any]", int, int]:

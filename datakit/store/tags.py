@@ -12,9 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from datakit.files.remote_file import is_url
 from datakit.store.manifest import Manifest
 from datakit.text.folders import plain_path
-from datakit.text.remote_file import is_url
 from threefold.errors import CheckFailed, UserError
 
 

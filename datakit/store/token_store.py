@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from datakit.files.durable import FileDigest
 from datakit.store.kept_open import Bound, KeptOpen
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry
+from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, is_plain_folder
 from datakit.store.origins import Origin, Origins
-from datakit.store.shard import FileDigest, Tokens, TokenShard
+from datakit.store.shard import Tokens, TokenShard
 from datakit.store.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError
 
@@ -50,8 +51,6 @@ class TokenStore:
                 try:
                     size_bytes = file.stat().st_size
                 except OSError as error:
-                    from datakit.archives.store_source import is_plain_folder
-
                     verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
                     hint = f"datakit {verb.format(folder)}"
                     raise StorageError(f"cannot read {file}: {error.strerror}", hint=hint) from error

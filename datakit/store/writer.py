@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from datakit.store.manifest import STORE_DTYPES, Manifest, ShardEntry, TokenizerIdentity
+from datakit.files.durable import FileDigest, write_durably, writing
+from datakit.store.manifest import STORE_DTYPES, Manifest, ShardEntry
 from datakit.store.origins import OriginsWriter
-from datakit.store.shard import FileDigest, ShardWriter, write_durably, writing
+from datakit.store.shard import ShardWriter
 from datakit.store.token_store import TokenStore
+from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import UserError
 
 MAX_UINT16_VOCAB = 65500

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from datakit.files.remote_file import is_url
 from datakit.text.inputs import FileSlice
-from datakit.text.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 _BATCH_ROWS = 64

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from datakit.files.remote_file import is_url
 from datakit.text.blocks import digest_of, read_blocks
 from datakit.text.columns import read_columns, rows_before
 from datakit.text.formats import COLUMN_KINDS, SHOWN_BY, is_lines
 from datakit.text.inputs import FileSlice, InputFile
 from datakit.text.json_text import BOM, Fault, JsonText, decode, require_lines
-from datakit.text.remote_file import is_url
 from threefold.errors import StorageError, UserError
 
 MAX_LINE_BYTES = 1 << 30

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 
+from datakit.files.remote_file import is_url, storage_of
 from datakit.text.folders import entries_below, is_hidden, is_through_link, matches_of, plain_path
 from datakit.text.formats import format_of, other_kind
-from datakit.text.remote_file import is_url, storage_of
 from datakit.text.spool import is_pipe
 from threefold.errors import UserError
 from threefold.storage import ObjectInfo

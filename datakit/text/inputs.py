@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO
 
+from datakit.files.remote_file import RemoteFile, is_url, storage_of
 from datakit.text.finding import find
 from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format
-from datakit.text.remote_file import RemoteFile, is_url, storage_of
 from datakit.text.spool import Spool
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo

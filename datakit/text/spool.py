@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from datakit.store.shard import temporary_folder, writing
+from datakit.files.durable import temporary_folder, writing
 from threefold.errors import StorageError
 
 STANDARD_INPUT = "-"

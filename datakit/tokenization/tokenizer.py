@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from datakit.store.manifest import TokenizerIdentity
 from datakit.tokenization.encoded import Ids
+from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
 from datakit.tokenization.tekken import is_tekken, read_tekken
 from threefold.errors import StorageError, UserError

@@ -6,8 +6,7 @@ Byte-pair encoding: Sennrich et al. 2016; over bytes: Radford et al. 2019.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from datakit.store.manifest import replace_durably, url_behind
-from datakit.store.shard import writing
+from datakit.files.durable import replace_durably, url_behind, writing
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import FileSlice, InputFile, find_inputs
 from datakit.text.spool import Spool

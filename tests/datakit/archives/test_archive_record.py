@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.archives.archive_record import ArchiveRecord, digest_of
+from datakit.files.durable import FileDigest
 from datakit.store.manifest import content_checksum
-from datakit.store.shard import FileDigest
 from threefold.errors import CheckFailed
 
 RECORD = ArchiveRecord(3, 1 << 20, digest_of(b"{}"), {"a.bin.zst": digest_of(b"x"), "b.bin.zst": digest_of(b"")})

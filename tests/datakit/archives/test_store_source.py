@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from datakit.archives import store_source as module
 from datakit.archives.archive_record import ArchiveRecord, digest_of
-from datakit.archives.store_source import StoreSource, is_plain_folder
+from datakit.archives.store_source import StoreSource
 from datakit.reports.verification import verify
-from datakit.store.manifest import Manifest, content_checksum
+from datakit.store.manifest import Manifest, content_checksum, is_plain_folder
 from tests.datakit.archived import FRAME_BYTES, make_archive, make_store
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError

@@ -20,8 +20,8 @@ from datakit import Recipe, TokenStore, preprocess, verify
 from datakit.dedup.deduplication import find_duplicates
 from datakit.dedup.duplicates import Duplicates
 from datakit.dedup.item_hashes import ItemHasher
-from datakit.preprocessing.item import RECORDS_FOLDER
-from datakit.preprocessing.output import Output
+from datakit.store.item_records import RECORDS_FOLDER
+from datakit.store.output import Output
 from datakit.text.documents import DocumentReader, DocumentRules
 from datakit.text.inputs import WorkItem, cut, find_inputs
 from tests.datakit.conftest import Cli, files_of, write_jsonl

@@ -12,8 +12,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from datakit import Recipe, TokenShard
-from datakit.preprocessing.item import RECORDS_FOLDER, ItemEncoder, ItemRecord, Progress, read_records
-from datakit.preprocessing.output import Output
+from datakit.preprocessing.item import ItemEncoder
+from datakit.store.item_records import RECORDS_FOLDER, ItemRecord, Progress, read_records
+from datakit.store.output import Output
 from datakit.text.inputs import FileSlice, WorkItem, find_inputs
 from datakit.tokenization.encoder import ReferenceEncoder
 from datakit.tokenization.tokenizer import identify, open_tokenizer

@@ -124,8 +124,9 @@ def test_split_shares_the_documents_by_their_text(
 def test_shards_end_where_they_are_full(
     tmp_path: Path, corpus: Path, tokenizer_path: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datakit.preprocessing.item import ItemEncoder, read_records
-    from datakit.preprocessing.output import Output
+    from datakit.preprocessing.item import ItemEncoder
+    from datakit.store.item_records import read_records
+    from datakit.store.output import Output
     from datakit.text.inputs import cut, find_inputs
     from datakit.tokenization.encoder import ReferenceEncoder
     from datakit.tokenization.tokenizer import identify, open_tokenizer
@@ -403,7 +404,7 @@ def test_one_run_at_a_time_writes_into_a_store(
 ) -> None:  # fmt: skip
     import fcntl
 
-    monkeypatch.setattr("datakit.preprocessing.output.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("datakit.store.output.LOCK_PATIENCE_S", 0.0)
     (tmp_path / "s" / ".work").mkdir(parents=True)
     with (tmp_path / "s" / ".work" / "lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from datakit import Recipe, preprocess
-from datakit.text import remote_file
+from datakit.files import remote_file
 from datakit.text.inputs import find_inputs
 from tests.datakit.conftest import Cli, begin_upload, files_of, write_jsonl
 from threefold.errors import StorageError, UserError
@@ -176,7 +176,7 @@ def test_an_output_that_holds_other_things_is_refused(
 
 
 def test_another_recipe_is_refused_while_a_store_is_unfinished(s3_url: str, corpus: Path, tokenizer_path: str) -> None:
-    from datakit.preprocessing.output import Output
+    from datakit.store.output import Output
 
     recipe = Recipe(tokenizer_path, append_eod=True)
     preprocess([str(corpus)], f"{s3_url}/other", Recipe(tokenizer_path))

@@ -112,7 +112,7 @@ def test_workers_that_cannot_begin_end_the_run(
     from datakit.preprocessing.ray_pool import RayPool
     from datakit.preprocessing.recipe import Recipe
     from datakit.preprocessing.task import Task
-    from datakit.store.manifest import TokenizerIdentity
+    from datakit.tokenization.identity import TokenizerIdentity
 
     task = Task(
         str(tmp_path), Recipe(str(tmp_path / "nowhere.json")), TokenizerIdentity("", "", 9, None, None), "tokenizers"

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from datakit import Recipe, preprocess
+from datakit.files import remote_file
 from datakit.preprocessing.sources import FILE_NAME, Sources
-from datakit.text import remote_file
 from datakit.text.inputs import cut, find_inputs
 from tests.datakit.conftest import files_of, write_jsonl
 from threefold.errors import CheckFailed, UserError

@@ -8,13 +8,13 @@ import pytest
 from datakit import Recipe
 from datakit.dedup.item_hashes import ItemHasher, read_hashes
 from datakit.preprocessing.item import ItemEncoder
-from datakit.preprocessing.output import Output
 from datakit.preprocessing.ray_pool import _Sealer
 from datakit.preprocessing.task import HASH, Task
-from datakit.store.manifest import TokenizerIdentity
+from datakit.store.output import Output
 from datakit.store.tags import Tag
 from datakit.text.inputs import cut, find_inputs
 from datakit.tokenization.fast_encoder import Terms
+from datakit.tokenization.identity import TokenizerIdentity
 from tests.datakit.conftest import write_jsonl
 
 IDENTITY = TokenizerIdentity("tokenizers", "ab", 400, "<|endoftext|>", 0)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from datakit.preprocessing import worker_pool
-from datakit.preprocessing.item import Progress
 from datakit.preprocessing.recipe import Recipe
 from datakit.preprocessing.task import Task
 from datakit.preprocessing.worker import seal_item
 from datakit.preprocessing.worker_pool import WorkerPool
-from datakit.store.manifest import TokenizerIdentity
+from datakit.store.item_records import Progress
 from datakit.store.token_store import TokenStore
 from datakit.text.inputs import FileSlice, InputFile, WorkItem
+from datakit.tokenization.identity import TokenizerIdentity
 from tests.datakit.conftest import Cli, write_jsonl
 from tests.planted import Planted
 from threefold.errors import StorageError

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, archive, verify, write_store
+from datakit.files.durable import digest_file
 from datakit.store.manifest import Manifest
-from datakit.store.shard import digest_file
 from threefold.errors import CheckFailed
 
 DOCUMENTS = [[i, i + 1, i % 3] * (1 + i % 4) for i in range(50)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from datakit.files.durable import FileDigest, digest_file
 from datakit.store.assembly import Assembly, assembling
-from datakit.store.shard import FileDigest, digest_file
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 

@@ -106,16 +106,16 @@ def test_a_merge_killed_after_any_file_is_continued(
 KILLED = """
 import os, signal, sys
 from datakit import merge
-from datakit.store import shard
+from datakit.files import durable
 left = int(sys.argv[1])
-flush = shard.flush_to_disk
+flush = durable.flush_to_disk
 def flush_or_die(file):
     global left
     left -= 1
     if left < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     flush(file)
-shard.flush_to_disk = flush_or_die
+durable.flush_to_disk = flush_or_die
 merge(sys.argv[3:], sys.argv[2], copy=True)
 """
 

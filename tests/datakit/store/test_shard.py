@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit.store.manifest import replace_durably
-from datakit.store.shard import DTYPE_CODES, ShardWriter, TokenShard, encode_index, temporary_folder, writing
+from datakit.files.durable import replace_durably, temporary_folder, writing
+from datakit.store.shard import DTYPE_CODES, ShardWriter, TokenShard, encode_index
 from datakit.store.writer import StoreShardWriter
 from threefold.errors import CheckFailed, StorageError
 

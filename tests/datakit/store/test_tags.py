@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from datakit import Recipe, TokenStore, merge, preprocess, statistics, write_store
 from datakit.reports.html import render_report
-from datakit.store.manifest import Manifest, TokenizerIdentity
+from datakit.store.manifest import Manifest
 from datakit.store.tags import StoreTags, Tag, tag_of
+from datakit.tokenization.identity import TokenizerIdentity
 from tests.datakit.conftest import Cli, write_jsonl
 from threefold.errors import CheckFailed, UserError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from datakit.text import remote_file
-from datakit.text.remote_file import RemoteFile
+from datakit.files import remote_file
+from datakit.files.remote_file import RemoteFile
 from threefold.errors import StorageError
 from threefold.storage import TemporaryFailure, open_storage, repeating
 from threefold.storage.fsspec import FsspecStorage
@@ -42,6 +42,8 @@ def test_it_reads_like_a_local_file(tmp_path: Path, content: bytes) -> None:
 def test_a_stream_reads_each_byte_once_and_nothing_past_its_stop(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remote_file._threads().shutdown()  # what the test before has read ahead would count too
+    remote_file._threads.cache_clear()
     asked: list[tuple[int, int]] = []
     read_ranges = FsspecStorage.read_ranges
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from datakit.preprocessing import output as module
-from datakit.preprocessing.output import Output
+from datakit.store import output as module
+from datakit.store.output import Output
 from threefold.errors import StorageError
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import xxhash
 
+from datakit.files.durable import blocks_of, temporary_folder, writing
+from datakit.files.remote_file import is_url
 from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest
-from datakit.store.shard import blocks_of, temporary_folder, writing
 from datakit.text.inputs import open_file
-from datakit.text.remote_file import is_url
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import make_folders, sync_folder

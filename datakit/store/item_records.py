@@ -1,0 +1,86 @@
+"""Records of sealed work items, below `.work/items` while a store is unfinished: what a rerun need not do again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datakit.store.fields import Fields
+from datakit.store.manifest import WORK_FOLDER, ShardEntry, shard_entry
+from datakit.store.output import Output
+from datakit.text.inputs import WorkItem
+from threefold.errors import CheckFailed
+
+SUFFIXES = (".bin", ".idx", ".origin")
+RECORDS_FOLDER = f"{WORK_FOLDER}/items"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What a sealed item gave: the lines it read, its input bytes, its shards by store, what it skipped by reason.
+
+    `num_replaced` documents had lone surrogates; `digests` are those of the slices as they were read, "" if unknown.
+    """
+
+    item: WorkItem
+    num_lines: int
+    input_bytes: int
+    shards: dict[str, list[ShardEntry]]
+    skipped: dict[str, int] = field(default_factory=dict)
+    num_replaced: int = 0
+    digests: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an item is, and in which of its slices; so many documents went to the reference, not the fast engine."""
+
+    input_bytes: int
+    num_tokens: int
+    num_by_reference: int = 0
+    slice: int = 0
+
+
+def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord | None]:
+    """The records of items, None where one is not sealed, or was from other input or with a lost shard."""
+    sizes = output.sizes()
+    keys = [record_key(item) for item in items]
+    contents = output.read_many([key for key in keys if key in sizes])
+    return [_parse_record(next(contents), item, sizes) if key in sizes else None for item, key in zip(items, keys)]
+
+
+def record_key(item: WorkItem) -> str:
+    return f"{RECORDS_FOLDER}/{item.number:06}.json"
+
+
+def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> ItemRecord | None:
+    record = fields_of_record(content, item)
+    if record is None:
+        return None
+    try:
+        stores = record.table("shards")
+        shards = {part: [shard_entry(entry) for entry in stores.tables(part)] for part in stores.raw}
+        found = ItemRecord(
+            item, record.number("num_lines"), record.number("input_bytes"), shards, record.counts("skipped"),
+            record.number("num_replaced") if "num_replaced" in record.raw else 0,
+            record.texts("digests") if "digests" in record.raw else [""] * len(item.slices),
+        )  # fmt: skip
+    except CheckFailed:  # damaged: the item is made again
+        return None
+    for part, entries in shards.items():
+        for entry in entries:
+            for name, digest in zip(shard_files(entry), (entry.bin, entry.idx, entry.origin)):
+                if sizes.get(f"{part}/{name}".lstrip("/")) != digest.size_bytes:
+                    return None
+    return found
+
+
+def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
+    """What the record of an item says, None where it is damaged, or of another item or other input."""
+    try:
+        record = Fields.parse("record", content)
+        return record if WorkItem.parse(record.raw["item"]) == item else None
+    except (CheckFailed, KeyError, TypeError):
+        return None
+
+
+def shard_files(entry: ShardEntry) -> list[str]:
+    return [f"{entry.name}{suffix}" for suffix in SUFFIXES]
