@@ -1,13 +1,19 @@
-"""Finds and loads a kit's native library; ctypes releases the GIL around every call into it."""
+"""Find, load and bind a kit's native library; ctypes releases the GIL around every call into it."""
 
 import ctypes
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from threefold.errors import UserError
 
 ABI_VERSION = 3
 BUILD = "pip install --force-reinstall --no-deps threefold    # in a clone: make native"
+Prototypes = Mapping[str, tuple[Any, ...]]  # by C name: the ctypes type of the result (None: void), then the arguments
+# the types that prototypes are written in; a pointer is an address, whatever it points to
+POINTER, TEXT, DOUBLE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
+INT, INT64, UINT64 = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 
 
 def load_library(kit: str) -> ctypes.CDLL:
@@ -22,6 +28,17 @@ def load_library(kit: str) -> ctypes.CDLL:
     if installed is None or installed.origin is None:
         raise UserError(f"{kit}: its native library is not built", hint=BUILD)
     return _checked(kit, installed.origin)
+
+
+def bind(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
+    """Give functions of a library their types; return the library.
+
+    A test compares the tables with the prototypes in csrc/.
+    """
+    for name, (result, *arguments) in prototypes.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def _checked(kit: str, path: str) -> ctypes.CDLL:

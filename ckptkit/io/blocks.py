@@ -19,11 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from threefold.errors import CheckFailed, StorageError
-from threefold.native import load_library
+from threefold.native import INT, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 from threefold.storage.new_file import NewFile
 
 GRANULE_BYTES = 1 << 20
 NO_GRANULE = 2**64 - 1
+PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
+    "ck_xxh3_64": (UINT64, POINTER, UINT64, INT, POINTER),
+    "ck_best_simd": (INT,),
+    "ck_checksums": (None, POINTER, UINT64, POINTER),
+    "ck_copy_many": (None, POINTER, UINT64),
+    "ck_place": (UINT64, POINTER, UINT64, UINT64, POINTER, UINT64, POINTER),
+    "ck_writer_open": (INT, INT, UINT64, INT, POINTER),
+    "ck_writer_write": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT),
+    "ck_writer_end": (INT, POINTER, INT),
+    "ck_reader_open": (INT, TEXT, INT, POINTER, POINTER),
+    "ck_reader_read": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT, POINTER, POINTER),
+    "ck_reader_close": (None, POINTER),
+}
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
 Columns = npt.NDArray[np.uint64]
 
@@ -229,21 +242,4 @@ def _span(data: Buffer) -> tuple[int, int]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = load_library("ckptkit")
-    pointer, number, integer = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-    signatures: dict[str, tuple[Any, Sequence[Any]]] = {
-        "ck_xxh3_64": (number, [pointer, number, integer, pointer]),
-        "ck_checksums": (None, [pointer, number, pointer]),
-        "ck_copy_many": (None, [pointer, number]),
-        "ck_place": (number, [pointer, number, number, pointer, number, pointer]),
-        "ck_writer_open": (integer, [integer, number, integer, pointer]),
-        "ck_writer_write": (integer, [pointer, number, pointer, number, pointer, integer]),
-        "ck_writer_end": (integer, [pointer, integer]),
-        "ck_reader_open": (integer, [ctypes.c_char_p, integer, pointer, pointer]),
-        "ck_reader_read": (integer, [pointer, number, pointer, number, pointer, integer, pointer, pointer]),
-        "ck_reader_close": (None, [pointer]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return bind(load_library("ckptkit"), PROTOTYPES)

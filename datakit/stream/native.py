@@ -9,23 +9,22 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from threefold.native import load_library
+from threefold.native import INT, INT64, POINTER, Prototypes, bind, load_library
+
+PROTOTYPES: Prototypes = {
+    "dk_gather": (
+        INT, POINTER, INT64, INT64, INT64, POINTER, INT, INT, POINTER, POINTER, POINTER, POINTER, INT,
+    ),
+    "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
+    "dk_rotation_locate": (None, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
+    "dk_permute": (None, POINTER, INT64, INT64, POINTER),
+}  # fmt: skip
 
 
 @cache
 def stream_library() -> ctypes.CDLL:
     """Load the library at first use."""
-    library = load_library("datakit")
-    pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.dk_gather.restype = ctypes.c_int
-    library.dk_gather.argtypes = [
-        pointer, number, number, number, pointer, flag, flag, pointer, pointer, pointer, pointer, flag,
-    ]  # fmt: skip
-    library.dk_rotation_counts.restype = library.dk_rotation_locate.restype = library.dk_permute.restype = None
-    library.dk_rotation_counts.argtypes = [number, pointer, number, number, pointer]
-    library.dk_rotation_locate.argtypes = [number, pointer, number, pointer, number, pointer, pointer]
-    library.dk_permute.argtypes = [pointer, number, number, pointer]
-    return library
+    return bind(load_library("datakit"), PROTOTYPES)
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:

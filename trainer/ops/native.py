@@ -12,10 +12,31 @@ from typing import Any
 import torch
 
 from threefold.errors import UserError
-from threefold.native import load_library
+from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
 SIMD_NAMES = ("base", "avx2", "avx512")
+_FORWARD = (INT, POINTER, POINTER, POINTER, POINTER, INT64, INT64, DOUBLE)
+_BACKWARD = (INT, *[POINTER] * 7, INT64, INT64)
+_DROPOUT = (INT, POINTER, POINTER, INT64, INT64, INT64, POINTER)
+PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
+    "op_error_text": (TEXT, INT),
+    "op_has_cuda": (INT,),
+    "op_simd": (INT,),
+    "op_limit_simd": (None, INT),
+    "op_rmsnorm_forward": (INT, *_FORWARD, INT),
+    "op_rmsnorm_backward": (INT, *_BACKWARD, INT),
+    "op_rmsnorm_partials": (INT64, INT64),
+    "op_dropout": (INT, *_DROPOUT, INT),
+    "op_philox": (None, POINTER, POINTER, POINTER),
+    "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
+}
+CUDA_PROTOTYPES: Prototypes = {
+    "op_rmsnorm_forward_cuda": (INT, *_FORWARD, POINTER),
+    "op_rmsnorm_backward_cuda": (INT, *_BACKWARD, POINTER),
+    "op_rmsnorm_partials_cuda": (INT64, INT64),
+    "op_dropout_cuda": (INT, *_DROPOUT, POINTER),
+}
 
 _calls: Counter[str] = Counter()
 
@@ -23,38 +44,8 @@ _calls: Counter[str] = Counter()
 @cache
 def library() -> ctypes.CDLL:
     """The loaded library with its signatures; UserError says how to build it."""
-    native = load_library("trainer")
-    pointer, size, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
-    forward = [integer, pointer, pointer, pointer, pointer, size, size, number]
-    backward = [integer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, size, size]
-    dropout = [integer, pointer, pointer, size, size, size, pointer]
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "op_error_text": (ctypes.c_char_p, [integer]),
-        "op_has_cuda": (integer, []),
-        "op_simd": (integer, []),
-        "op_limit_simd": (None, [integer]),
-        "op_rmsnorm_forward": (integer, [*forward, integer]),
-        "op_rmsnorm_backward": (integer, [*backward, integer]),
-        "op_rmsnorm_partials": (size, [size]),
-        "op_dropout": (integer, [*dropout, integer]),
-        "op_philox": (None, [pointer, pointer, pointer]),
-        "op_normal": (
-            integer,
-            [integer, pointer, ctypes.c_uint64, integer, pointer, pointer, pointer, number, integer],
-        ),
-    }
-    cuda_signatures: dict[str, tuple[Any, list[Any]]] = {
-        "op_rmsnorm_forward_cuda": (integer, [*forward, pointer]),
-        "op_rmsnorm_backward_cuda": (integer, [*backward, pointer]),
-        "op_rmsnorm_partials_cuda": (size, [size]),
-        "op_dropout_cuda": (integer, [*dropout, pointer]),
-    }
-    if native.op_has_cuda():
-        signatures |= cuda_signatures
-    for name, (result, arguments) in signatures.items():
-        function = getattr(native, name)
-        function.restype, function.argtypes = result, arguments
-    return native
+    native = bind(load_library("trainer"), PROTOTYPES)
+    return bind(native, CUDA_PROTOTYPES) if native.op_has_cuda() else native
 
 
 def has_cuda() -> bool:

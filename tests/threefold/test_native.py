@@ -1,0 +1,81 @@
+"""The tables of C prototypes: each equals what the kit's header exports, so neither changes without the other."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+import ckptkit.io.blocks
+import datakit.stream.native
+import threefold
+from threefold.errors import UserError
+from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
+
+CSRC = Path(threefold.__file__).parents[1] / "csrc"
+TYPES = {"void": None, "int": INT, "int64_t": INT64, "uint64_t": UINT64, "double": DOUBLE, "const char*": TEXT}
+PROTOTYPE = re.compile(r"^[A-Z]+_API\s+([\w\s]+?[\s*]+)(\w+)\(([^)]*)\)", re.MULTILINE)
+
+
+def prototypes_of(header: str) -> dict[str, tuple[object, ...]]:
+    """What a header exports, in the types of the tables."""
+    text = re.sub(r"//.*", "", header)
+    found = {}
+    for result, name, arguments in PROTOTYPE.findall(text):
+        listed = [] if arguments.strip() in ("", "void") else arguments.split(",")
+        types = [argument[: re.search(r"\w+\s*$", argument).start()] for argument in listed]  # type: ignore[union-attr]
+        found[name] = (type_of(result), *map(type_of, types))
+    return found
+
+
+def type_of(text: str) -> object:
+    name = " ".join(text.replace("*", " * ").split()).replace(" *", "*")
+    return TYPES[name] if name in TYPES or "*" not in name else POINTER
+
+
+def test_a_header_is_parsed() -> None:
+    header = """
+    #define XX_API extern "C"
+    // XX_API int xx_old(int);
+XX_API void xx_run(const struct xx_mask* mask, int64_t num_rows,  // (rows)
+                   const char* name);
+XX_API const char* xx_text(void);
+"""
+    assert prototypes_of(header) == {"xx_run": (None, POINTER, INT64, TEXT), "xx_text": (TEXT,)}
+    with pytest.raises(KeyError, match="float"):
+        prototypes_of("XX_API int xx_new(float value);")
+
+
+def test_the_tables_are_those_of_the_headers() -> None:
+    ops = pytest.importorskip("trainer.ops.native")
+    tables: dict[str, Prototypes] = {
+        "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
+        "datakit/datakit.h": datakit.stream.native.PROTOTYPES,
+        "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
+    }
+    for header, table in tables.items():
+        text = (CSRC / header).read_text()
+        exported = prototypes_of(text)
+        assert len(exported) == len(re.findall(r"^[A-Z]+_API", text, re.MULTILINE)), "each is parsed"
+        assert table == exported, header
+
+
+def test_nothing_is_exported_beside_the_headers() -> None:
+    files = [path for path in CSRC.rglob("*.*") if re.search(r'visibility\("default"\)|_API\b', path.read_text())]
+    assert sorted(str(path.relative_to(CSRC)) for path in files) == [
+        "abi.cpp", "ckptkit/ckptkit.h", "datakit/datakit.h", "ops/ops.h",
+    ]  # fmt: skip
+
+
+def test_functions_get_their_types() -> None:
+    library = bind(load_library("datakit"), {"threefold_abi_version": (INT64, DOUBLE)})
+    assert library.threefold_abi_version.restype is ctypes.c_int64
+    assert library.threefold_abi_version.argtypes == [ctypes.c_double]
+    with pytest.raises(AttributeError, match="dk_missing"):
+        bind(library, {"dk_missing": (None,)})
+
+
+def test_a_library_that_is_not_built_is_named() -> None:
+    with pytest.raises(UserError, match="threefold: its native library is not built") as caught:
+        load_library("threefold")
+    assert "make native" in str(caught.value.hint)
