@@ -30,11 +30,23 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
         self._given: list[str] = []
+        self._filler: Callable[[Parser], None] | None = None
+
+    def fill_later(self, filler: "Callable[[Parser], None]") -> None:
+        """Let a function add the arguments when the parser is first used."""
+        self._filler = filler
+
+    def fill(self) -> None:
+        """Add the arguments that were put off."""
+        filler, self._filler = self._filler, None
+        if filler is not None:
+            filler(self)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse unknown flags here, in the verb's own parser, which knows what may have been meant."""
+        self.fill()
         self._given = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:

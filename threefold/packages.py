@@ -27,6 +27,7 @@ EXTRA_OF = {
     "gigatoken": "fast",
     "ray": "ray",
     "matplotlib": "plot",
+    "shtab": "completion",
 }
 
 

@@ -1,0 +1,64 @@
+"""`ckptkit copy`: copy a checkpoint to another storage."""
+
+from dataclasses import dataclass
+
+from ckptkit.commands.shared import CKPT_HELP, Reporting, pointing_to_other_steps, shown_bytes
+from threefold.cli import print_json, print_line, report
+from threefold.errors import EXIT_OK, CheckFailed, UserError
+from threefold.options import argument, option
+
+SUMMARY = "copy a checkpoint to another storage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Reporting):
+    """Options of `ckptkit copy`."""
+
+    source: str = argument("SRC", CKPT_HELP)
+    target: str = argument("DST", "run URL; the step keeps its number")
+    all: bool = option(False, "copy all committed steps of a run, oldest first")
+    verify: bool = option(False, "read every byte of the copy back before it is committed")
+
+
+@pointing_to_other_steps
+def run(options: Options) -> int:
+    """Copy a committed step between any two storages, byte for byte, every byte verified on the way; the copy is
+    committed last. The same command continues a copy that was killed."""
+    from dataclasses import asdict
+
+    from ckptkit.format.address import open_address, split_address
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.rewrite.copy import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
+    from ckptkit.runs.catalogue import committed_steps, resolve
+
+    return_large_frees()
+    source, step = resolve(options.source)
+    steps = [step]
+    if options.all:
+        if split_address(options.source)[1] is not None:
+            raise UserError(f"--all copies a run, {options.source} is one step", hint="leave --all out")
+        steps = committed_steps(source)
+    target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // FILES_AT_ONCE)
+    if target_step not in (None, *steps) or (target_step is not None and options.all):
+        raise UserError(f"a copy keeps its number: {options.target} is no place for it", hint=f"copy to {target.url}")
+    reports, code = [], EXIT_OK
+    for step in steps:
+        try:
+            with CheckpointReader(source, step) as reader, shown_bytes() as progress:
+                done = copy_step(reader, target, verify=options.verify, progress=progress)
+        except CheckFailed as damage:
+            if not options.all:
+                raise
+            report(damage)  # the other steps are worth copying all the more
+            code = damage.exit_code
+            continue
+        reports.append(asdict(done))
+        if not options.json:
+            print_line(
+                f"{done.target}: {done.num_files} files, {done.bytes_copied:,} bytes copied in {done.seconds:.1f} s"
+                + (f", {done.bytes_kept:,} were there" if done.bytes_kept else "")
+            )
+    if options.json:
+        print_json(reports)
+    return code

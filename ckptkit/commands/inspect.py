@@ -1,0 +1,50 @@
+"""`ckptkit inspect`: what a checkpoint holds."""
+
+from dataclasses import dataclass
+
+from ckptkit.commands.shared import OfCheckpoint, pointing_to_other_steps
+from threefold.cli import print_json, print_line
+from threefold.errors import EXIT_OK
+from threefold.options import option
+
+SUMMARY = "what a checkpoint holds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OfCheckpoint):
+    """Options of `ckptkit inspect`."""
+
+    tensors: bool = option(False, "list every tensor")
+
+
+@pointing_to_other_steps
+def run(options: Options) -> int:
+    """Print what a checkpoint holds, from its root alone."""
+    from ckptkit.check.inspect import describe
+    from ckptkit.format.keys import step_folder
+    from ckptkit.loading.roots import read_root
+    from ckptkit.runs.catalogue import resolve
+
+    storage, step = resolve(options.source)
+    about = describe(read_root(storage, step), f"{storage.url}/{step_folder(step)}")
+    if options.json:
+        print_json(about)
+        return EXIT_OK
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
+    tensors = f"{about['num_tensors']:,} ({dtypes}), {about['num_elements']:,} elements"
+    facts = {
+        "step": f"{about['step']:,}",
+        "layout": f"{about['layout']}, {about['num_layers']} layers",
+        "tensors": f"{tensors}, {about['tensor_bytes']:,} bytes",
+        "files": f"{about['num_files']:,}, {about['file_bytes']:,} bytes, attempt {about['attempt']}",
+    }
+    if about["share"]:
+        facts["share"] = f"one node's files only: {about['share']}"
+    recorded = {key: str(value) for key, value in ((about["saved"] or {}) | about["metadata"]).items()}
+    cut = ((key, text if len(text) <= 100 else text[:97] + "...") for key, text in recorded.items())
+    print_line(about["url"])
+    for key, text in (*facts.items(), *cut):
+        print_line(f"  {key:<10} {text}")
+    for row in about["tensors"] if options.tensors else ():
+        print_line(f"{row['name']}  {row['dtype']} {row['shape']}  {row['placement']}")
+    return EXIT_OK

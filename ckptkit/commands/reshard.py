@@ -1,0 +1,82 @@
+"""`ckptkit reshard`: rewrite a checkpoint for another layout."""
+
+from dataclasses import dataclass
+
+from ckptkit.commands.shared import CKPT_HELP, Reporting, pointing_to_other_steps, shown_bytes
+from threefold.cli import print_json, print_line
+from threefold.errors import EXIT_OK, UserError
+from threefold.options import argument, option
+
+SUMMARY = "rewrite a checkpoint for another layout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Reporting):
+    """Options of `ckptkit reshard`."""
+
+    source: str = argument("SRC", CKPT_HELP)
+    target: str = argument("DST", "run URL (the step keeps its number) or step URL")
+    tp: int = option(
+        1, "tensor-parallel size of the output", minimum=1, metavar="N", flags=["--tensor-model-parallel-size"]
+    )
+    pp: int = option(
+        1, "pipeline-parallel size of the output", minimum=1, metavar="N", flags=["--pipeline-model-parallel-size"]
+    )
+    dp: int = option(
+        1, "data-parallel (ZeRO) cut of the output", minimum=1, metavar="N", flags=["--data-parallel-size"]
+    )
+    from_layout: str | None = option(
+        None,
+        "refuse a source of another layout; written like tp8-pp4, axes left out may be any",
+        flag="--from",
+        metavar="LAYOUT",
+    )
+
+
+@pointing_to_other_steps
+def run(options: Options) -> int:
+    """Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. Memory stays below
+    1 GiB whatever the size of the tensors; needs neither torch nor a GPU."""
+    from dataclasses import asdict
+
+    from ckptkit.format.address import open_address
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.model.layout import ParallelLayout
+    from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
+    from ckptkit.runs.catalogue import resolve
+
+    return_large_frees()
+    layout = ParallelLayout(tp=options.tp, dp=options.dp, pp=options.pp)
+    storage, step = resolve(options.source)
+    # the files of all tensor-parallel ranks are written side by side
+    target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
+    with CheckpointReader(storage, step) as reader:
+        if options.from_layout is not None:
+            check_source_layout(options.from_layout, reader.root.layout, reader.url)
+        with shown_bytes() as progress:
+            done = reshard(reader, target, layout, step=target_step, progress=progress)
+    if options.json:
+        print_json(asdict(done))
+        return EXIT_OK
+    if not done.bytes_written:
+        print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files")
+        return EXIT_OK
+    rate = done.bytes_written / max(done.seconds, 1e-9) / 1e6
+    print_line(
+        f"{done.url}: {done.source_layout} -> {done.target_layout}, {done.num_files} files, "
+        f"{done.bytes_written:,} bytes in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
+    )
+    return EXIT_OK
+
+
+def check_source_layout(text: str, found: object, url: str) -> None:
+    """Refuse a source whose layout is not the one the user named."""
+    from dataclasses import fields
+
+    from ckptkit.model.layout import ParallelLayout
+
+    named = ParallelLayout.parse(text)
+    axes = [field.name for field in fields(named) if any(word.startswith(field.name) for word in text.split("-"))]
+    if any(getattr(named, axis) != getattr(found, axis) for axis in axes):
+        raise UserError(f"{url} was saved as {found}, not as {text}", hint=f"--from {found}")

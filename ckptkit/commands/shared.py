@@ -1,0 +1,136 @@
+"""What several verbs of the `ckptkit` command have in common: arguments, addresses and hints."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from threefold.cli import log, print_json, print_line
+from threefold.console import live
+from threefold.errors import EXIT_OK, CheckFailed, UserError
+from threefold.options import argument, option
+
+if TYPE_CHECKING:
+    from ckptkit.runs.record import StepRecord
+    from threefold.storage import Storage
+
+LINES_EVERY_S = 10.0  # of progress, where no terminal is
+MAX_NAMED = 16
+CKPT_HELP = "run URL (its newest committed step) or step URL: a path, s3://..., or any fsspec URL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """Options of a verb that reports."""
+
+    json: bool = option(False, "print one JSON document")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRun(Reporting):
+    """Options of a verb on a run."""
+
+    run: str = argument("RUN", "run URL: a path, s3://..., or any fsspec URL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSteps(Reporting):
+    """Options of a verb on some steps."""
+
+    steps: tuple[str, ...] = argument("STEP_URL", "step URL, such as runs/a/step-000000100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfCheckpoint(Reporting):
+    """Options of a verb on one checkpoint."""
+
+    source: str = argument("CKPT", CKPT_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByMetric:
+    """Options that name a metric."""
+
+    metric: str = option("val_loss", "metric by which steps are compared", metavar="NAME")
+    max: bool = option(False, "the largest is the best, not the smallest")
+
+    @property
+    def mode(self) -> Literal["min", "max"]:
+        """Which value is the best."""
+        return "max" if self.max else "min"
+
+
+def pointing_to_other_steps(run: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Decorate a verb on a `source`: where damage ends it, the hint says how to find another step."""
+
+    @functools.wraps(run)
+    def run_verb(options: Any) -> int:
+        try:
+            return run(options)
+        except CheckFailed as damage:
+            from ckptkit.format.address import split_address
+
+            run_url = split_address(options.source)[0]
+            raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
+
+    return run_verb
+
+
+@contextmanager
+def shown_bytes() -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many bytes of how many are done."""
+    with live(lines_every_s=LINES_EVERY_S) as shown:
+        yield lambda done, total: shown.show(f"{done:,} of {total:,} bytes", done / max(total, 1))
+
+
+def open_run(url: str, hint: str) -> "Storage":
+    """Return the storage of a run; a step's URL is refused, and its run put into the hint."""
+    from ckptkit.format.address import open_address
+
+    storage, step = open_address(url)
+    if step is not None:
+        raise UserError(f"{url} is one step, not a run", hint=hint.format(storage.url))
+    return storage
+
+
+def check_metric(found: "Sequence[StepRecord]", metric: str, storage: "Storage") -> None:
+    """Refuse a metric that no step has, with those that there are."""
+    from ckptkit.runs.catalogue import no_step
+
+    if not found:
+        raise no_step(storage)
+    names = sorted({name for record in found for name in record.metrics()}, key=lambda name: (name.count("."), name))
+    if metric not in names:
+        there = ", ".join(names[:MAX_NAMED]) + (", ..." if names[MAX_NAMED:] else "") if names else "none"
+        hint = f"--metric {names[0]}" if names else "record numbers in the metadata of saves"
+        raise UserError(f"no step of {storage.url} has the metric {metric}; there are: {there}", hint=hint)
+
+
+def each_step(
+    options: OfSteps,
+    done: str,
+    find: "Callable[[str], tuple[Storage, int | None]]",
+    act: "Callable[[Storage, int], bool]",
+) -> int:
+    """Find the steps that URLs name, all before the first is changed, act on each, and report to which it was done."""
+    from ckptkit.format.address import open_address
+    from ckptkit.format.keys import step_folder
+
+    for url in options.steps:
+        if open_address(url)[1] is None:
+            raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {url}")
+    addresses = [(storage, step) for storage, step in map(find, options.steps) if step is not None]
+    urls = []
+    for storage, step in addresses:
+        url = f"{storage.url}/{step_folder(step)}"
+        if act(storage, step):
+            urls.append(url)
+        else:
+            log(f"{url} was not {done.removeprefix('un')}")
+    if options.json:
+        print_json({done: urls})
+    else:
+        for url in urls:
+            print_line(f"{done} {url}")
+    return EXIT_OK

@@ -1,0 +1,66 @@
+"""`ckptkit verify`: check every byte of a checkpoint."""
+
+from dataclasses import dataclass
+
+from ckptkit.commands.shared import OfCheckpoint, pointing_to_other_steps
+from threefold.cli import print_json, print_line
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
+from threefold.options import option
+
+SUMMARY = "check every byte of a checkpoint"
+
+
+def share(text: str) -> float:
+    """Return the share of a file that is read."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ValueError(f"{text!r} is not a share above 0, up to 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OfCheckpoint):
+    """Options of `ckptkit verify`."""
+
+    sample: float | None = option(
+        None,
+        "read a random share of each data file only, 0.05 for a twentieth, its first and last 1 MiB included",
+        metavar="SHARE",
+        parse=share,
+        exclusive="extent",
+    )
+    manifest: bool = option(
+        False, "read root and indexes only, and look at the sizes of the data files", exclusive="extent"
+    )
+    seed: int = option(0, "which sample", minimum=0, metavar="N")
+
+
+@pointing_to_other_steps
+def run(options: Options) -> int:
+    """Read every byte of a checkpoint (or a sample), check it against its checksums, and name the file, the offset and
+    the tensors of all damage (then the exit code is 1)."""
+    from dataclasses import asdict
+
+    from ckptkit.check.verify import verify_checkpoint
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.runs.catalogue import resolve
+
+    return_large_frees()
+    storage, step = resolve(options.source)
+    with CheckpointReader(storage, step) as reader:
+        read = 0.0 if options.manifest else options.sample or 1.0
+        result = verify_checkpoint(reader, share=read, seed=options.seed)
+    if options.json:
+        print_json({"ok": result.ok, "url": reader.url} | asdict(result))
+    else:
+        for fault in result.faults:
+            print_line(str(fault))
+        print_line(
+            f"{reader.url}: {result.num_files} files, {result.bytes_read:,} of {result.data_bytes:,} bytes read, "
+            + ("no fault" if result.ok else f"{len(result.faults)} fault{'s' if len(result.faults) > 1 else ''}")
+        )
+    return EXIT_OK if result.ok else EXIT_CHECK_FAILED

@@ -1,0 +1,148 @@
+"""Flags out of the fields of options: those of one verb, and the dotted ones of a configuration's tables.
+
+A verb's flags are converted where they are parsed: a fault is a usage fault of that verb. A configuration's stay texts,
+for the walker of `threefold.options` to report their faults together with those of the file.
+"""
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from threefold.options import KINDS, FlagText, Leaf, Mismatch, bounds_of, convert, is_array, leaves
+
+T = TypeVar("T")
+PREFIX = "settings:"  # argparse destinations of a configuration's flags, apart from a verb's own
+Settings = Mapping[str, FlagText]  # what was given of a configuration's flags, by dotted name
+
+
+def settings(cls: type, *, hidden: str = "") -> Any:
+    """Return a field of a verb's options that gets what is given of a configuration's flags.
+
+    `hidden` says where their help is, for a verb whose own help leaves them out.
+    """
+    return dataclasses.field(default_factory=dict, metadata={"settings": cls, "hidden": hidden})
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add an argument for each field of a verb's options."""
+    groups: dict[str, Any] = {}
+    for leaf in leaves(cls):
+        group = leaf.option.exclusive
+        if group and group not in groups:
+            groups[group] = parser.add_mutually_exclusive_group()
+        add_option(groups.get(group, parser), leaf)
+    for field in dataclasses.fields(cls):
+        if "settings" in field.metadata:
+            hidden = field.metadata["hidden"]
+            usage = parser.format_usage().removeprefix("usage: ").rstrip()
+            parser.usage = f"{usage} [flags]".replace("%", "%%")
+            parser.epilog = hidden or None
+            add_settings(parser, field.metadata["settings"], is_shown=not hidden)
+
+
+def read_options(cls: type[T], arguments: argparse.Namespace) -> T:
+    """Return the options of a verb out of a command line parsed with add_options."""
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(typing.cast(Any, cls)):
+        if "settings" in field.metadata:
+            given[field.name] = settings_of(arguments)
+        elif hasattr(arguments, field.name):
+            value = getattr(arguments, field.name)
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**given)
+
+
+def add_option(target: Any, leaf: Leaf) -> None:
+    """Add one argument of a verb; what is not given leaves no trace, as the dataclass holds the defaults."""
+    described, kind, has_default = leaf.option, leaf.kind, leaf.default is not dataclasses.MISSING
+    is_list = typing.get_origin(kind) is tuple and (described.is_positional or described.repeats)
+    word: dict[str, Any] = {"default": argparse.SUPPRESS}
+    shown = "" if leaf.default in (None, "", ()) or leaf.default is False or not has_default else leaf.default
+    word["help"] = with_default(described.help, shown)
+    if kind is bool:
+        target.add_argument(leaf.flag, *described.flags, dest=leaf.name, action="store_true", **word)
+        return
+    item = typing.get_args(kind)[0] if is_list else kind
+    if typing.get_origin(item) is Literal:
+        word["choices"] = typing.get_args(item)
+        word["type"] = type(word["choices"][0])
+    elif item is not str or described.parse:
+        word["type"] = text_type(item, leaf)
+    word["metavar"] = described.metavar
+    if described.is_positional:
+        if is_list or has_default:
+            word["nargs"] = ("*" if has_default else "+") if is_list else "?"
+        target.add_argument(leaf.name, **word)
+        return
+    if is_list:
+        word["action"] = "append"
+    target.add_argument(leaf.flag, *described.flags, dest=leaf.name, required=not has_default, **word)
+
+
+def text_type(annotation: Any, leaf: Leaf) -> Any:
+    """Return the argparse type of one field, which says of a text what it is not."""
+
+    def parse(text: str) -> Any:
+        try:
+            return convert(FlagText(text, leaf.flag), annotation, leaf.option)
+        except Mismatch as mismatch:
+            if leaf.option.parse:
+                raise argparse.ArgumentTypeError(str(mismatch)) from None
+            bounds = " and ".join(f"{sign} {bound:g}" for _, sign, bound in bounds_of(leaf.option))
+            raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[annotation]} {bounds}".rstrip()) from None
+
+    return parse
+
+
+def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool = True) -> None:
+    """Add the dotted flag of every field of a configuration, with its short ones, grouped by table."""
+    groups: dict[str, Any] = {}
+    for leaf in leaves(cls):
+        table, described = leaf.name.rpartition(".")[0], leaf.option
+        if table not in groups:
+            groups[table] = parser.add_argument_group(f"[{table}]" if table else None)
+        default = ",".join(map(str, leaf.default)) if isinstance(leaf.default, tuple) else leaf.default
+        repeats = described.repeats or is_array(leaf.annotation)
+        word: dict[str, Any] = {"dest": PREFIX + leaf.name, "default": argparse.SUPPRESS}
+        groups[table].add_argument(
+            *described.flags,
+            leaf.flag,
+            metavar=described.metavar or metavar(leaf.kind, repeats),
+            action="append" if repeats else "store",
+            help=with_default(described.help, default) if is_shown else argparse.SUPPRESS,
+            **word,
+        )
+        for flag, value in described.shorthands.items():
+            text = f"short for {leaf.flag} {value}" if is_shown else argparse.SUPPRESS
+            groups[table].add_argument(flag, action="store_const", const=value, help=text, **word)
+
+
+def with_default(text: str, default: Any) -> str:
+    """Return a help text with its default, if there is one to show, as argparse wants it."""
+    return (text + (f" (default: {default})" if default != "" else "")).replace("%", "%%")
+
+
+def metavar(kind: Any, repeats: bool) -> str:
+    """Return how the value of a configuration's flag is shown in the help."""
+    if is_array(kind):
+        return "KEY=VALUE,..."
+    if repeats:
+        return "S"
+    if typing.get_origin(kind) is Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return "A,B,..."
+    return {int: "N", float: "X", str: "S", bool: "true|false"}[kind]
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, FlagText]:
+    """Return what was given of a configuration's flags on a command line parsed with add_settings."""
+    found = {}
+    for key, value in vars(arguments).items():
+        if key.startswith(PREFIX):
+            name = key.removeprefix(PREFIX)
+            text, *more = value if isinstance(value, list) else [str(value)]
+            found[name] = FlagText(text, "--" + name.replace("_", "-"), tuple(more))
+    return found

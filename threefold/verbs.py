@@ -1,0 +1,67 @@
+"""The verbs of a kit, a file each: `KIT/commands/VERB.py` holds SUMMARY, the dataclass Options and the function run.
+
+The package lists its verbs in the order of the help, `help` and `completion` come with every kit. The first lines of
+`run` are the description. A verb's arguments are added when its parser is first used, so that no other one pays for it.
+"""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+from threefold.cli import Parser
+from threefold.flags import add_options, read_options
+from threefold.packages import needed_for
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_verbs(parser: Parser, commands: ModuleType) -> Parser:
+    """Add the verbs of a package of commands to a parser, then `help` and `completion`; return the parser."""
+    verbs = parser.add_subparsers(metavar="{" + ",".join((*commands.VERBS, "help", "completion")) + "}")
+    for name in commands.VERBS:
+        module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
+        verb = verbs.add_parser(name, help=module.SUMMARY, description=module.run.__doc__)
+        verb.fill_later(_filler(module))
+    about = verbs.add_parser("help", help="show the help of a verb", description="Show the help of a verb, or of all.")
+    about.add_argument("verb", nargs="?", metavar="VERB", help="a verb, such as " + commands.VERBS[0])
+    about.set_defaults(handler=lambda arguments: _help(parser, arguments.verb))
+    completion = verbs.add_parser(
+        "completion",
+        help="print what completes this command in a shell",
+        description="Print a script that completes verbs, flags, choices and paths in a shell; needs "
+        f'threefold[completion]. For bash: eval "$({parser.prog} completion bash)"',
+    )
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    completion.set_defaults(handler=lambda arguments: _complete(parser, verbs, arguments.shell))
+    return parser
+
+
+def _filler(module: ModuleType) -> Callable[[Parser], None]:
+    def fill(parser: Parser) -> None:
+        add_options(parser, module.Options)
+        parser.set_defaults(handler=lambda arguments: module.run(read_options(module.Options, arguments)))
+
+    return fill
+
+
+def _help(parser: Parser, verb: str | None) -> int:
+    """Print what `--help` prints: of the verb, else of all."""
+    if verb is None:
+        parser.print_help()
+    else:
+        parser.parse_args([verb, "--help"])
+    return 0
+
+
+def _complete(parser: Parser, verbs: "argparse._SubParsersAction[Parser]", shell: str) -> int:
+    """Print a shell's completion of all verbs; what has no choices is completed as a path."""
+    with needed_for("completion"):
+        import shtab
+    for verb in verbs.choices.values():
+        verb.fill()
+        for action in verb._actions:
+            if action.nargs != 0 and action.choices is None and action.type is None:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
+    print(shtab.complete(parser, shell))
+    return 0
