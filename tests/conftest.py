@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.planted import Planted
+from tests.support.planted import Planted
 from tools.fault_proxy import FaultProxy
 from tools.s3_server import Server, find_weed, running, start, stop
 

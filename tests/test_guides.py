@@ -21,9 +21,9 @@ import pytest
 from ckptkit.model.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import SMALL, save_whole
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import SMALL, save_whole
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
 from tests.datakit.foreign.test_datatrove import write_ds
 from tests.datakit.foreign.test_litdata import spec, write_litdata

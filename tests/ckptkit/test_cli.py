@@ -9,8 +9,8 @@ import pytest
 
 from ckptkit.cli import main
 from ckptkit.model.layout import ParallelLayout
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.storage import open_storage
 
 LAYERS = 3

@@ -17,7 +17,7 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Node
-from tests.ckptkit.checkpoints import cut
+from tests.ckptkit.support.checkpoints import cut
 
 # bfloat16 and float8, which numpy does not know, as their bits
 DTYPES = {

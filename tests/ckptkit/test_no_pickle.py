@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckptkit.saves import ROOT, SMALL, save_whole
+from tests.ckptkit.support.saves import ROOT, SMALL, save_whole
 
 PROGRAM = """
 import _pickle, pickle, sys
@@ -34,7 +34,7 @@ for attempt in (lambda: pickle.loads(b"N."), lambda: torch.load("x"), lambda: pi
 
 from ckptkit.cli import main
 from ckptkit import restore, restore_newest
-from tests.ckptkit.saves import ONE, SMALL, pieces_of
+from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
 
 run, copied, cut = sys.argv[1:]
 tensors = pieces_of(SMALL, ONE, 0, None, lambda flat: torch.from_numpy(flat.copy()))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ckptkit.model.layout import ParallelLayout
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import SMALL, save_whole
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import SMALL, save_whole
 from tests.ckptkit.test_cli import Capture, assert_refused, call
 from threefold.errors import StorageError
 from threefold.storage import Storage, open_storage

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.datakit.archived import make_store
 from tests.datakit.conftest import Cli, files_of
+from tests.datakit.support.archived import make_store
 
 
 @pytest.fixture

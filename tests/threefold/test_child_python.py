@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted import Planted
+from tests.support.planted import Planted
 from threefold.child_python import python_command, search_path
 
 ROOT = Path(__file__).parents[2]

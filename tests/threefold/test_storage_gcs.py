@@ -5,7 +5,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.threefold.fake_gcs import Bucket, fake_gcs
+from tests.threefold.support.fake_gcs import Bucket, fake_gcs
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, open_storage
 from threefold.storage.conformance import StorageConformance

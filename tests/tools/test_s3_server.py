@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckptkit.saves import is_running
+from tests.ckptkit.support.saves import is_running
 from tools.s3_server import Server, find_weed, start, stop
 
 ROOT = Path(__file__).parent.parent.parent

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.training import write_config, write_stores
+from tests.trainer.support.training import write_config, write_stores
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.training import call
+from tests.trainer.support.training import call
 from trainer.banner import kept
 from trainer.config_file import config_from
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckptkit.cli import main as ckptkit
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.training import Job, call, curve, kill, last_step, lines
+from tests.trainer.support.training import Job, call, curve, kill, last_step, lines
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from datakit import Blend, write_store
-from tests.trainer.training import call, last_step
+from tests.trainer.support.training import call, last_step
 from trainer.data import token_fault
 
 BAD = 70  # of a vocabulary of 61

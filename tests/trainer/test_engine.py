@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.global_state import assembled, copied, fill
-from tests.trainer.parity import MODELS, make_engine
-from tests.trainer.plain_model import logits, train
-from tests.trainer.ranks import run_ranks
+from tests.trainer.support.global_state import assembled, copied, fill
+from tests.trainer.support.parity import MODELS, make_engine
+from tests.trainer.support.plain_model import logits, train
+from tests.trainer.support.ranks import run_ranks
 from threefold.errors import UserError
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config_check import resolve

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.trainer.training import ROOT, call, lines
+from tests.trainer.support.training import ROOT, call, lines
 from trainer.data import open_blend
 from trainer.evaluate import Evaluation
 from trainer.ranks import Ranks

@@ -9,10 +9,10 @@ from ckptkit.loading.exchange import agreed
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.model.layout import ParallelLayout
-from tests.ckptkit.exchange_program import BIG
-from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import assert_restored, pieces_of, save_whole
-from tests.trainer.ranks import run_ranks
+from tests.ckptkit.support.exchange_program import BIG
+from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.saves import assert_restored, pieces_of, save_whole
+from tests.trainer.support.ranks import run_ranks
 from threefold.errors import CheckFailed
 from threefold.storage import open_storage
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.support.training import ROOT, call
 from tests.trainer.test_data import BAD, spoilt_store
-from tests.trainer.training import ROOT, call
 from threefold.errors import StorageError
 from trainer.failure import record
 

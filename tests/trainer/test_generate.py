@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.training import call
+from tests.trainer.support.training import call
 from trainer.generate import continue_tokens
 
 

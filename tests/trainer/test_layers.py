@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.parity import MODELS
+from tests.trainer.support.parity import MODELS
 from trainer.layers import Block, Noise, Rotation
 from trainer.mesh import ProcessMesh
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.model.layout import Coords, ParallelLayout
-from tests.trainer.ranks import run_ranks
+from tests.trainer.support.ranks import run_ranks
 from threefold.errors import UserError
 from trainer.mesh import Link, ProcessMesh
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.tiers.tier import Node, parse_tiers
-from tests.ckptkit.saves import SMALL, save_whole
+from tests.ckptkit.support.saves import SMALL, save_whole
 from threefold.errors import StorageError
 from threefold.storage import open_storage
 from threefold.storage.local import LocalStorage, local_failure

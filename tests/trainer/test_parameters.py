@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.parity import MODELS, config_for, make_engine
+from tests.trainer.support.parity import MODELS, config_for, make_engine
 from trainer.config import Config
 from trainer.parameters import initialise, parameter_table
 

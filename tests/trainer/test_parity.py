@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptkit.model.layout import ParallelLayout, stage_layers
-from tests.trainer.parity import GLOBAL_BATCH, MICRO_BATCH, MODELS, config_for, largest_gap, run_steps
-from tests.trainer.ranks import run_ranks
+from tests.trainer.support.parity import GLOBAL_BATCH, MICRO_BATCH, MODELS, config_for, largest_gap, run_steps
+from tests.trainer.support.ranks import run_ranks
 from trainer.config import Config
 
 LAYOUTS = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.parity import MODELS, config_for, largest_gap, run_steps
-from tests.trainer.ranks import run_ranks
+from tests.trainer.support.parity import MODELS, config_for, largest_gap, run_steps
+from tests.trainer.support.ranks import run_ranks
 from tests.trainer.test_parity import BOUNDS, assert_trained
 
 NUM_GPUS = torch.cuda.device_count()

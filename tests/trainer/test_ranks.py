@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.trainer.training import ROOT, Job, last_step
+from tests.trainer.support.training import ROOT, Job, last_step
 
 PROGRAM = """
 import sys

@@ -7,7 +7,7 @@ import pytest
 from ckptkit.check.hash import hash_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.training import Job, call, curve, lines
+from tests.trainer.support.training import Job, call, curve, lines
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 from trainer import train as training

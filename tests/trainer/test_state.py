@@ -8,7 +8,7 @@ import torch
 
 from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.training import call, lines
+from tests.trainer.support.training import call, lines
 from threefold.storage import open_storage
 from trainer.own_steps import set_aside
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.training import ROOT, call, last_step
+from tests.trainer.support.training import ROOT, call, last_step
 from threefold.storage import open_storage
 from trainer import stop
 from trainer.stop import StopRequest

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.ranks import run_ranks
+from tests.trainer.support.ranks import run_ranks
 from trainer.loss import vocab_cross_entropy
 from trainer.mesh import Group, ProcessMesh
 from trainer.tensor_parallel import ColumnLinear, RowLinear, VocabMatrix, enter

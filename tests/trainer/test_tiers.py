@@ -13,7 +13,7 @@ import pytest
 from ckptkit.check.hash import hash_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.training import ROOT, call, curve, kill, lines
+from tests.trainer.support.training import ROOT, call, curve, kill, lines
 from threefold.storage import open_storage
 
 Console = pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.runs.catalogue import committed_steps
-from tests.trainer.training import Job, call, curve, last_step, lines
+from tests.trainer.support.training import Job, call, curve, last_step, lines
 from threefold.storage import open_storage
 
 WATCHED = ("loss", "grad_norm", "lr", "tokens")

@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.runs.catalogue import committed_steps
 from datakit import TokenStore, write_store
-from tests.trainer.training import call, curve, lines, write_stores
+from tests.trainer.support.training import call, curve, lines, write_stores
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 

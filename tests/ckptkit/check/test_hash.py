@@ -11,8 +11,8 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.storage import open_storage
 
 

@@ -17,8 +17,8 @@ from ckptkit.io.blocks import GRANULE_BYTES, checksums, xxh3_64
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.cover import MAX_SEARCHED
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Buffer, ObjectInfo, open_storage
 from threefold.storage.local import LocalStorage

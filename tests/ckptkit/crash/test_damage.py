@@ -13,8 +13,8 @@ from ckptkit.cli import main
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.loading.reader import CheckpointReader
-from tests.ckptkit.model_tables import gpt_tensors
-from tests.ckptkit.saves import newest_good, save_whole
+from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.saves import newest_good, save_whole
 from threefold.storage import open_storage
 
 TENSORS = gpt_tensors(hidden=64, ffn=128, vocab=2001)

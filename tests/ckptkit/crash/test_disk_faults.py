@@ -14,7 +14,7 @@ from ckptkit.format.keys import ROOT_KEY
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from tests.ckptkit.saves import (
+from tests.ckptkit.support.saves import (
     ROOT,
     SMALL,
     Injection,

@@ -8,7 +8,7 @@ import pytest
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from tests.ckptkit.saves import SMALL, Injection, assert_holds, newest_good, remove_remains, save_one
+from tests.ckptkit.support.saves import SMALL, Injection, assert_holds, newest_good, remove_remains, save_one
 from threefold.storage import open_storage
 
 # A kill comes before its call is made, so the kills at calls that change something meet every state of the disk.

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.killing import kill_after, wait_until_gone
-from tests.ckptkit.saves import ROOT, is_running
+from tests.ckptkit.support.saves import ROOT, is_running
 from tools.s3_server import find_weed
 
 SESSIONS = ["sh", "-c", "setsid sleep 100 & setsid sleep 100 & wait"]

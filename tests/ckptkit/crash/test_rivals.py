@@ -15,7 +15,7 @@ from ckptkit.loading.roots import read_root
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
-from tests.ckptkit.saves import (
+from tests.ckptkit.support.saves import (
     ROOT,
     SMALL,
     Injection,
@@ -210,8 +210,8 @@ def test_all_trainers_of_a_job_die_in_a_save_and_it_is_committed(s3_proxy: Fault
 SHORT_OF_MEMORY = """
 import resource, sys
 from ckptkit.saving.checkpointer import Checkpointer
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, pieces_of, save_one
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import NUM_LAYERS, ONE, SMALL, pieces_of, save_one
 tensors = gpt_tensors(hidden=256, ffn=512, vocab=20000)
 pieces = pieces_of(tensors, ONE, 0, values(tensors))
 with Checkpointer(sys.argv[1], attempt="a") as checkpointer:

@@ -10,8 +10,8 @@ import pytest
 
 from ckptkit.format.keys import ROOT_KEY
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from tests.ckptkit.model_tables import gpt_tensors
-from tests.ckptkit.saves import SMALL, newest_good, save_one, save_whole, wait_until
+from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.saves import SMALL, newest_good, save_one, save_whole, wait_until
 from threefold.errors import StorageError
 from threefold.storage import AlreadyExists, open_storage
 from threefold.storage.object_store import PART_BYTES

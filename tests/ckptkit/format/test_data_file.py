@@ -12,8 +12,8 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.save_plan import plan_save
-from tests.ckptkit.checkpoints import cut
-from tests.ckptkit.model_tables import NUMPY, gpt_tensors, values
+from tests.ckptkit.support.checkpoints import cut
+from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, values
 
 
 @settings(max_examples=15, deadline=None)

@@ -26,8 +26,8 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import rank_chunks
 from ckptkit.plan.load_plan import plan_load
 from ckptkit.plan.save_plan import plan_save
-from tests.ckptkit.checkpoints import stored_chunks
-from tests.ckptkit.model_tables import gpt_tensors
+from tests.ckptkit.support.checkpoints import stored_chunks
+from tests.ckptkit.support.model_tables import gpt_tensors
 from threefold.errors import UserError
 
 TENSORS = gpt_tensors()

@@ -16,7 +16,7 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.plan.save_plan import plan_save
-from tests.ckptkit.model_tables import gpt_tensors
+from tests.ckptkit.support.model_tables import gpt_tensors
 from threefold.errors import CheckFailed, UserError
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from ckptkit.handoff.block_layout import Stream, cut
 from ckptkit.plan.save_plan import plan_save
-from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import ONE, SMALL, pieces_of
+from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 30))

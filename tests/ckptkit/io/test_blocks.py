@@ -27,7 +27,7 @@ from ckptkit.io.blocks import (
     place,
     xxh3_64,
 )
-from tests.ckptkit.saves import ROOT, strace
+from tests.ckptkit.support.saves import ROOT, strace
 from threefold.errors import StorageError
 from threefold.native import load_library
 from threefold.storage.new_file import NewFile

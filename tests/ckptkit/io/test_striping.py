@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptkit.io.striping import MAX_STRIPES, MAX_STRIPES_IN_ALL, STRIPE_SIZE_UNIT, Striper, Striping, choose_striping
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from tests.ckptkit.saves import SMALL, save_one
+from tests.ckptkit.support.saves import SMALL, save_one
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 

@@ -16,8 +16,8 @@ from ckptkit.loading.targets import BOUNCE_BYTES
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.save import save
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of, save_whole
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import NUM_LAYERS, ONE, assert_holds, pieces_of, save_whole
 from threefold.storage import open_storage
 
 torch = pytest.importorskip("torch")

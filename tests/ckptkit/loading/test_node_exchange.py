@@ -17,10 +17,10 @@ from ckptkit.loading.exchange import agreed
 from ckptkit.loading.node_exchange import NodeExchange
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.fallback import restore_newest
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.exchange_program import BIG
-from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import ROOT, SMALL, assert_restored, pieces_of, save_whole
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.exchange_program import BIG
+from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.saves import ROOT, SMALL, assert_restored, pieces_of, save_whole
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import open_storage
 
@@ -39,8 +39,8 @@ def start(run: Path, options: list[list[str]]) -> list[dict[str, Any]]:
     job = uuid.uuid4().hex
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ckptkit.exchange_program", str(run), "1", str(rank), str(len(options)), job,
-             *given],
+            [sys.executable, "-m", "tests.ckptkit.support.exchange_program", str(run), "1", str(rank),
+             str(len(options)), job, *given],
             cwd=ROOT, stdout=subprocess.PIPE, text=True,
         )
         for rank, given in enumerate(options)

@@ -16,8 +16,8 @@ from ckptkit.loading.restore import restore, restore_from
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.tensor import TensorInfo
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import ONE, ROOT, SMALL, assert_holds, assert_restored, pieces_of, save_whole
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import ONE, ROOT, SMALL, assert_holds, assert_restored, pieces_of, save_whole
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -182,8 +182,8 @@ MEASURE = """
 import resource, sys
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.loading.restore import restore
-from tests.ckptkit.model_tables import gpt_tensors
-from tests.ckptkit.saves import SMALL, pieces_of, save_whole
+from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.saves import SMALL, pieces_of, save_whole
 save_whole(sys.argv[1] + "-small", 1, SMALL)
 restore(sys.argv[1] + "-small", 1, pieces_of(SMALL, ParallelLayout(), 0))
 tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)

@@ -12,8 +12,8 @@ from ckptkit.loading.restore import restore
 from ckptkit.loading.targets import Targets
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.load_plan import LoadPlan
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import assert_restored, pieces_of, save_whole
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import assert_restored, pieces_of, save_whole
 
 BOUNCE_BYTES = 1 << 20
 TENSORS = gpt_tensors(hidden=256, ffn=512, vocab=2001)

@@ -16,8 +16,8 @@ from ckptkit.model.ranks import Partition, rank_chunks
 from ckptkit.model.tensor import storage_order
 from ckptkit.rewrite import reshard as reshard_module
 from ckptkit.rewrite.reshard import reshard
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.storage import open_storage
 
 LAYERS = 4

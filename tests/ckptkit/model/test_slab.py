@@ -10,7 +10,7 @@ from ckptkit.model.box import Box
 from ckptkit.model.placement import Placement
 from ckptkit.model.slab import STEP_BYTES, positions_before, slab_batches
 from ckptkit.model.tensor import TensorInfo
-from tests.ckptkit.model_tables import gpt_tensors
+from tests.ckptkit.support.model_tables import gpt_tensors
 
 
 @st.composite

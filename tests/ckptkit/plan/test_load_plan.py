@@ -19,8 +19,8 @@ from ckptkit.model.tensor import TensorInfo, storage_order
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.plan.stored import Bounds
-from tests.ckptkit.checkpoints import stored_chunks
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import stored_chunks
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, UserError
 
 NONE = np.empty(0, np.uint64)

@@ -16,9 +16,9 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.copy import CopyReport, copy_step
 from ckptkit.runs.catalogue import committed_steps
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import ROOT, strace
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import ROOT, strace
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
 

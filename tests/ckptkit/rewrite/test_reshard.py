@@ -18,8 +18,8 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.reshard import reshard
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
 

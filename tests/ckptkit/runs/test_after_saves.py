@@ -12,8 +12,8 @@ from ckptkit.runs.pins import pin
 from ckptkit.runs.pruning import Pruner
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
-from tests.ckptkit.saves import SMALL, save_one
-from tests.ckptkit.steps import LAST, Watched, write_steps
+from tests.ckptkit.support.saves import SMALL, save_one
+from tests.ckptkit.support.steps import LAST, Watched, write_steps
 from threefold.errors import StorageError
 from threefold.storage import open_storage
 from threefold.storage.local import LocalStorage

@@ -8,8 +8,8 @@ import pytest
 
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.runs.fallback import first_sound, restore_newest
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import ONE, SMALL, assert_restored, pieces_of, save_whole, strace
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import ONE, SMALL, assert_restored, pieces_of, save_whole, strace
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 
@@ -76,7 +76,7 @@ def test_a_step_on_a_bad_disk_is_passed_over(run: Path) -> None:
     import sys
 
     program = (
-        "import sys; from tests.ckptkit.saves import *; from ckptkit import restore_newest;"
+        "import sys; from tests.ckptkit.support.saves import *; from ckptkit import restore_newest;"
         "print(restore_newest(sys.argv[1], pieces_of(SMALL, ONE, 0)).step)"
     )
     path = next((run / "step-000000003").rglob("part-00000.safetensors"))

@@ -15,7 +15,7 @@ from ckptkit.runs.catalogue import committed_steps, listed_steps
 from ckptkit.runs.fallback import restore_newest
 from ckptkit.runs.pruning import STEPS_AT_A_TIME, Pruner, prune
 from ckptkit.runs.retention import Retention
-from tests.ckptkit.steps import TENSORS, write_steps
+from tests.ckptkit.support.steps import TENSORS, write_steps
 from tests.ckptkit.test_cli import Capture, call
 from threefold.errors import StorageError
 from threefold.storage import Buffer, ObjectInfo

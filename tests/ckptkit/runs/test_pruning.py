@@ -16,8 +16,8 @@ from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin, pin_key, unpin
 from ckptkit.runs.pruning import prune
 from ckptkit.runs.retention import Retention
-from tests.ckptkit.saves import ROOT, strace
-from tests.ckptkit.steps import DAY_S, LAST, Watched, age, checked_records, keys, write_steps
+from tests.ckptkit.support.saves import ROOT, strace
+from tests.ckptkit.support.steps import DAY_S, LAST, Watched, age, checked_records, keys, write_steps
 from threefold.storage import Storage, open_storage
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")

@@ -13,8 +13,8 @@ from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin, pin_key
 from ckptkit.runs.pruning import prune
 from ckptkit.runs.retention import Retention
-from tests.ckptkit.saves import SMALL, assert_holds, save_whole
-from tests.ckptkit.steps import DAY_S, LAST, Watched, age, checked_records, keys, write_steps
+from tests.ckptkit.support.saves import SMALL, assert_holds, save_whole
+from tests.ckptkit.support.steps import DAY_S, LAST, Watched, age, checked_records, keys, write_steps
 from threefold.errors import UserError
 from threefold.storage import open_storage
 

@@ -8,7 +8,7 @@ from ckptkit.format.root import Part, Root
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import listed_steps
 from ckptkit.runs.record import Records, StepRecord
-from tests.ckptkit.steps import checked_records, write_steps
+from tests.ckptkit.support.steps import checked_records, write_steps
 from threefold.storage import open_storage
 from threefold.storage.local import LocalStorage
 

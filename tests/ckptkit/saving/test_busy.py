@@ -9,7 +9,16 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import checkpointer as checkpointer_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveCounts
-from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, is_running, pieces_of, save_one, wait_until
+from tests.ckptkit.support.saves import (
+    NUM_LAYERS,
+    ONE,
+    SMALL,
+    assert_holds,
+    is_running,
+    pieces_of,
+    save_one,
+    wait_until,
+)
 from threefold.errors import UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy

@@ -27,8 +27,8 @@ from ckptkit.saving import client as writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
 from ckptkit.tiers.tier import Tier
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import (
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import (
     NUM_LAYERS,
     ONE,
     SMALL,
@@ -42,7 +42,7 @@ from tests.ckptkit.saves import (
     strace,
     wait_until,
 )  # fmt: skip
-from tests.planted import Planted
+from tests.support.planted import Planted
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy

@@ -17,8 +17,8 @@ from ckptkit.saving import save as save_module
 from ckptkit.saving import staging as staging_module
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.save import save
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, assert_holds, pieces_of
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import NUM_LAYERS, ONE, assert_holds, pieces_of
 
 torch = pytest.importorskip("torch")
 TENSORS = gpt_tensors(hidden=128, ffn=1024, vocab=7000)

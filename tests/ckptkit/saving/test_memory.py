@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckptkit.saves import ROOT
+from tests.ckptkit.support.saves import ROOT
 
 STATE_MIB, CONSTANT_MIB = 384, 256
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.saving.checkpointer import Checkpointer
-from tests.ckptkit.saves import SMALL, save_one, start_rank
+from tests.ckptkit.support.saves import SMALL, save_one, start_rank
 
 CALLS = (
     "openat,creat,mkdir,mkdirat,stat,newfstatat,statx,link,linkat,rename,renameat,unlink,unlinkat,fsync,fdatasync,"

@@ -25,8 +25,8 @@ from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.writer.priority import NICE
 from ckptkit.writer.ring_reader import StagedBlocks
 from ckptkit.writer.step import GivenUp
-from tests.ckptkit.model_tables import gpt_tensors, values
-from tests.ckptkit.saves import (
+from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.saves import (
     NUM_LAYERS,
     ONE,
     ROOT,
@@ -171,7 +171,7 @@ def test_a_wait_for_blocks_ends() -> None:
 
 def test_a_save_of_many_ranks_needs_no_collective_and_no_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from tests.ckptkit.saves import *; layout = ParallelLayout(dp=2)\n"
+        "import sys; from tests.ckptkit.support.saves import *; layout = ParallelLayout(dp=2)\n"
         f"with Checkpointer({str(tmp_path)!r}, rank=int(sys.argv[1]), world_size=2, attempt='a') as checkpointer:\n"
         "    save_one(checkpointer, 1, SMALL, layout, int(sys.argv[1])); assert checkpointer.wait()[0].ok\n"
         "assert 'torch' not in sys.modules\n"

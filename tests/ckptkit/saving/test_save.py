@@ -15,8 +15,8 @@ from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import save as saving
 from ckptkit.writer.commit import KILLED
 from ckptkit.writer.step import StepTarget, clear, discard, tell_failed
-from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
+from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, ObjectInfo, open_storage
 from threefold.storage.local import LocalStorage

@@ -7,7 +7,7 @@ import pytest
 from ckptkit.cli import main
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Tier
-from tests.ckptkit.saves import SMALL, save_one
+from tests.ckptkit.support.saves import SMALL, save_one
 
 RUN, SLOW = "local://me:hunter2@host/run", "local://me:hunter2@host/slow"  # folders of these names in the current one
 CONFIG = {"checkpoint": {"save": RUN, "tiers": [f"{SLOW},every=10"]}, "endpoint": "http://me:hunter2@host:8333"}

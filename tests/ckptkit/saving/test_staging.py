@@ -17,8 +17,8 @@ from ckptkit.runs.retention import Retention
 from ckptkit.saving import template as structure_module
 from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
 from ckptkit.saving.template import Structure
-from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import ONE, SMALL, pieces_of
+from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
 
 
 def sources_of(structure: Structure) -> list[np.ndarray]:

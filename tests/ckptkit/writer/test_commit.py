@@ -32,7 +32,7 @@ from ckptkit.writer.commit import (
     wait_for_parts,
 )  # fmt: skip
 from ckptkit.writer.retries import Retries
-from tests.ckptkit.saves import NUM_LAYERS, SMALL
+from tests.ckptkit.support.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import AlreadyExists, Storage, TemporaryFailure, open_storage
 from threefold.storage.local import LocalStorage

@@ -26,8 +26,8 @@ from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Tier
 from ckptkit.writer import copier as promotion_module
 from ckptkit.writer.copier import Promoter, promote
-from tests.ckptkit.model_tables import values
-from tests.ckptkit.saves import (
+from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.saves import (
     SMALL,
     assert_holds,
     assert_restored,

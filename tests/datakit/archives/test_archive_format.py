@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tests.datakit.archived import FRAME_BYTES, make_archive, make_store
+from tests.datakit.support.archived import FRAME_BYTES, make_archive, make_store
 
 
 def test_every_field_is_as_the_page_says(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from datakit import archive, unarchive, verify, write_store
 from datakit.archives import archiving as module
 from datakit.archives.store_source import StoreSource
-from tests.datakit.archived import FRAME_BYTES, FaultyStorage, Killed, make_archive, make_store
 from tests.datakit.conftest import begin_upload, files_of
+from tests.datakit.support.archived import FRAME_BYTES, FaultyStorage, Killed, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from threefold.storage.stale_uploads import abort_stale_uploads

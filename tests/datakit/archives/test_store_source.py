@@ -17,8 +17,8 @@ from datakit.archives.archive_record import ArchiveRecord, digest_of
 from datakit.archives.store_source import StoreSource
 from datakit.reports.verification import verify
 from datakit.store.manifest import Manifest, content_checksum, is_plain_folder
-from tests.datakit.archived import FRAME_BYTES, make_archive, make_store
 from tests.datakit.conftest import files_of
+from tests.datakit.support.archived import FRAME_BYTES, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy

@@ -13,8 +13,8 @@ from datakit import TokenStore, archive, unarchive, verify
 from datakit.archives import unarchiving as module
 from datakit.archives.store_source import StoreSource
 from datakit.store.assembly import Assembly
-from tests.datakit.archived import FaultyStorage, Killed, make_archive, make_store
 from tests.datakit.conftest import files_of
+from tests.datakit.support.archived import FaultyStorage, Killed, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy

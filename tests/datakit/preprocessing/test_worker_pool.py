@@ -19,7 +19,7 @@ from datakit.store.token_store import TokenStore
 from datakit.text.inputs import FileSlice, InputFile, WorkItem
 from datakit.tokenization.identity import TokenizerIdentity
 from tests.datakit.conftest import Cli, write_jsonl
-from tests.planted import Planted
+from tests.support.planted import Planted
 from threefold.errors import StorageError
 
 

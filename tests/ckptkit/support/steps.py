@@ -9,8 +9,8 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import listed_steps
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention
-from tests.ckptkit.checkpoints import write_checkpoint
-from tests.ckptkit.model_tables import gpt_tensors, values
+from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.storage import Storage
 from threefold.storage.local import LocalStorage
 

@@ -20,11 +20,11 @@ from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
-from tests.ckptkit.model_tables import NUMPY, gpt_tensors, values
+from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, values
 from threefold.errors import CheckFailed
 from threefold.storage import open_storage
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 NUM_LAYERS = 3
 ONE = ParallelLayout()
 
@@ -108,11 +108,11 @@ def remove_remains(run: Path) -> None:
 def start_rank(
     url: str, *arguments: object, under: Sequence[str] = (), group: int | None = None
 ) -> subprocess.Popen[str]:
-    """Start `tests.ckptkit.rank_program`, a trainer of one rank, in a process of its own; `under` is put before it.
+    """Start `rank_program` beside this file, a trainer of one rank, in its own process; `under` is put before it.
 
     `group` is the process group it joins, 0 for a new one.
     """
-    command = [*under, sys.executable, "-m", "tests.ckptkit.rank_program", url, *map(str, arguments)]
+    command = [*under, sys.executable, "-m", "tests.ckptkit.support.rank_program", url, *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=group)
 
 

@@ -14,7 +14,7 @@ import psutil
 from datakit import write_store
 from trainer.cli import main
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 VOCAB_SIZE = 61  # a multiple of no layout: the table is padded
 START_WITHIN_S = 120.0
 CONFIG = """

@@ -1,7 +1,7 @@
 """A trainer of one rank for the tests: saves steps of a table's values and does to itself what the test asks for.
 
-    python -m tests.ckptkit.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2] [--then kill|fork-kill|hold|exit]
-        [--tier URL,every=2] [--nodes 2] [--window-blocks N] [--keep-last N]
+    python -m tests.ckptkit.support.rank_program URL [--rank R --layout tp2-dp2] [--steps 1,2]
+        [--then kill|fork-kill|hold|exit] [--tier URL,every=2] [--nodes 2] [--window-blocks N] [--keep-last N]
 
 Prints `writer PID`, then a JSON report a save (unless it is killed first); with `--then hold` `told` once its writer
 knows of the save, and then nothing.
@@ -21,8 +21,8 @@ from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
 from ckptkit.tiers.tier import destinations, filled, nodes_of, parse_tiers
-from tests.ckptkit.model_tables import gpt_tensors
-from tests.ckptkit.saves import save_one
+from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.saves import save_one
 
 
 def die_within(_staging: Staging, room: Callable[[], int]) -> None:

@@ -1,7 +1,7 @@
 """One rank of several that restore together, for the tests; it does to itself what the test asks for.
 
-    python -m tests.ckptkit.exchange_program URL STEP RANK SIZE JOB [--layout tp2-dp2] [--as-rank R] [--then die|freeze]
-        [--limit FSIZE=65536|NOFILE=6]
+    python -m tests.ckptkit.support.exchange_program URL STEP RANK SIZE JOB [--layout tp2-dp2]
+        [--as-rank R] [--then die|freeze] [--limit FSIZE=65536|NOFILE=6]
 
 Prints a JSON line: the bytes it needed and read, whether every piece is as a restore alone has it, or its error.
 """
@@ -16,8 +16,8 @@ from ckptkit.loading.node_exchange import NodeExchange
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore, restore_from
 from ckptkit.model.layout import ParallelLayout
-from tests.ckptkit.model_tables import gpt_tensors
-from tests.ckptkit.saves import pieces_of
+from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.saves import pieces_of
 from threefold.errors import UserError
 from threefold.storage import Buffer, open_storage
 
