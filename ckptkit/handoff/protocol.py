@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.format.root import Share
+from ckptkit.format.seat import Seat
 from ckptkit.io.torch_tensors import Bytes
 from ckptkit.runs.retention import Retention
 
@@ -57,30 +58,18 @@ class StagedFile:
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """One writer's part in copying a committed step from `source` to `target`.
+    """One writer's part in copying a committed step from its seat at `source` to the one at `target`.
 
-    The target's root is of the num_writers from first_writer on, which is the leader; the source's of source_count from
-    source_first on. `of_node`: the target holds what the source holds, and not the whole step of all nodes.
+    `of_node`: the target holds what the source holds, and not the whole step of all nodes.
     """
 
-    source: str
-    target: str
-    step: int
-    attempt: str
-    writer: int
-    first_writer: int
-    num_writers: int
-    source_first: int
-    source_count: int
+    source: Seat
+    target: Seat
     of_node: bool
     num_files: int
     data_bytes: int
     deadline_s: float
     retention: Retention
-
-    @property
-    def leads(self) -> bool:
-        return self.writer == self.first_writer
 
 
 @dataclass(frozen=True)
@@ -99,15 +88,11 @@ class SaveOrder:
     """One save of one writer: what lies where in the arena, and where it goes.
 
     `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
-    `arena_bytes` is the size of the arena now: the writer maps it anew when it grew. `abandoned` are tries (step,
-    attempt) of a writer that was killed, whose files are of no use. `promotions` follow the save.
+    `arena_bytes` is the size of the arena now: the writer maps it again when it grew. `abandoned` are the seats of a
+    writer that was killed, whose files are of no use. `promotions` follow the save.
     """
 
-    url: str
-    step: int
-    attempt: str
-    writer: int
-    num_writers: int
+    seat: Seat
     files: tuple[StagedFile, ...]
     ring: Ring
     draft: Area
@@ -122,8 +107,7 @@ class SaveOrder:
     stripe_count: int
     stripe_size_bytes: int
     num_threads: int
-    abandoned: tuple[tuple[int, str], ...] = ()
-    first_writer: int = 0
+    abandoned: tuple[Seat, ...] = ()
     share: Share | None = None
     promotions: tuple[Promotion, ...] = ()
 
@@ -136,8 +120,8 @@ class SaveOrder:
         """The order of a line."""
         fields = json.loads(line)
         fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
-        fields["abandoned"] = tuple((step, attempt) for step, attempt in fields["abandoned"])
-        fields |= {"ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
+        fields["abandoned"] = tuple(Seat(**seat) for seat in fields["abandoned"])
+        fields |= {"seat": Seat(**fields["seat"]), "ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
         fields |= {"retention": Retention(**fields["retention"]), "share": fields["share"] and Share(**fields["share"])}
         return cls(**fields | {"promotions": tuple(map(_promotion, fields["promotions"]))})
 
@@ -146,12 +130,7 @@ class SaveOrder:
 class SkipOrder:
     """A save that this writer's rank leaves out, or whose writer was killed: nobody shall wait for it."""
 
-    url: str
-    step: int
-    attempt: str
-    writer: int
-    num_writers: int
-    first_writer: int
+    seat: Seat
     reason: str
 
     def to_line(self) -> bytes:
@@ -160,7 +139,8 @@ class SkipOrder:
 
 
 def _promotion(fields: dict[str, Any]) -> Promotion:
-    return Promotion(**fields | {"retention": Retention(**fields["retention"])})
+    seats = {name: Seat(**fields[name]) for name in ("source", "target")}
+    return Promotion(**fields | seats | {"retention": Retention(**fields["retention"])})
 
 
 def order_of(line: bytes) -> SaveOrder | SkipOrder | PromoteOrder:
@@ -168,7 +148,8 @@ def order_of(line: bytes) -> SaveOrder | SkipOrder | PromoteOrder:
     if line.startswith(b'{"promote": '):
         return PromoteOrder(tuple(map(_promotion, json.loads(line)["promote"])))
     if line.startswith(b'{"skip": '):
-        return SkipOrder(**json.loads(line)["skip"])
+        fields = json.loads(line)["skip"]
+        return SkipOrder(Seat(**fields["seat"]), fields["reason"])
     return SaveOrder.from_line(line)
 
 

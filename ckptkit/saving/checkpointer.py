@@ -17,6 +17,7 @@ from typing import Any, Self
 from ckptkit.format.address import open_run
 from ckptkit.format.keys import check_attempt
 from ckptkit.format.root import Root, Share, plain_json
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import PromoteOrder, SaveOrder, SkipOrder
 from ckptkit.handoff.report import SaveCounts, SaveReport
 from ckptkit.io.piece_memory import check_memory
@@ -55,13 +56,14 @@ class Checkpointer:
         check_rank(rank, world_size)
         storage = open_run(url)
         check_writable(storage)
-        self.url, self._address = storage.url, storage.address
+        self.url = storage.url
         node = options.node
-        self._first_writer, self._num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
-        if rank == self._first_writer and not storage.supports_if_absent:
+        first_writer, num_writers = (node.first_writer, node.num_local) if node else (0, world_size)
+        self._seat = Seat(storage.address, 0, attempt, rank, num_writers, first_writer)  # of all saves, but the try
+        if self._seat.leads and not storage.supports_if_absent:
             log(f"warning: {self.url} cannot commit exclusively: let no second job save there")
         check_attempt(f"{attempt}-{MAX_SAVES}")
-        self._rank, self._attempt, self._options = rank, attempt, options
+        self._options = options
         self.counts = SaveCounts()
         self._code = options.code or git_commit()
         self._closed, self._process_id = False, os.getpid()
@@ -75,7 +77,7 @@ class Checkpointer:
         self._arena = Arena()
         self._writer = WriterProcess(self._arena)
         self._running: RunningSave | None = None
-        self._abandoned: list[tuple[int, str]] = []
+        self._abandoned: list[Seat] = []
         self._reports: list[SaveReport] = []
         self._structure: Structure | None = None
         self._copies = Copies(tiers, world_size)
@@ -94,7 +96,7 @@ class Checkpointer:
             _, _, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
             num_bytes = sum(file.size_bytes for file in structure.plan.files)
-            text = f"rank {self._rank}: no memory to stage saves of {num_bytes:,} bytes: {error.strerror}"
+            text = f"rank {self._seat.writer}: no memory to stage saves of {num_bytes:,} bytes: {error.strerror}"
             raise StorageError(text, hint="checkpoint.window_mib = 512, or window_bytes, takes less") from error
         if any(host_address(piece.data) is None for piece in pieces):
             sources = [*(piece.data for piece in pieces), *structure.headers]
@@ -114,28 +116,27 @@ class Checkpointer:
         self._check_usable()
         self._num_saves += 1
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
-        attempt = f"{self._attempt}-{self._num_saves:04d}"
+        seat = replace(self._seat, step=step, attempt=f"{self._seat.attempt}-{self._num_saves:04d}")
         # What is wrong with this save is told before one that still runs is given up for it.
-        Root(step, attempt, layout, num_layers, {}, (), metadata).check()
+        Root(step, seat.attempt, layout, num_layers, {}, (), metadata).check()
         structure = self._structure_of(pieces, tensors)
         check_memory(pieces, structure.sizes, structure.dtypes)
-        if not self._make_way(step, attempt):
+        if not self._make_way(seat):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
         writer = self._running_writer()
         num_bytes = sum(file.size_bytes for file in structure.plan.files)
-        running = RunningSave(step, attempt, num_bytes, writer, self._arena.handover, self._options.timeout_s)
+        running = RunningSave(seat, num_bytes, writer, self._arena.handover, self._options.timeout_s)
         try:
             files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
         except OSError as error:
             running.stall_s = time.monotonic() - started
             self._copies.skipped(step)
-            self._finish(running, f"rank {self._rank}: no memory to stage step {step}: {error.strerror}")
+            self._finish(running, f"rank {self._seat.writer}: no memory to stage step {step}: {error.strerror}")
             return running.stall_s
         order = SaveOrder(
-            url=self._address, step=step, attempt=attempt, writer=self._rank, num_writers=self._num_writers,
-            first_writer=self._first_writer, share=self._share, files=tuple(files), ring=ring, draft=draft,
+            seat=seat, share=self._share, files=tuple(files), ring=ring, draft=draft,
             layout=asdict(layout), num_layers=num_layers,
             metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
             retry_s=self._options.retry_s, retention=self._options.retention, code=self._code,
@@ -210,7 +211,7 @@ class Checkpointer:
                 self._running_writer().end_orders()
                 self._collect_copies(left_s)
             late = f"the writer was not done after {self._options.timeout_s:g} s"
-            return [*self.poll(), *self._copies.lost(f"rank {self._rank}: {late} while it copied step")]
+            return [*self.poll(), *self._copies.lost(f"rank {self._seat.writer}: {late} while it copied step")]
         finally:
             self._writer.close()
             self._arena.close()
@@ -236,7 +237,7 @@ class Checkpointer:
     def _structure_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> Structure:
         """The plan and what follows from it, made anew only when the structure of the state changed."""
         if self._structure is None or not self._structure.fits(pieces, tensors):
-            self._structure = Structure(pieces, tensors, commits=self._rank == self._first_writer)
+            self._structure = Structure(pieces, tensors, commits=self._seat.leads)
         return self._structure
 
     def _running_writer(self) -> WriterProcess:
@@ -251,21 +252,21 @@ class Checkpointer:
                 self._writer.send(PromoteOrder(self._copies.take_up()).to_line(), self._options.timeout_s)
         return self._writer
 
-    def _make_way(self, step: int, attempt: str) -> bool:
+    def _make_way(self, seat: Seat) -> bool:
         """Deal with a save that still runs; False where the new one is left out for it."""
         running = self._running if self.is_busy else None
         if running is None or self._options.when_busy == "wait":
             self._await_running()
         elif self._options.when_busy == "abort":
-            reason = f"step {running.step} was given up when step {step} was to be saved"
-            self._give_up(running, f"rank {self._rank}: {reason}")
+            reason = f"step {running.seat.step} was given up when step {seat.step} was to be saved"
+            self._give_up(running, f"rank {self._seat.writer}: {reason}")
         else:
-            reason = f"skipped: still saving step {running.step}"
+            reason = f"skipped: still saving step {running.seat.step}"
             self.join()
-            self._tell_others(step, attempt, reason)
-            self._copies.skipped(step)
-            error = f"rank {self._rank}: {reason}"
-            self._report(SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
+            self._send_skip(seat, reason)
+            self._copies.skipped(seat.step)
+            error = f"rank {self._seat.writer}: {reason}"
+            self._report(SaveReport(seat.step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
             return False
         return True
 
@@ -301,7 +302,7 @@ class Checkpointer:
         if running is None or told is None:
             return
         if isinstance(told, EOFError):
-            self._finish_killed(running, f"rank {self._rank}: {told} while it saved step {running.step}")
+            self._finish_killed(running, f"rank {self._seat.writer}: {told} while it saved step {running.seat.step}")
         else:
             self._abandoned.clear()  # it was told of them, and lived
             error = told.error and (running.given_up or told.error)
@@ -309,16 +310,15 @@ class Checkpointer:
 
     def _finish_killed(self, running: RunningSave, reason: str) -> None:
         """End a save whose writer is dead; its successor lets the other ranks know at once."""
-        self._abandoned.append((running.step, running.attempt))
+        self._abandoned.append(running.seat)
         self._finish(running, reason)
-        if self._num_writers > 1:
+        if running.seat.num_writers > 1:
             with suppress(OSError):  # no successor now: the one of the next save tells them
-                self._tell_others(running.step, running.attempt, KILLED)
+                self._send_skip(running.seat, KILLED)
 
-    def _tell_others(self, step: int, attempt: str, reason: str) -> None:
+    def _send_skip(self, seat: Seat, reason: str) -> None:
         """Have the writer say that this rank has no part in a try, so that no other rank waits for it."""
-        order = SkipOrder(self._address, step, attempt, self._rank, self._num_writers, self._first_writer, reason)
-        self._running_writer().send(order.to_line(), self._options.timeout_s)
+        self._running_writer().send(SkipOrder(seat, reason).to_line(), self._options.timeout_s)
 
     def _finish(
         self, running: RunningSave, error: str, write_s: float | None = None, num_attempts: int = 1, warning: str = ""
@@ -328,10 +328,10 @@ class Checkpointer:
         self._last_error = error
         if error:  # nothing to copy
             self._last_saved = None
-            self._copies.failed(running.step)
+            self._copies.failed(running.seat.step)
         seconds = time.monotonic() - running.started if write_s is None else write_s
         self._report(
-            SaveReport(running.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts,
+            SaveReport(running.seat.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts,
                        warning=warning, url=self.url)
         )  # fmt: skip
 
@@ -346,7 +346,7 @@ class Checkpointer:
             try:
                 self._writer.receive(timeout_s, until_copied=True)
             except EOFError as error:
-                death = f"rank {self._rank}: {error} while it copied step"
+                death = f"rank {self._seat.writer}: {error} while it copied step"
         self._reports += self._copies.ended(self._writer.take_copied())
         if death:
             self._reports += self._copies.lost(death)

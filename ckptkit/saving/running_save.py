@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOutcome
 from ckptkit.handoff.ring_signals import Handover, Signal
 from ckptkit.saving.client import WriterProcess
@@ -18,9 +19,9 @@ class RunningSave:
     """One save, from its order to its outcome; `given_up` says why it is not wanted any more, where it is not."""
 
     def __init__(
-        self, step: int, attempt: str, data_bytes: int, writer: WriterProcess, handover: Handover, timeout_s: float
+        self, seat: Seat, data_bytes: int, writer: WriterProcess, handover: Handover, timeout_s: float
     ) -> None:
-        self.step, self.attempt, self.data_bytes = step, attempt, data_bytes
+        self.seat, self.data_bytes = seat, data_bytes
         self.started, self.stall_s, self.given_up = time.monotonic(), 0.0, ""
         self._writer, self._handover = writer, handover
         self._deadline = self.started + timeout_s

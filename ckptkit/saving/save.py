@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptkit.format.address import open_run
 from ckptkit.format.root import Root
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import Stream
 from ckptkit.io.blocks import Columns, copy_many, num_granules
 from ckptkit.io.piece_memory import check_memory
@@ -47,7 +48,8 @@ def save(
             hint="give all ranks one new name, such as attempt=f'{job}-{step}'",
         )
     attempt = secrets.token_hex(8) if attempt is None else attempt
-    target = StepTarget(open_run(url), step, attempt, rank, world_size)
+    storage = open_run(url)
+    target = StepTarget(storage, Seat(storage.address, step, attempt, rank, world_size))
     table = tensor_table(tensors)
     draft = Root(step, attempt, layout, num_layers, table, (), metadata)
     draft.check()

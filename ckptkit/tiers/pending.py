@@ -5,6 +5,7 @@ and what all of them were told. What a killed writer left undone its successor t
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ckptkit.handoff.protocol import Promotion, SaveOrder, SaveOutcome
 from ckptkit.handoff.report import SaveReport
@@ -34,8 +35,8 @@ class Copies:
 
     def due(self, order: SaveOrder) -> tuple[Promotion, ...]:
         """This writer's part in copying a step that is saved now to the tiers that it is due at."""
-        tiers = [tier for tier in self._tiers if is_due(tier.every, order.step, self._after[tier.url])]
-        self._count(order.step)
+        tiers = [tier for tier in self._tiers if is_due(tier.every, order.seat.step, self._after[tier.url])]
+        self._count(order.seat.step)
         return self._to(tiers, order)
 
     def all(self, order: SaveOrder) -> tuple[Promotion, ...]:
@@ -62,8 +63,8 @@ class Copies:
         """What a killed writer left undone, for its successor: of each tier the newest, and no step a second time."""
         found = tuple(self._left.values())
         self._left.clear()
-        self._taken_up = {(each.step, each.target) for each in found}
-        self._awaited |= {(each.step, each.target): each for each in found}
+        self._taken_up = {(each.target.step, each.target.url) for each in found}
+        self._awaited |= {(each.target.step, each.target.url): each for each in found}
         return found
 
     def ended(self, outcomes: Iterable[SaveOutcome]) -> list[SaveReport]:
@@ -95,16 +96,16 @@ class Copies:
         found = []
         for tier in tiers:
             url = tier.url
-            first, count = (order.first_writer, order.num_writers) if tier.of_node else (0, self._world_size)
+            target = replace(order.seat, url=url)
+            if not tier.of_node:
+                target = replace(target, first_writer=0, num_writers=self._world_size)
             promotion = Promotion(
-                source=order.url, target=url, step=order.step, attempt=order.attempt, writer=order.writer,
-                first_writer=first, num_writers=count, source_first=order.first_writer, source_count=order.num_writers,
-                of_node=tier.of_node, num_files=len(order.files),
+                source=order.seat, target=target, of_node=tier.of_node, num_files=len(order.files),
                 data_bytes=sum(file.size_bytes for file in order.files), deadline_s=order.deadline_s,
                 retention=tier.retention,
             )  # fmt: skip
-            if self._told_last.get(url) != order.attempt:
-                self._told_last[url] = order.attempt
-                self._awaited[order.step, url] = promotion
+            if self._told_last.get(url) != target.attempt:
+                self._told_last[url] = target.attempt
+                self._awaited[target.step, url] = promotion
                 found.append(promotion)
         return tuple(found)

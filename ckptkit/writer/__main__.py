@@ -23,6 +23,7 @@ import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.handoff.ring_signals import Handover, readable
 from ckptkit.io.torch_tensors import Bytes
@@ -33,7 +34,7 @@ from ckptkit.writer.maintenance import Upkeep
 from ckptkit.writer.priority import step_back
 from ckptkit.writer.retries import Retries
 from ckptkit.writer.ring_reader import StagedBlocks
-from ckptkit.writer.step import PartSource, StepTarget, clear, discard, tell_failed, write_step
+from ckptkit.writer.step import PartSource, StepTarget, clear, discard, report_failed, write_step
 from threefold.errors import EXIT_IO, UserError
 from threefold.storage import open_storage
 
@@ -75,19 +76,19 @@ class _Server:
         self._arena = np.empty(0, np.uint8)
         self._told = threading.Lock()
         self._upkeep: Upkeep | None = None
-        self._failed_tries: list[StepTarget] = []  # of the leader, since its last commit
+        self._failed_tries: list[Seat] = []  # of the leader, since its last commit
         self.promoter = Promoter(self._tell, self._has_trainer)
 
-    def take_failed_tries(self) -> list[StepTarget]:
+    def take_failed_tries(self) -> list[Seat]:
         """The tries that failed before an order came."""
         found, self._failed_tries = self._failed_tries, []
         return found
 
-    def save(self, order: SaveOrder, failed_tries: Sequence[StepTarget]) -> None:
+    def save(self, order: SaveOrder, failed_tries: Sequence[Seat]) -> None:
         """Do what an order says, and answer it; a commit clears what failed tries left, also of other writers."""
         started = time.monotonic()
         error = warning = ""
-        tries = [*failed_tries, *_abandoned(order)]
+        seat, tries = order.seat, [*failed_tries, *order.abandoned]
         blocks: StagedBlocks | None = None
         retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
         try:
@@ -97,12 +98,12 @@ class _Server:
             blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
             upkeep = self._upkeep or self._begin(order)
             for each in tries:  # where there was no word yet
-                tell_failed(each, KILLED)
+                report_failed(open_storage(each.url), each, KILLED)
             if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
                 for each in tries:  # all know how they ended, as they have saved again since
-                    clear(each)
+                    clear(open_storage(each.url), each)
                 if self._has_trainer():
-                    upkeep.prune(order.step, order.retention, self.promoter.steps)
+                    upkeep.prune(seat.step, order.retention, self.promoter.steps)
             warning = upkeep.take_warning()
             self.promoter.offer(order.promotions)
         except (UserError, OSError) as failure:
@@ -110,11 +111,11 @@ class _Server:
         except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
-        if error and order.writer == order.first_writer:
-            self._failed_tries += [*tries, _target(order)]
+        if error and seat.leads:
+            self._failed_tries += [*tries, seat]
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
-        self._tell(SaveOutcome(order.step, error, data_bytes, write_s, retries.num_attempts, warning))
+        self._tell(SaveOutcome(seat.step, error, data_bytes, write_s, retries.num_attempts, warning))
 
     def let_go(self) -> None:
         """Free the trainer's memory: what is left to copy lies in the first tier."""
@@ -123,20 +124,16 @@ class _Server:
 
     def _begin(self, order: SaveOrder) -> Upkeep:
         self._upkeep = Upkeep(
-            order.url, leads=order.writer == order.first_writer, stripe_count=order.stripe_count,
+            order.seat.url, leads=order.seat.leads, stripe_count=order.stripe_count,
             stripe_size_bytes=order.stripe_size_bytes,
         )  # fmt: skip
         return self._upkeep
 
     def skip(self, order: SkipOrder) -> None:
         """Let nobody wait for this writer in a save that it has no part in."""
-        target = StepTarget(
-            open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers,
-            first_writer=order.first_writer,
-        )  # fmt: skip
-        tell_failed(target, order.reason)
-        if target.leads:
-            self._failed_tries.append(target)
+        report_failed(open_storage(order.seat.url), order.seat, order.reason)
+        if order.seat.leads:
+            self._failed_tries.append(order.seat)
 
     def _has_trainer(self) -> bool:
         """Whether there is one still: else the next one may be reading an older step, and nothing is pruned."""
@@ -161,13 +158,13 @@ def run_save(
     order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, upkeep: Upkeep, trainer: int
 ) -> Root | None:
     """Write what an order says; the first writer commits, and gives the root."""
-    target = replace(_target(order), striper=upkeep.striper)
+    target = StepTarget(open_storage(order.seat.url), order.seat, order.num_threads, upkeep.striper)
     parts = [
         PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
                    is_reused=order.ring.is_window)
         for number, file in enumerate(order.files)
     ]  # fmt: skip
-    draft = _draft(order, arena) if target.leads else None
+    draft = _draft(order, arena) if order.seat.leads else None
     patience = _Patience(order.deadline_s, trainer)
 
     def patience_s(write_s: float) -> float:
@@ -177,27 +174,15 @@ def run_save(
     try:
         return write_step(target, parts, draft, patience_s, retries, order.code)
     except BaseException:
-        for each in _abandoned(order):  # last of all: what the killed writer had sent has arrived by now
-            discard(each, KILLED)
+        for each in order.abandoned:  # last of all: what the killed writer had sent has arrived by now
+            discard(target.storage, each, KILLED)
         raise
-
-
-def _abandoned(order: SaveOrder) -> list[StepTarget]:
-    """The tries of a writer that was killed."""
-    return [replace(_target(order), step=step, attempt=attempt) for step, attempt in order.abandoned]
-
-
-def _target(order: SaveOrder) -> StepTarget:
-    return StepTarget(
-        open_storage(order.url), order.step, order.attempt, order.writer, order.num_writers, order.num_threads,
-        order.first_writer,
-    )  # fmt: skip
 
 
 def _draft(order: SaveOrder, arena: Bytes) -> Root:
     """The root as far as it is known before anything is written."""
     return replace(
-        _tensors_of(order.draft.of(arena).tobytes()), step=order.step, attempt=order.attempt,
+        _tensors_of(order.draft.of(arena).tobytes()), step=order.seat.step, attempt=order.seat.attempt,
         layout=ParallelLayout(**order.layout), num_layers=order.num_layers, metadata=order.metadata,
         share=order.share,
     )  # fmt: skip

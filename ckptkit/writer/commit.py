@@ -10,10 +10,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from ckptkit.format.keys import ROOT_KEY, named_writers, part_keys, step_folder, writer_of
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
+from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.loading.roots import committed_attempt
 from ckptkit.model.chunk_table import TensorColumns
@@ -37,62 +39,56 @@ class NotCommitted(StorageError):
     """The root is surely not there and will not come: nothing needs the files of this attempt."""
 
 
-def failed_key(attempt: str, writer: int) -> str:
-    """The key, relative to the step's folder, under which a writer says why it failed."""
-    return f"{attempt}/part-{writer:05d}.failed"
-
-
 def wait_for_parts(
-    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
-    *, first_writer: int = 0, retries: Retries | None = None, cover: Cover | None = None,
+    storage: Storage, seat: Seat, patience_s: Callable[[], float], *, retries: Retries | None = None,
+    cover: Cover | None = None,
 ) -> tuple[Part, ...]:  # fmt: skip
-    """All parts of a save, in the order of their writers, once every writer is done; `cover` is to hold them all.
+    """Return all parts of a try, in the order of their writers, once every writer is done; `cover` is to hold them all.
 
     StorageError names the writers that failed, or those that are missing after patience_s() seconds and the first file
     that is not there; patience_s is called before each look, as reasons to wait may go away. Each listing is of names
     alone; they are as many as the logarithm of the wait, then one every MAX_PAUSE_S. Each request has its own retries.
     """
-    folder, retries = step_folder(step), retries or Retries()
-    writers = range(first_writer, first_writer + num_writers)
+    folder, attempt, retries = seat.folder, seat.attempt, retries or Retries()
     for waited_s, is_last in _looks(patience_s, retries):
         listed = retries.run(lambda: list(storage.list_keys(f"{folder}/{attempt}/")))
         names = {key.removeprefix(f"{folder}/") for key in listed}
         _refuse_failed(storage, folder, names)
-        missing = [writer for writer in writers if part_keys(attempt, writer)[1] not in names]
+        missing = [writer for writer in seat.writers if part_keys(attempt, writer)[1] not in names]
         if not missing:
             break
         if is_last:
-            names |= {each.key for each in temporaries(storage, step)}  # hidden on a local disk until they are whole
-            raise _too_late(f"{storage.url}/{folder}", attempt, names, missing, num_writers, waited_s)
-    return _parts(storage, folder, attempt, retries, cover)
+            names |= {each.key for each in temporaries(storage, seat.step)}  # hidden on a local disk until whole
+            raise _too_late(storage, seat, names, missing, waited_s)
+    return _parts(storage, seat, retries, cover)
 
 
 def await_commit(
-    storage: Storage, step: int, attempt: str, num_writers: int, patience_s: Callable[[], float],
-    *, first_writer: int = 0, retries: Retries | None = None,
-) -> None:  # fmt: skip
+    storage: Storage, seat: Seat, patience_s: Callable[[], float], *, retries: Retries | None = None
+) -> None:
     """Return once the first writer has committed the attempt.
 
     AlreadyExists where the step is another attempt's, NotCommitted with the first writer's reason where it failed.
     StorageError where nobody knows: that writer was killed or got no answer to its commit, or nothing is heard of it
     within patience_s() seconds. The looks of all writers together are at most LOOKS_PER_S.
     """
-    retries, failed = retries or Retries(), f"{step_folder(step)}/{failed_key(attempt, first_writer)}"
-    for waited_s, is_last in _looks(patience_s, retries, least_s=num_writers / LOOKS_PER_S):
+    step, leader, retries = seat.step, seat.first_writer, retries or Retries()
+    failed = replace(seat, writer=leader).failed_key
+    for waited_s, is_last in _looks(patience_s, retries, least_s=seat.num_writers / LOOKS_PER_S):
         committed = retries.run(lambda: committed_attempt(storage, step))
-        if committed == attempt:
+        if committed == seat.attempt:
             return
         if committed is not None:
             raise committed_by_another(storage, step)
         if retries.run(lambda: storage.info(failed)) is not None:
             reason = retries.run(lambda: storage.read(failed)).decode(errors="replace")
             kind = StorageError if reason == KILLED or reason.startswith(NO_ANSWER) else NotCommitted
-            raise kind(f"step {step} of {storage.url} is not committed: writer {first_writer} failed: {reason}")
+            raise kind(f"step {step} of {storage.url} is not committed: writer {leader} failed: {reason}")
         if is_last:
             raise StorageError(
-                f"step {step} of {storage.url} is not committed: writer {first_writer} neither committed it nor said"
+                f"step {step} of {storage.url} is not committed: writer {leader} neither committed it nor said"
                 f" why not within {waited_s:.1f} s",
-                hint=f"look at rank {first_writer}; raise checkpoint.deadline_s if it is only slow",
+                hint=f"look at rank {leader}; raise checkpoint.deadline_s if it is only slow",
             )
 
 
@@ -139,15 +135,13 @@ def _looks(
         retries.pause(max(min(backoff.after(waited_s), may_wait_s - waited_s), 0.0))
 
 
-def _too_late(
-    url: str, attempt: str, names: Set[str], missing: Sequence[int], num_writers: int, waited_s: float
-) -> StorageError:
+def _too_late(storage: Storage, seat: Seat, names: Set[str], missing: Sequence[int], waited_s: float) -> StorageError:
     """Who is missing, the first file that is, and how far its writer came: the data file comes first."""
-    data_key, index_key = part_keys(attempt, missing[0])
+    data_key, index_key = part_keys(seat.attempt, missing[0])
     begun = ", its data file is begun" if data_key in names else ", nor is its data file"
     return StorageError(
-        f"{url}: {named_writers(missing)} of {num_writers} {'were' if missing[1:] else 'was'} not done within"
-        f" {waited_s:.1f} s: {index_key} is not there{begun}",
+        f"{storage.url}/{seat.folder}: {named_writers(missing)} of {seat.num_writers}"
+        f" {'were' if missing[1:] else 'was'} not done within {waited_s:.1f} s: {index_key} is not there{begun}",
         hint=f"look at rank {missing[0]}; raise checkpoint.deadline_s if it is only slow",
     )
 
@@ -160,11 +154,10 @@ def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
         raise StorageError(f"{named_writers(failed.values())} failed: {reason}")
 
 
-def _parts(
-    storage: Storage, folder: str, attempt: str, retries: Retries, cover: Cover | None
-) -> tuple[Part, ...]:  # fmt: skip
-    """Every index that is listed, with the data file beside it, whose size the listing confirms."""
-    items = retries.run(lambda: list(storage.list(f"{folder}/{attempt}/")))
+def _parts(storage: Storage, seat: Seat, retries: Retries, cover: Cover | None) -> tuple[Part, ...]:
+    """Return every index that is listed, with the data file beside it, whose size the listing confirms."""
+    folder = seat.folder
+    items = retries.run(lambda: list(storage.list(f"{folder}/{seat.attempt}/")))
     listed = {item.key.removeprefix(f"{folder}/"): item for item in items}
     keys = sorted((key for key in listed if _INDEX.fullmatch(key.rpartition("/")[2])), key=lambda k: (writer_of(k), k))
     known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many

@@ -16,16 +16,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import Promotion, SaveOutcome
 from ckptkit.io.blocks import BlockReader, Columns
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.io.striping import Striper
-from ckptkit.loading.roots import read_root
+from ckptkit.loading.roots import read_root, root_info, root_key
 from ckptkit.plan.cover import Cover
-from ckptkit.writer.commit import commit_root, failed_key, wait_for_parts
+from ckptkit.writer.commit import commit_root, wait_for_parts
 from ckptkit.writer.maintenance import Upkeep
 from ckptkit.writer.step import PartSource, StepTarget, write_data
 from threefold.backoff import Backoff
@@ -51,14 +51,14 @@ class Promoter:
     def offer(self, promotions: Iterable[Promotion]) -> None:
         """Take steps that are in the first tier now; does not block."""
         for promotion in promotions:
-            if promotion.target not in self._lanes:
-                self._lanes[promotion.target] = _Lane(self._report, self._may_prune)
-            self._lanes[promotion.target].offer(promotion)
+            if promotion.target.url not in self._lanes:
+                self._lanes[promotion.target.url] = _Lane(self._report, self._may_prune)
+            self._lanes[promotion.target.url].offer(promotion)
 
     @property
     def steps(self) -> set[int]:
         """The steps that are being copied or wait for it, and so are still needed in the first tier."""
-        return {promotion.step for lane in self._lanes.values() for promotion in lane.held()}
+        return {promotion.target.step for lane in self._lanes.values() for promotion in lane.held()}
 
     def finish(self) -> None:
         """Wait until nothing is left to copy."""
@@ -81,11 +81,12 @@ class _Lane:
     def offer(self, promotion: Promotion) -> None:
         with self._changed:
             self._waiting.append(promotion)
-            num_kept = 1 if promotion.leads else MAX_CHOICES
+            num_kept = 1 if promotion.target.leads else MAX_CHOICES
             passed_over, self._waiting = self._waiting[:-num_kept], self._waiting[-num_kept:]
             self._changed.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"promote to {promotion.target}", daemon=True)
+                name = f"copy to {promotion.target.url}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
         self._report_passed_over(passed_over, promotion)
 
@@ -104,10 +105,10 @@ class _Lane:
     def _run(self) -> None:
         while (promotion := self._next()) is not None:
             started = time.monotonic()
-            self._upkeep = upkeep = self._upkeep or Upkeep(promotion.target, leads=promotion.leads)
+            self._upkeep = upkeep = self._upkeep or Upkeep(promotion.target.url, leads=promotion.target.leads)
             error = self._promote(promotion, upkeep.striper)
-            if promotion.leads and not error and self._may_prune():
-                upkeep.prune(promotion.step, promotion.retention)
+            if promotion.target.leads and not error and self._may_prune():
+                upkeep.prune(promotion.target.step, promotion.retention)
             with self._changed:
                 self._current = None
             self._report(_outcome(promotion, error, time.monotonic() - started, upkeep.take_warning()))
@@ -120,7 +121,7 @@ class _Lane:
                     self._thread = None
                     return None
                 waiting = list(self._waiting)
-            chosen = waiting[-1] if waiting[-1].leads else _marked(waiting)
+            chosen = waiting[-1] if waiting[-1].target.leads else _marked(waiting)
             with self._changed:
                 if chosen is not None and chosen in self._waiting:  # not passed over for those that came meanwhile
                     at = self._waiting.index(chosen)
@@ -140,7 +141,7 @@ class _Lane:
                 return False
             left, self._waiting = self._waiting, []
         for promotion in left:
-            self._report(_outcome(promotion, f"writer {promotion.first_writer} did not begin to copy it", 0.0))
+            self._report(_outcome(promotion, f"writer {promotion.target.first_writer} did not begin to copy it", 0.0))
         return True
 
     def _promote(self, promotion: Promotion, striper: Striper) -> str:
@@ -160,20 +161,20 @@ class _Lane:
                 error = f"{type(failure).__name__}: {failure}"
                 break
             with self._changed:
-                if promotion.leads and self._waiting:
-                    error = f"given up for step {self._waiting[-1].step}: {error}"
+                if promotion.target.leads and self._waiting:
+                    error = f"given up for step {self._waiting[-1].target.step}: {error}"
                     break
                 if (pause_s := backoff.next_s()) is None:
                     error = f"{error} (tried {backoff.num_tries} times)"
                     break
                 self._changed.wait(pause_s)
-        if not promotion.leads:
+        if not promotion.target.leads:
             _tell_leader(promotion, error)
         return error
 
     def _report_passed_over(self, passed_over: Sequence[Promotion], chosen: Promotion) -> None:
         for promotion in passed_over:
-            self._report(_outcome(promotion, f"passed over for step {chosen.step}: the copies are slower", 0.0))
+            self._report(_outcome(promotion, f"passed over for step {chosen.target.step}: the copies are slower", 0.0))
 
 
 def promote(promotion: Promotion, striper: Striper | None = None) -> None:
@@ -181,47 +182,42 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
 
     Files that an earlier try left whole are not copied again, and nothing is touched once the step is committed.
     """
-    source, storage = open_storage(promotion.source), open_storage(promotion.target)
-    target = StepTarget(
-        storage, promotion.step, promotion.attempt, promotion.writer, promotion.num_writers,
-        num_threads=1, first_writer=promotion.first_writer, striper=striper or Striper(),
-    )  # fmt: skip
-    mark = f"{target.folder}/{_mark(promotion)}"
+    seat, step = promotion.target, promotion.target.step
+    source, storage = open_storage(promotion.source.url), open_storage(seat.url)
+    target = StepTarget(storage, seat, num_threads=1, striper=striper or Striper())
     root: Root | None = None
-    if promotion.leads:
-        root = read_root(source, promotion.step)
-        if root.attempt != promotion.attempt:
-            raise AlreadyExists(f"step {promotion.step} of {source.url} is of attempt {root.attempt} by now")
-    if storage.info(f"{target.folder}/{ROOT_KEY}") is not None:
-        if read_root(storage, promotion.step).attempt == promotion.attempt:
-            sync_name(storage, f"{target.folder}/{ROOT_KEY}")
+    if seat.leads:
+        root = read_root(source, step)
+        if root.attempt != seat.attempt:
+            raise AlreadyExists(f"step {step} of {source.url} is of attempt {root.attempt} by now")
+    if root_info(storage, step) is not None:
+        if read_root(storage, step).attempt == seat.attempt:
+            sync_name(storage, root_key(step))
             return  # the answer to an earlier try was lost
-        raise AlreadyExists(f"step {promotion.step} of {storage.url} is committed already")
-    if promotion.leads and promotion.num_writers > 1:
-        storage.write(mark, b"")
+        raise AlreadyExists(f"step {step} of {storage.url} is committed already")
+    if seat.leads and seat.num_writers > 1:
+        storage.write(_mark(seat), b"")
     file_bytes = promotion.data_bytes // max(promotion.num_files, 1)
-    target.striper.prepare(storage, target.keys(0)[0], file_bytes, promotion.num_writers)
+    target.striper.prepare(storage, seat.keys(0)[0], file_bytes, seat.num_writers)
     for number in reversed(range(promotion.num_files)):
         _copy_file(source, target, number)
     if root is None:
         _await_own_node(promotion, storage)
         return
     is_same = root.share is None or promotion.of_node  # as in the source, which was checked when it was committed
-    parts = wait_for_parts(
-        storage, promotion.step, promotion.attempt, promotion.num_writers, lambda: promotion.deadline_s,
-        first_writer=promotion.first_writer, cover=None if is_same else Cover(list(root.tensors.values())),
-    )  # fmt: skip
+    cover = None if is_same else Cover(list(root.tensors.values()))
+    parts = wait_for_parts(storage, seat, lambda: promotion.deadline_s, cover=cover)
     copied = replace(root, parts=parts, share=root.share if promotion.of_node else None)
     if is_same and copied != root:
-        raise CheckFailed(f"the files of step {promotion.step} in {storage.url} are not those in {source.url}")
+        raise CheckFailed(f"the files of step {step} in {storage.url} are not those in {source.url}")
     commit_root(storage, copied)
     with suppress(StorageError):
-        storage.delete([mark])
+        storage.delete([_mark(seat)])
 
 
 def _copy_file(source: Storage, target: StepTarget, number: int) -> None:
     """Copy one data file, and then its index, byte for byte."""
-    data_key, index_key = target.keys(number)
+    data_key, index_key = target.seat.keys(number)
     raw = source.read(index_key)
     index = PartIndex.from_bytes(raw, f"{source.url}/{index_key}")
     is_there = target.storage.info(index_key) is not None and target.storage.read(index_key) == raw
@@ -271,35 +267,31 @@ def _blocks(reader: BlockReader | RemoteReader, size_bytes: int) -> Iterator[Col
 
 def _await_own_node(promotion: Promotion, storage: Storage) -> None:
     """The leader of a node keeps a step there until all of the node's writers have copied it."""
-    if promotion.writer == promotion.source_first and promotion.source_count > 1:
-        wait_for_parts(
-            storage, promotion.step, promotion.attempt, promotion.source_count, lambda: promotion.deadline_s,
-            first_writer=promotion.source_first,
-        )  # fmt: skip
+    if promotion.source.leads and promotion.source.num_writers > 1:
+        wait_for_parts(storage, promotion.source, lambda: promotion.deadline_s)
 
 
 def _marked(waiting: Sequence[Promotion]) -> Promotion | None:
     """The newest of some steps that the leader has begun to copy; None too while the place does not answer."""
     with suppress(StorageError):
-        storage = open_storage(waiting[-1].target)
+        storage = open_storage(waiting[-1].target.url)
         for promotion in reversed(waiting):
-            folder = step_folder(promotion.step)
-            if storage.info(f"{folder}/{_mark(promotion)}") is not None:
+            if storage.info(_mark(promotion.target)) is not None:
                 return promotion
     return None
 
 
 def _tell_leader(promotion: Promotion, error: str) -> None:
     """Let the leader wait no longer for this writer's files."""
-    key = f"{step_folder(promotion.step)}/{failed_key(promotion.attempt, promotion.writer)}"
     with suppress(StorageError):
-        open_storage(promotion.target).write(key, masked(error).encode())
+        open_storage(promotion.target.url).write(promotion.target.failed_key, masked(error).encode())
 
 
-def _mark(promotion: Promotion) -> str:
-    """The key, relative to the step's folder, by which a leader says that it copies this step."""
-    return f"{promotion.attempt}/copying"
+def _mark(seat: Seat) -> str:
+    """The key by which a leader says that it copies a step."""
+    return f"{seat.folder}/{seat.attempt}/copying"
 
 
 def _outcome(promotion: Promotion, error: str, seconds: float, warning: str = "") -> SaveOutcome:
-    return SaveOutcome(promotion.step, error, promotion.data_bytes, seconds, warning=warning, url=promotion.target)
+    seat = promotion.target
+    return SaveOutcome(seat.step, error, promotion.data_bytes, seconds, warning=warning, url=seat.url)

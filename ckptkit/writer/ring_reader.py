@@ -30,7 +30,7 @@ class StagedBlocks:
     def check(self) -> None:
         """Raise GivenUp where the trainer gave the save up."""
         if self._handover.stop.is_set:
-            raise GivenUp(f"step {self._order.step} was given up")
+            raise GivenUp(f"step {self._order.seat.step} was given up")
 
     def of_file(self, number: int) -> "FileBlocks":
         """One file's blocks; with a slot for each block they can be asked for again."""
@@ -62,12 +62,12 @@ class StagedBlocks:
             self._num_staged += found
             if found:
                 continue
-            done = f"after {self._num_staged} of {order.ring.num_blocks} blocks of step {order.step}"
+            done = f"after {self._num_staged} of {order.ring.num_blocks} blocks of step {order.seat.step}"
             if is_orphan:
-                raise StorageError(f"writer {order.writer}: the trainer died {done}")
+                raise StorageError(f"writer {order.seat.writer}: the trainer died {done}")
             if time.monotonic() > waits_until:
                 raise StorageError(
-                    f"writer {order.writer}: nothing came from the trainer for {order.deadline_s:g} s {done}"
+                    f"writer {order.seat.writer}: nothing came from the trainer for {order.deadline_s:g} s {done}"
                 )
 
 

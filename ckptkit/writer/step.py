@@ -13,17 +13,17 @@ from functools import partial
 
 import numpy as np
 
-from ckptkit.format.keys import ROOT_KEY, part_keys, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import cut
 from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
 from ckptkit.io.striping import Striper
 from ckptkit.io.torch_tensors import Bytes
-from ckptkit.loading.roots import committed_attempt
+from ckptkit.loading.roots import committed_attempt, root_info
 from ckptkit.plan.cover import Cover
-from ckptkit.writer.commit import NO_ANSWER, NotCommitted, await_commit, commit_root, failed_key, wait_for_parts
+from ckptkit.writer.commit import NO_ANSWER, NotCommitted, await_commit, commit_root, wait_for_parts
 from ckptkit.writer.retries import Retries
 from threefold.errors import StorageError, UserError
 from threefold.masking import masked
@@ -54,33 +54,12 @@ class PartSource:
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """Which writer of how many writes to which attempt of a step, and where.
-
-    The writers of a step count from `first_writer` on, which commits.
-    """
+    """Where a writer's files go: the storage of its seat's run, and how they are written there."""
 
     storage: Storage
-    step: int
-    attempt: str
-    writer: int
-    num_writers: int
+    seat: Seat
     num_threads: int = 2
-    first_writer: int = 0
     striper: Striper = field(default_factory=Striper)
-
-    @property
-    def folder(self) -> str:
-        return step_folder(self.step)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this writer commits."""
-        return self.writer == self.first_writer
-
-    def keys(self, number: int) -> tuple[str, str]:
-        """Keys of the writer's n-th data file and of its index."""
-        data, index = part_keys(self.attempt, self.writer, number)
-        return f"{self.folder}/{data}", f"{self.folder}/{index}"
 
 
 def write_step(
@@ -96,78 +75,75 @@ def write_step(
     the root where this writer committed it; it records the version of the `code` that saves.
     """
     started = time.monotonic()
-    retries = retries or Retries()
+    storage, seat, retries = target.storage, target.seat, retries or Retries()
     try:
-        if retries.run(lambda: target.storage.info(f"{target.folder}/{ROOT_KEY}")) is not None:
-            url = target.storage.url
-            hint = f"a committed step is never written again; choose another step or place: ckptkit ls {url}"
-            raise AlreadyExists(f"step {target.step} of {url} is committed already", hint=hint)
+        if retries.run(lambda: root_info(storage, seat.step)) is not None:
+            hint = f"a committed step is never written again; choose another step or place: ckptkit ls {storage.url}"
+            raise AlreadyExists(f"step {seat.step} of {storage.url} is committed already", hint=hint)
     except StorageError as error:
-        tell_failed(target, str(error))  # there are no files yet
+        report_failed(storage, seat, str(error))  # there are no files yet
         raise
     may_be_named = False  # whether the first writer may commit this writer's files
     try:
         largest = max((part.draft.size_bytes for part in parts), default=0)
-        target.striper.prepare(target.storage, target.keys(0)[0], largest, target.num_writers)
+        target.striper.prepare(storage, seat.keys(0)[0], largest, seat.num_writers)
         indexes = [write_data(target, number, part, retries) for number, part in enumerate(parts)]
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             content = indexes[number].to_bytes()
             if number == 0:  # from its try on, whatever its answer
                 may_be_named = True
-            retries.run(partial(target.storage.write, target.keys(number)[1], content))
+            retries.run(partial(storage.write, seat.keys(number)[1], content))
         write_s = time.monotonic() - started
         if draft is None:
             if awaits_commit:
-                await_commit(
-                    target.storage, target.step, target.attempt, target.num_writers, lambda: 2 * patience_s(write_s),
-                    first_writer=target.first_writer, retries=retries,
-                )  # fmt: skip
+                await_commit(storage, seat, lambda: 2 * patience_s(write_s), retries=retries)
             return None
-        root = _complete(target, draft, lambda: patience_s(write_s), retries)
+        cover = Cover(list(draft.tensors.values()), is_share=draft.share is not None)
+        parts_there = wait_for_parts(storage, seat, lambda: patience_s(write_s), retries=retries, cover=cover)
         commit_s = time.monotonic() - started - write_s
-        root = replace(root, saved=Saved.now(code=code, write_s=write_s, commit_s=commit_s))
+        saved = Saved.now(code=code, write_s=write_s, commit_s=commit_s)
+        root = replace(draft, parts=parts_there, saved=saved)
     except BaseException as error:
-        _clean_up(target, len(parts), error, may_be_named=may_be_named)
+        _clean_up(storage, seat, len(parts), error, may_be_named=may_be_named)
         raise
     try:
-        retries.run(partial(commit_root, target.storage, root), checks=False)
+        retries.run(partial(commit_root, storage, root), checks=False)
     except (AlreadyExists, NotCommitted) as error:
-        _clean_up(target, len(parts), error)
+        _clean_up(storage, seat, len(parts), error)
         raise
     except BaseException as error:
-        tell_failed(target, f"{NO_ANSWER}{error}")
+        report_failed(storage, seat, f"{NO_ANSWER}{error}")
         raise
     return root
 
 
-def discard(target: StepTarget, reason: str) -> None:
-    """Let nobody wait for a try that ended without this writer; where it leads, remove all files but that word."""
-    is_told = tell_failed(target, reason)
-    if target.leads:  # without a root the others' files are of no use
-        clear(target, but=failed_key(target.attempt, target.writer))
-        if not is_told:  # there is room now
-            tell_failed(target, reason)
+def discard(storage: Storage, seat: Seat, reason: str) -> None:
+    """Let nobody wait for a try that ended without this writer; if it leads, remove all files but that word."""
+    is_reported = report_failed(storage, seat, reason)
+    if seat.leads:  # without a root the others' files are of no use
+        clear(storage, seat, but=seat.failed_key)
+        if not is_reported:  # there is room now
+            report_failed(storage, seat, reason)
 
 
-def clear(target: StepTarget, *, but: str = "") -> None:
-    """Remove all files of a try, but one; of a try that is committed, and where the storage is gone, none."""
+def clear(storage: Storage, seat: Seat, *, but: str = "") -> None:
+    """Remove all files of a try, but one; none if the try is committed or the storage does not answer."""
     with contextlib.suppress(UserError):
-        if committed_attempt(target.storage, target.step) != target.attempt:
-            keys = target.storage.list_keys(f"{target.folder}/{target.attempt}/")
-            target.storage.delete([key for key in keys if key != f"{target.folder}/{but}"])
+        if committed_attempt(storage, seat.step) != seat.attempt:
+            keys = storage.list_keys(f"{seat.folder}/{seat.attempt}/")
+            storage.delete([key for key in keys if key != but])
 
 
-def tell_failed(target: StepTarget, reason: str) -> bool:
-    """Leave word for those who wait for this writer, unless there is one or the root says it; False: it cannot."""
-    if target.num_writers == 1:
+def report_failed(storage: Storage, seat: Seat, reason: str) -> bool:
+    """Leave word for those who wait for this writer, unless there is one or the root says it; False if it cannot."""
+    if seat.num_writers == 1:
         return True
-    key = f"{target.folder}/{failed_key(target.attempt, target.writer)}"
     try:
-        committed = committed_attempt(target.storage, target.step)
-        is_known = committed is not None if target.leads else committed == target.attempt
-        if not is_known and target.storage.info(key) is None:
-            target.storage.write(key, masked(reason).encode())
+        committed = committed_attempt(storage, seat.step)
+        is_known = committed is not None if seat.leads else committed == seat.attempt
+        if not is_known and storage.info(seat.failed_key) is None:
+            storage.write(seat.failed_key, masked(reason).encode())
     except UserError:
         return False
     return True
@@ -179,7 +155,7 @@ def write_data(target: StepTarget, number: int, part: PartSource, retries: Retri
     Blocks whose memory is reused are there for one try only.
     """
     tries = Retries() if part.is_reused or retries is None else retries
-    return replace(part.draft, checksums=tries.run(partial(_write_blocks, target, target.keys(number)[0], part)))
+    return replace(part.draft, checksums=tries.run(partial(_write_blocks, target, target.seat.keys(number)[0], part)))
 
 
 def _write_blocks(target: StepTarget, key: str, part: PartSource) -> Columns:
@@ -227,29 +203,21 @@ def _memory_at(address: int, size_bytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
 
-def _complete(target: StepTarget, draft: Root, patience_s: Callable[[], float], retries: Retries) -> Root:
-    """The root with all parts, once all writers are done."""
-    parts = wait_for_parts(
-        target.storage, target.step, target.attempt, target.num_writers, patience_s,
-        first_writer=target.first_writer, retries=retries,
-        cover=Cover(list(draft.tensors.values()), is_share=draft.share is not None),
-    )  # fmt: skip
-    return replace(draft, parts=parts)
-
-
-def _clean_up(target: StepTarget, num_files: int, error: BaseException, *, may_be_named: bool = False) -> None:
-    """Make room, and let the others know; where the storage is gone neither works, and that has its deadline."""
+def _clean_up(
+    storage: Storage, seat: Seat, num_files: int, error: BaseException, *, may_be_named: bool = False
+) -> None:
+    """Make room, and let the others know; neither works if the storage is gone, and that has its deadline."""
     is_over = isinstance(error, AlreadyExists | NotCommitted)
     reason = str(error) or type(error).__name__
-    if target.leads:
+    if seat.leads:
         if isinstance(error, AlreadyExists):
-            clear(target)
+            clear(storage, seat)
         else:
-            discard(target, reason)
+            discard(storage, seat, reason)
         return
     if is_over or not may_be_named:
         for number in range(num_files):
             with contextlib.suppress(StorageError):
-                target.storage.delete(target.keys(number))
+                storage.delete(seat.keys(number))
     if not is_over:
-        tell_failed(target, reason)
+        report_failed(storage, seat, reason)

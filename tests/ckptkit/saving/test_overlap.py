@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BLOCK_BYTES
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, StagedFile
 from ckptkit.handoff.ring_signals import Handover
@@ -133,7 +134,7 @@ def test_a_step_whose_trainer_died_while_it_was_staged_leaves_nothing(tmp_path: 
 
 def order(num_blocks: int, num_slots: int, size_bytes: int) -> SaveOrder:
     return SaveOrder(
-        url="", step=4, attempt="a", writer=2, num_writers=3, files=(StagedFile(size_bytes, 0, Area(0, 0)),),
+        seat=Seat("", 4, "a", 2, 3), files=(StagedFile(size_bytes, 0, Area(0, 0)),),
         ring=Ring(16, 10, num_slots, num_blocks), draft=Area(0, 0), layout={}, num_layers=1, metadata={},
         arena_bytes=16 + 10 * num_slots, deadline_s=0.1, retry_s=0.0, retention=Retention(), code="", stripe_count=0,
         stripe_size_bytes=0, num_threads=1,

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 
 import ckptkit
 from ckptkit.check.verify import verify_checkpoint
+from ckptkit.format.seat import Seat
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving import save as saving
 from ckptkit.writer.commit import KILLED
-from ckptkit.writer.step import StepTarget, clear, discard, tell_failed
+from ckptkit.writer.step import clear, discard, report_failed
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import NUM_LAYERS, ONE, SMALL, assert_holds, pieces_of
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -189,19 +191,19 @@ def test_what_a_killed_writer_was_about_is_removed_unless_it_is_committed(tmp_pa
     save(tmp_path, 1, attempt="a")
     storage = open_storage(tmp_path)
     before = list(storage.list_keys())
-    committed = StepTarget(storage, 1, "a", writer, num_writers=2)
-    for act in (lambda: discard(committed, KILLED), lambda: tell_failed(committed, KILLED), lambda: clear(committed)):
-        act()
+    committed = Seat("", 1, "a", writer, num_writers=2)
+    for act in (partial(discard, reason=KILLED), partial(report_failed, reason=KILLED), clear):
+        act(storage, committed)
         assert list(storage.list_keys()) == before
     storage.write("step-000000002/b/part-00000.safetensors", b"half")
-    target = StepTarget(storage, 2, "b", writer, num_writers=2)
-    discard(target, KILLED)
+    seat = Seat("", 2, "b", writer, num_writers=2)
+    discard(storage, seat, KILLED)
     left = [f"part-0000{writer}.failed", *(["part-00000.safetensors"] if writer else [])]
     assert sorted(set(storage.list_keys()) - set(before)) == sorted(f"step-000000002/b/{name}" for name in left)
-    discard(target, "another reason")
+    discard(storage, seat, "another reason")
     assert storage.read(f"step-000000002/b/part-0000{writer}.failed").decode() == KILLED, "the first word stays"
-    clear(target)
+    clear(storage, seat)
     assert list(storage.list_keys()) == before
-    alone = StepTarget(storage, 2, "b", 0, num_writers=1)
-    assert tell_failed(alone, KILLED), "there is nobody to be told"
+    alone = Seat("", 2, "b")
+    assert report_failed(storage, alone, KILLED), "there is nobody to be told"
     assert list(storage.list_keys()) == before

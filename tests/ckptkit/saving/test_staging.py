@@ -1,6 +1,7 @@
 """The arena holds each data file as it will be written, or as much of it as its ring has room for."""
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import safetensors.numpy
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import Stream
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
 from ckptkit.io.torch_tensors import held_by, host_address, is_contiguous, num_bytes
@@ -19,6 +21,8 @@ from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
 from ckptkit.saving.template import Structure
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
+
+SEAT = Seat("s3://bucket/ü", 3, "a-0001", 1, 4)
 
 
 def sources_of(structure: Structure) -> list[np.ndarray]:
@@ -120,15 +124,15 @@ def test_the_arena_is_reused_and_shared() -> None:
 
 def test_orders_and_outcomes_survive_their_line() -> None:
     order = SaveOrder(
-        url="s3://bucket/ü", step=3, attempt="a-0001", writer=1, num_writers=4, arena_bytes=1 << 40,
+        seat=SEAT, arena_bytes=1 << 40,
         files=(StagedFile(10, 0, Area(4096, 3)), StagedFile(1, 1, Area(12288, 9))), ring=Ring(1, 2, 3, 4),
         draft=Area(5, 6), layout={"tp": 2}, num_layers=3, metadata={"loss": 1.5}, deadline_s=1.5, retry_s=2.5,
         retention=Retention(keep_last=2, metric="größe"), code="v1", stripe_count=4, stripe_size_bytes=1 << 20,
-        num_threads=3, abandoned=((1, "b"), (2, "c")),
+        num_threads=3, abandoned=(replace(SEAT, step=1), SEAT),
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
     assert order_of(order.to_line()) == order
-    skip = SkipOrder("s3://bucket/ü", 3, "a-0001", 1, 4, 0, "still saving")
+    skip = SkipOrder(SEAT, "still saving")
     assert skip.to_line().count(b"\n") == 1
     assert order_of(skip.to_line()) == skip
     outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, 2, "warned")

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import Area, Promotion, Ring, SaveOrder, SaveOutcome
 from ckptkit.runs.retention import Retention
 from ckptkit.tiers.pending import Copies
@@ -13,14 +14,14 @@ SLOW = Tier("s3://slow", every=20)
 
 def order(step: int, writer: int = 0, num_writers: int = 1) -> SaveOrder:
     return SaveOrder(
-        url="/fast", step=step, attempt=f"a-{step}", writer=writer, num_writers=num_writers, files=(),
+        seat=Seat("/fast", step, f"a-{step}", writer, num_writers), files=(),
         ring=Ring(0, 1, 1, 1), draft=Area(0, 0), layout={}, num_layers=1, metadata={}, arena_bytes=0, deadline_s=1.0,
         retry_s=0.0, retention=Retention(), code="", stripe_count=0, stripe_size_bytes=0, num_threads=1,
     )  # fmt: skip
 
 
 def steps(promotions: tuple[Promotion, ...]) -> list[int]:
-    return [promotion.step for promotion in promotions]
+    return [promotion.target.step for promotion in promotions]
 
 
 def test_a_rank_alone_makes_up_for_what_it_did_not_save() -> None:
@@ -67,7 +68,7 @@ def test_what_was_lost_is_taken_up_once_and_of_each_tier_the_newest() -> None:
     copies.ended([SaveOutcome(40, "", 0, 0.0, url="s3://other")])
     assert [report.step for report in copies.lost("dead while it copied step")] == [20, 20, 40]
     assert copies.has_left
-    assert [(each.step, each.target) for each in copies.take_up()] == [(20, "s3://other"), (40, "s3://slow")]
+    assert [(each.target.step, each.target.url) for each in copies.take_up()] == [(20, "s3://other"), (40, "s3://slow")]
     assert copies
     assert not copies.has_left
     copies.lost("dead again, at step")

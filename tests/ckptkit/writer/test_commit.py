@@ -13,6 +13,7 @@ import pytest
 from ckptkit.format.keys import part_keys, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
+from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.loading.roots import committed_attempt, read_root
 from ckptkit.model.chunk_table import ChunkTable
@@ -28,7 +29,6 @@ from ckptkit.writer.commit import (
     NotCommitted,
     await_commit,
     commit_root,
-    failed_key,
     wait_for_parts,
 )  # fmt: skip
 from ckptkit.writer.retries import Retries
@@ -43,6 +43,10 @@ LAYOUT = ParallelLayout(tp=2, dp=2)
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     return open_storage(tmp_path)
+
+
+def seat(num_writers: int, writer: int = 0, attempt: str = "a") -> Seat:
+    return Seat("", 7, attempt, writer, num_writers)
 
 
 def indexes_of(writer: int, max_chunks: int = 100_000) -> list[PartIndex]:
@@ -65,7 +69,7 @@ def test_parts_come_in_the_order_of_writers_and_files(storage: Storage) -> None:
     for writer in (3, 0, 2, 1):
         for number, index in enumerate(indexes_of(writer, max_chunks=12)):
             put(storage, writer, number, index)
-    parts = wait_for_parts(storage, 7, "a", 4, now, cover=Cover(SMALL))
+    parts = wait_for_parts(storage, seat(4), now, cover=Cover(SMALL))
     assert len(parts) > 8
     order = [part.index.removesuffix(".index") for part in parts]
     assert [stem.split(".")[0] for stem in order] == sorted(stem.split(".")[0] for stem in order)
@@ -79,7 +83,7 @@ def test_it_waits_for_the_last_writer(storage: Storage) -> None:
         put(storage, writer, 0, indexes_of(writer)[0])
     late = threading.Timer(0.3, put, (storage, 3, 0, indexes_of(3)[0]))
     late.start()
-    assert len(wait_for_parts(storage, 7, "a", 4, lambda: 30.0)) == 4
+    assert len(wait_for_parts(storage, seat(4), lambda: 30.0)) == 4
     late.join()
 
 
@@ -104,7 +108,7 @@ def test_requests_that_fail_now_and_then_end_no_long_wait(
 
     monkeypatch.setattr(LocalStorage, "list_keys", list_keys)
     retries = Retries(1.0, sleep=passed.append)
-    assert len(wait_for_parts(storage, 7, "a", 4, lambda: 600.0, retries=retries)) == 4
+    assert len(wait_for_parts(storage, seat(4), lambda: 600.0, retries=retries)) == 4
     assert len(failed) == 4
     assert retries.num_attempts == 5
 
@@ -114,16 +118,16 @@ def test_missing_and_failed_writers_are_named(storage: Storage) -> None:
     storage.write(f"{step_folder(7)}/b/part-00000.index", b"of another attempt")
     late = r"step-000000007: writers 0, 2, 3 of 4 were not done within 0\.\d s: a/part-00000\.index is not there"
     with pytest.raises(StorageError, match=f"{late}, nor is its data file") as caught:
-        wait_for_parts(storage, 7, "a", 4, now)
+        wait_for_parts(storage, seat(4), now)
     assert caught.value.hint == "look at rank 0; raise checkpoint.deadline_s if it is only slow"
     storage.write(f"{step_folder(7)}/{part_keys('a', 0)[0]}", b"a begin")
     with pytest.raises(StorageError, match=f"{late}, its data file is begun"):
-        wait_for_parts(storage, 7, "a", 4, now)
+        wait_for_parts(storage, seat(4), now)
     with pytest.raises(StorageError, match=r"writers 0, 2, 3, .*, 16, \.\.\. of 100"):
-        wait_for_parts(storage, 7, "a", 100, now)
-    storage.write(f"{step_folder(7)}/{failed_key('a', 2)}", b"disk full")
+        wait_for_parts(storage, seat(100), now)
+    storage.write(seat(4, 2).failed_key, b"disk full")
     with pytest.raises(StorageError, match="writer 2 failed: disk full"):
-        wait_for_parts(storage, 7, "a", 4, lambda: 30.0)
+        wait_for_parts(storage, seat(4), lambda: 30.0)
 
 
 def root_of(attempt: str) -> Root:
@@ -131,21 +135,21 @@ def root_of(attempt: str) -> Root:
 
 
 def test_every_writer_learns_how_a_save_ended(storage: Storage) -> None:
-    key = f"{step_folder(7)}/{failed_key('a', 0)}"
+    key = seat(4).failed_key
     with pytest.raises(StorageError, match=r"writer 0 neither committed it nor said why not within 0\.\d s"):
-        await_commit(storage, 7, "a", 4, now)
+        await_commit(storage, seat(4), now)
     storage.write(key, b"no room")
     with pytest.raises(NotCommitted, match=r"step 7 of .* is not committed: writer 0 failed: no room"):
-        await_commit(storage, 7, "a", 4, lambda: 30.0)
+        await_commit(storage, seat(4), lambda: 30.0)
     for word in (KILLED, f"{NO_ANSWER}503"):
         storage.write(key, word.encode())
         with pytest.raises(StorageError, match=word) as caught:
-            await_commit(storage, 7, "a", 4, lambda: 30.0)
+            await_commit(storage, seat(4), lambda: 30.0)
         assert not isinstance(caught.value, NotCommitted), "a root may name its files"
     threading.Timer(0.2, commit_root, (storage, root_of("b"))).start()
-    await_commit(storage, 7, "b", 4, lambda: 30.0)
+    await_commit(storage, seat(4, attempt="b"), lambda: 30.0)
     with pytest.raises(AlreadyExists, match="committed by another attempt first"):
-        await_commit(storage, 7, "a", 4, now)
+        await_commit(storage, seat(4), now)
 
 
 def test_thousands_of_writers_ask_a_bounded_number_of_times(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +162,14 @@ def test_thousands_of_writers_ask_a_bounded_number_of_times(storage: Storage, mo
     for _ in range(3):
         passed.clear()
         with pytest.raises(StorageError, match="nor said why not within 600"):
-            await_commit(storage, 7, "a", 4096, lambda: 600.0, retries=Retries(sleep=passed.append))
+            await_commit(storage, seat(4096), lambda: 600.0, retries=Retries(sleep=passed.append))
         firsts.add(passed[0])
     assert len(firsts) == 3
     assert len(asked) / 2 < 3 * (600 * LOOKS_PER_S / 4096 * 1.5 + 2)
     asked.clear()
     passed.clear()
     with pytest.raises(StorageError, match="nor said why not within 60"):
-        await_commit(storage, 7, "a", 2, lambda: 60.0, retries=Retries(sleep=passed.append))
+        await_commit(storage, seat(2), lambda: 60.0, retries=Retries(sleep=passed.append))
     assert passed[0] < 0.05
     assert len(asked) / 2 < 100
 
@@ -189,10 +193,10 @@ def test_a_data_file_that_is_not_as_its_index_says_is_refused(storage: Storage) 
     key = f"{step_folder(7)}/{part_keys('a', 0)[0]}"
     storage.write(key, b"short")
     with pytest.raises(StorageError, match=rf"part-00000\.safetensors has 5 bytes, its index says {index.size_bytes}"):
-        wait_for_parts(storage, 7, "a", 1, now)
+        wait_for_parts(storage, seat(1), now)
     storage.delete([key])
     with pytest.raises(StorageError, match="has 0 bytes"):
-        wait_for_parts(storage, 7, "a", 1, now)
+        wait_for_parts(storage, seat(1), now)
 
 
 def test_only_whole_tensors_are_complete(storage: Storage) -> None:
@@ -200,7 +204,7 @@ def test_only_whole_tensors_are_complete(storage: Storage) -> None:
     for writer in range(4):
         put(storage, writer, 0, indexes_of(writer // 2 * 2)[0])
     with pytest.raises(CheckFailed) as caught:
-        wait_for_parts(storage, 7, "a", 4, now, cover=Cover(SMALL))
+        wait_for_parts(storage, seat(4), now, cover=Cover(SMALL))
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("step-000000007 does not hold each element of each tensor exactly once:")
     missing, double = (
@@ -212,8 +216,8 @@ def test_only_whole_tensors_are_complete(storage: Storage) -> None:
     put(storage, 3, 0, indexes_of(3)[0])
     without = [info for info in SMALL if info.name != "norm.weight"]
     with pytest.raises(CheckFailed, match=r"part-0000\d\.index holds norm\.weight .* unlike the tensor table"):
-        wait_for_parts(storage, 7, "a", 4, now, cover=Cover(without))
-    assert len(wait_for_parts(storage, 7, "a", 4, now, cover=Cover(SMALL))) == 4
+        wait_for_parts(storage, seat(4), now, cover=Cover(without))
+    assert len(wait_for_parts(storage, seat(4), now, cover=Cover(SMALL))) == 4
 
 
 def test_a_root_is_put_once(storage: Storage) -> None:

@@ -14,6 +14,7 @@ import pytest
 from ckptkit.check.hash import hash_checkpoint
 from ckptkit.check.verify import verify_checkpoint
 from ckptkit.format.keys import step_folder
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import Promotion, SaveOutcome
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
@@ -72,7 +73,8 @@ def copies(reports: list, url: str) -> dict[int, str]:
 
 
 def promotion_of(fast: str | Path, slow: str | Path, step: int = 1, attempt: str = "a-0001") -> Promotion:
-    return Promotion(str(fast), str(slow), step, attempt, 0, 0, 1, 0, 1, False, 1, 0, 20.0, Retention())
+    seats = (Seat(str(url), step, attempt) for url in (fast, slow))
+    return Promotion(*seats, False, 1, 0, 20.0, Retention())
 
 
 def test_due_steps_are_copied_byte_for_byte(tmp_path: Path, slow: str) -> None:
@@ -400,22 +402,24 @@ def test_files_of_a_committed_step_are_not_written_again(tmp_path: Path, writer:
     promote(promotion_of(fast, slow))
     for path in (slow / "step-000000001/a-0001").iterdir():
         path.unlink()  # nobody may write these under a root that readers see
-    promote(replace(promotion_of(fast, slow), writer=writer))  # the answer to its last request was lost
+    order = promotion_of(fast, slow)
+    promote(replace(order, target=replace(order.target, writer=writer)))  # the answer to its last request was lost
     assert list(contents(slow)) == ["step-000000001/root.json"]
 
 
 def test_a_choice_that_is_passed_over_meanwhile_ends_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, copied = queue.SimpleQueue[SaveOutcome](), list[int]()
-    orders = [replace(promotion_of("fast", tmp_path, step), writer=1) for step in range(1, 8)]
+    orders = [promotion_of("fast", tmp_path, step) for step in range(1, 8)]
+    orders = [replace(order, target=replace(order.target, writer=1)) for order in orders]
     promoter = Promoter(told.put)
 
     def slow_look(waiting: list[Promotion]) -> Promotion:
-        if len(copied) == 0 and waiting[0].step == 1:
+        if len(copied) == 0 and waiting[0].target.step == 1:
             promoter.offer(orders[1:])
         return waiting[0]
 
     monkeypatch.setattr(promotion_module, "_marked", slow_look)
-    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: copied.append(order.step))
+    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: copied.append(order.target.step))
     promoter.offer(orders[:1])
     outcomes = [told.get(timeout=10) for _ in orders]
     assert copied == [4, 5, 6, 7]
