@@ -12,8 +12,8 @@ import pytest
 
 import datakit.store.origins
 from datakit import Recipe, TokenStore, preprocess, write_store
+from datakit.commands.inspect import _COLOURS, _PLAIN
 from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, pieces, sample_excerpt
-from datakit.store_verbs import _COLOURS, _PLAIN
 from datakit.tokenization.tokenizer import open_tokenizer
 from tests.datakit.conftest import Cli, write_jsonl
 from threefold.errors import UserError

@@ -1,0 +1,14 @@
+"""The verbs of the `datakit` command, a file each, in the order of the help. numpy is imported by verbs alone."""
+
+VERBS = (
+    "train-tokenizer",
+    "preprocess",
+    "inspect",
+    "verify",
+    "stats",
+    "merge",
+    "convert",
+    "diff",
+    "archive",
+    "unarchive",
+)

@@ -1,0 +1,83 @@
+"""`datakit convert`: others' tokenized datasets to a store, and to Megatron's."""
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from datakit.commands.shared import Linking, print_store
+from threefold.cli import print_json
+from threefold.errors import EXIT_OK, UserError
+from threefold.options import argument, option
+
+SUMMARY = "others' tokenized datasets to a store, and to Megatron's"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Linking):
+    """Options of `datakit convert`."""
+
+    sources: tuple[str, ...] = argument(
+        "SOURCE", "prefixes of PREFIX.bin and PREFIX.idx, .ds files, folders of .ds, MDS or litdata; or a store"
+    )
+    to: Literal["store", "megatron"] = option("store", "what to make")
+    source_format: Literal["megatron", "datatrove", "mds", "litdata"] | None = option(
+        None, "what the sources are, else found out", flag="--from"
+    )
+    output: str = option(..., "folder to make; a rerun continues in it", metavar="DIR")
+    tokenizer: str | None = option(None, "the tokenizer that made the datasets; for --to store", metavar="FILE")
+    eod_token: str | None = option(None, "its end-of-document token, else <|endoftext|>", metavar="TOKEN")
+    documents: Literal["auto", "items", "eod"] = option(
+        "auto",
+        "items: one document a sample of the source; eod: samples are joined and cut after the end-of-document "
+        "token; auto: eod if samples look packed out of a stream, else items",
+    )
+    column: str | None = option(None, "column (mds) or leaf (litdata) of the tokens, if not the only", metavar="NAME")
+    dtype: str | None = option(None, "of the tokens if the source does not say, like int64", metavar="DTYPE")
+
+
+def run(options: Options) -> int:
+    """Make a store of datasets of Megatron, datatrove, MosaicML streaming (mds) or litdata without tokenizing again,
+    every token checked; or Megatron's indexed datasets of a store's shards. Megatron's files are linked or copied as
+    they are, the others' tokens written anew."""
+    if options.to == "store":
+        return _convert_to_store(options)
+    from datakit.foreign.megatron import to_megatron
+
+    into_store = ("tokenizer", "eod_token", "source_format", "column", "dtype")
+    asked = [name for name in into_store if getattr(options, name)] + ["documents"] * (options.documents != "auto")
+    if len(options.sources) != 1 or asked:
+        raise UserError(
+            "--to megatron takes one store and no tokenizer", hint="datakit convert STORE --to megatron --output DIR"
+        )
+    prefixes = [str(prefix) for prefix in to_megatron(options.sources[0], options.output, copy=options.copy)]
+    if options.json:
+        print_json({"path": options.output, "prefixes": prefixes})
+    else:
+        print(*prefixes, sep="\n")
+    return EXIT_OK
+
+
+def _convert_to_store(options: Options) -> int:
+    from datakit.foreign.conversion import convert_to_store
+    from datakit.foreign.foreign_store import Choices
+    from datakit.tokenization.tokenizer import DEFAULT_EOD
+
+    if not options.tokenizer:
+        raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer tok.json")
+    choices = Choices(
+        options.tokenizer,
+        options.eod_token or DEFAULT_EOD,
+        options.documents,
+        options.column,
+        options.dtype,
+    )
+    store = convert_to_store(
+        options.sources, options.output, choices, source_format=options.source_format, copy=options.copy
+    )
+    if store.manifest.settings.get("documents") == "eod":
+        print(
+            f"one stream, cut after each {store.manifest.tokenizer.eod_token}; --documents items keeps the samples",
+            file=sys.stderr,
+        )
+    print_store(store, options.json)
+    return EXIT_OK

@@ -1,0 +1,153 @@
+"""`datakit inspect`: say what a store or archive holds."""
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from datakit.commands.shared import OfStored, counts_text
+from threefold.cli import print_json, print_line
+from threefold.console import has_colours, print_table
+from threefold.errors import EXIT_OK, UserError
+from threefold.options import option
+
+if TYPE_CHECKING:
+    from datakit.reports.excerpt import Excerpt
+    from datakit.tokenization.tokenizer import Tokenizer
+
+SUMMARY = "say what a store or archive holds"
+_COLOURS, _PLAIN = ("\x1b[30;46m", "\x1b[30;43m"), "\x1b[0m"
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OfStored):
+    """Options of `datakit inspect`."""
+
+    document: int | None = option(None, "show this document, counted from 0", metavar="K", exclusive="excerpt")
+    sample: int | None = option(
+        None, "show tokens [K L, K L + L], L from --seq-length", metavar="K", exclusive="excerpt"
+    )
+    seq_length: int | None = option(None, "tokens of a sample", metavar="L")
+    tokenizer: str | None = option(None, "the tokenizer that made the store: shows text, not ids", metavar="FILE")
+
+
+def run(options: Options) -> int:
+    """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
+    from."""
+    from datakit.archives.store_source import StoreSource
+    from datakit.store.manifest import is_plain_folder
+    from datakit.store.token_store import TokenStore
+
+    place = options.store
+    if asks_for_excerpt(options):
+        if not is_plain_folder(place):
+            raise UserError(
+                f"{place} is no store in a local folder: its documents and samples cannot be shown",
+                hint=f"datakit unarchive {place} --output STORE",
+            )
+        return inspect_excerpt(options)
+    if is_plain_folder(place):
+        store = TokenStore.open(place)
+        path, manifest, record = str(store.path), store.manifest, None
+    else:
+        source = StoreSource.open(place)
+        path, manifest, record = source.storage.url, source.manifest, source.record
+    found: dict[str, object] = {
+        "path": path,
+        "num_documents": manifest.num_documents,
+        "num_tokens": manifest.num_tokens,
+        "dtype": manifest.dtype,
+        "fingerprint": manifest.fingerprint,
+        "tokenizer": asdict(manifest.tokenizer),
+        "settings": manifest.settings,
+        "skipped": manifest.skipped,
+        "shards": [asdict(shard) for shard in manifest.shards],
+    }
+    if record:
+        sizes = {"frame_bytes": record.frame_bytes, "packed_bytes": record.packed_bytes}
+        found["archive"] = {"level": record.level, **sizes}
+    if options.json:
+        print_json(found)
+        return EXIT_OK
+    tokenizer = manifest.tokenizer
+    print_line(f"{path}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {manifest.dtype}")
+    if record:
+        print(f"archive      {record.packed_bytes / 1e6:,.1f} MB, zstd level {record.level}")
+    print(f"fingerprint  {manifest.fingerprint}")
+    print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
+    print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
+    print_line("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
+    if manifest.skipped:
+        print(f"skipped      {counts_text(manifest.skipped)}")
+    print(f"shards       {len(manifest.shards)}")
+    rows = [(shard.name, f"{shard.num_documents:,}", f"{shard.num_tokens:,}") for shard in manifest.shards]
+    print_table(("shard", "documents", "tokens"), rows, left={"shard"})
+    return EXIT_OK
+
+
+def asks_for_excerpt(options: Options) -> bool:
+    """Whether `inspect` is to show a document or sample; UserError where its flags do not fit each other."""
+    if (options.sample is None) != (options.seq_length is None):
+        raise UserError("--sample and --seq-length go together", hint="--sample 0 --seq-length 4096")
+    found = options.document is not None or options.sample is not None
+    if options.tokenizer and not found:
+        raise UserError("--tokenizer shows the text of one document or sample", hint="--document 0")
+    return found
+
+
+def inspect_excerpt(options: Options) -> int:
+    """Show the tokens of one document or sample, as text where a tokenizer is given, and where they came from."""
+    from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
+    from datakit.store.token_store import TokenStore
+
+    store = TokenStore.open(options.store)
+    if options.document is not None:
+        name, excerpt = "document", document_excerpt(store, options.document)
+    else:
+        name, excerpt = "sample", sample_excerpt(store, options.sample or 0, options.seq_length or 0)
+    tokenizer = open_matching_tokenizer(store, options.tokenizer) if options.tokenizer else None
+    if not options.json:
+        _print_excerpt(excerpt, tokenizer)
+        return EXIT_OK
+    print_json(
+        {
+            "store": str(store.path),
+            name: getattr(options, name),
+            "first_token": excerpt.first_token,
+            "ids": excerpt.tokens.tolist(),
+            "text": tokenizer.decode(excerpt.tokens) if tokenizer else None,
+            "sources": [
+                {
+                    "document": part.document,
+                    "start": part.start,
+                    "num_tokens": part.num_tokens,
+                    **asdict(part.origin),
+                    "tag": part.tag,
+                }
+                for part in excerpt.parts
+            ],
+        },
+        masks=False,
+    )
+    return EXIT_OK
+
+
+def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:
+    from datakit.reports.excerpt import pieces
+
+    for part, ids in excerpt.part_tokens():
+        origin = part.origin
+        print_line(
+            f"document {part.document:,}, tokens {part.start:,} to {part.start + part.num_tokens:,}: "
+            f"{origin.path or 'no source'}, line {origin.line:,}, byte {origin.offset_bytes:,}"
+            + (f", tag {part.tag}" if part.tag else "")
+        )
+        if tokenizer is None:
+            print(*ids.tolist())
+        elif not sys.stdout.isatty():
+            print(tokenizer.decode(ids))
+        else:
+            shown = (piece.translate(_CONTROLS) for piece in pieces(tokenizer, ids) if piece)
+            colours = _COLOURS if has_colours(sys.stdout) else ("", "")
+            plain = _PLAIN if has_colours(sys.stdout) else ""
+            print("".join(f"{colours[i % 2]}{piece}{plain}" for i, piece in enumerate(shown)))

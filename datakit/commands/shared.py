@@ -1,0 +1,76 @@
+"""What several verbs of the `datakit` command have in common: options, and how a store that was made is reported."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from threefold.cli import print_json, print_line
+from threefold.options import argument, option
+
+if TYPE_CHECKING:
+    from datakit.store.token_store import TokenStore
+
+INPUT_HELP = (
+    "files, folders, globs or URLs of such, of .jsonl, .ndjson, .json (one object a line) or .txt, plain, .gz, .zst, "
+    ".xz or .bz2, and of .parquet or .arrow; - is jsonl from standard input; pipes are copied to $TMPDIR first"
+)
+STORED_HELP = "a store or an archive, in a folder, on s3:// or at any fsspec URL"
+PLACE_HELP = "a folder, s3://bucket/prefix or any fsspec URL"
+DEFAULT_EOD = "<|endoftext|>"
+MAX_DEFAULT_WORKERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """Options of a verb that reports."""
+
+    json: bool = option(False, "print one JSON document")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfInput:
+    """Options of a verb that reads text."""
+
+    inputs: tuple[str, ...] = argument("INPUT", INPUT_HELP)
+    text_key: str = option(
+        "text",
+        "key (parquet, arrow: column) of the text, a.b for b inside a; several texts are joined by blank lines",
+        metavar="KEY,...",
+    )
+    txt_split: Literal["file", "line"] = option("file", "what is a document in .txt")
+    skip_invalid: bool = option(False, "skip documents that cannot be read or tokenized")
+    eod_token: str = option(DEFAULT_EOD, "the end-of-document token", metavar="TOKEN")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfStored(Reporting):
+    """Options of a verb on a store or an archive."""
+
+    store: str = argument("STORE", STORED_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linking(Reporting):
+    """Options of a verb that puts files of stores into another."""
+
+    copy: bool = option(False, "copy the files, not link them: a link changes with its source")
+
+
+def default_workers() -> int:
+    """Return how many files of an archive are in work unless a flag says so."""
+    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS)
+
+
+def counts_text(skipped: dict[str, int]) -> str:
+    """Return how many documents were left out, and why."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+
+
+def print_store(store: "TokenStore", as_json: bool) -> None:
+    """Print the summary of a store that was made."""
+    num_shards = len(store.manifest.shards)
+    counts = {"num_documents": store.num_documents, "num_tokens": store.num_tokens, "num_shards": num_shards}
+    if as_json:
+        print_json({"path": str(store.path), **counts, "fingerprint": store.fingerprint})
+    else:
+        print_line(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {num_shards} shards")

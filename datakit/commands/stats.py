@@ -1,0 +1,77 @@
+"""`datakit stats`: count documents, lengths and sources."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from datakit.commands.shared import Reporting
+from threefold.cli import print_json
+from threefold.console import print_table
+from threefold.errors import EXIT_OK
+from threefold.options import argument, option
+
+if TYPE_CHECKING:
+    from datakit.reports.statistics import Statistics
+
+SUMMARY = "count documents, lengths and sources"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Reporting):
+    """Options of `datakit stats`."""
+
+    stores: tuple[str, ...] = argument("STORE", "stores, counted together")
+    report: str | None = option(None, "write a page with plots too; needs threefold[plot]", metavar="FILE.html")
+
+
+def run(options: Options) -> int:
+    """Count documents and tokens by length, by tag and by source file, exactly, from the indices alone."""
+    from datakit.reports.html import require_plots, write_report
+    from datakit.reports.statistics import statistics
+
+    if options.report:
+        require_plots()
+    found = statistics(options.stores)
+    if options.report:
+        write_report(found, options.report)
+        print(f"wrote {options.report}", file=sys.stderr)
+    if options.json:
+        print_json(asdict(found))
+    else:
+        _print_statistics(found)
+    return EXIT_OK
+
+
+def _print_statistics(found: "Statistics") -> None:
+    for store in found.stores:
+        print(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens")
+    if len(found.stores) > 1:
+        print(f"together: {found.num_documents:,} documents, {found.num_tokens:,} tokens")
+    print(f"empty documents  {found.num_empty_documents:,}")
+    if lengths := found.lengths:
+        print(
+            f"tokens a document  min {lengths.min:,}  median {lengths.median:,}  p90 {lengths.p90:,}  "
+            f"p99 {lengths.p99:,}  max {lengths.max:,}  mean {lengths.mean:,.1f}"
+        )
+    buckets = [
+        (f"{bucket.min_length:,} to {bucket.max_length:,}" if bucket.max_length > 1 else f"{bucket.max_length}", bucket)
+        for bucket in found.histogram
+    ]
+    rows = [(length, f"{bucket.num_documents:,}", f"{bucket.num_tokens:,}") for length, bucket in buckets]
+    print()
+    print_table(("length", "documents", "tokens"), rows)
+    if found.tags:
+        _print_shares("tag", [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in found.tags])
+    sources = [(source.path or "no source", source.num_documents, source.num_tokens) for source in found.sources]
+    others = found.other_sources
+    if others.num_sources:
+        sources.append((f"{others.num_sources:,} others", others.num_documents, others.num_tokens))
+    _print_shares("source", sources)
+
+
+def _print_shares(what: str, rows: Sequence[tuple[str, int, int]]) -> None:
+    """Print names with their numbers of documents and tokens, the names last: they may be long."""
+    print()
+    cells = [(f"{num_tokens:,}", f"{num_documents:,}", name) for name, num_documents, num_tokens in rows]
+    print_table(("tokens", "documents", what), cells, left={what})
