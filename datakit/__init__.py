@@ -1,5 +1,12 @@
 """datakit: text corpus to token store to blended, packed, exactly resumable batches.
 
+Programs import these names and no submodule:
+- from text to a store: preprocess, Recipe, write_store; tokenizers: train_tokenizer, open_tokenizer, Tokenizer; what
+  encodes fastest, for experts: choose_backend, open_encoder, Encoder;
+- a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
+- stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
+- batches of a stream: Blend, Cursor, Loader, HostBatch.
+
 No folder imports one that comes later: files, text, tokenization, store, stream, dedup, preprocessing, archives,
 foreign, reports.
 """
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
     from datakit.stream.blend import Blend as Blend
     from datakit.stream.cursor import Cursor as Cursor
     from datakit.stream.loader import Loader as Loader
+    from datakit.tokenization.encoder import Encoder as Encoder
+    from datakit.tokenization.encoder import choose_backend as choose_backend
+    from datakit.tokenization.encoder import open_encoder as open_encoder
     from datakit.tokenization.tokenizer import Tokenizer as Tokenizer
     from datakit.tokenization.tokenizer import open_tokenizer as open_tokenizer
     from datakit.tokenization.tokenizer_training import train_tokenizer as train_tokenizer
@@ -37,6 +47,7 @@ else:
         {
             "Blend": "stream.blend",
             "Cursor": "stream.cursor",
+            "Encoder": "tokenization.encoder",
             "HostBatch": "stream.batch",
             "Loader": "stream.loader",
             "Origin": "store.origins",
@@ -45,9 +56,11 @@ else:
             "TokenStore": "store.token_store",
             "Tokenizer": "tokenization.tokenizer",
             "archive": "archives.archiving",
+            "choose_backend": "tokenization.encoder",
             "find_difference": "reports.difference",
             "from_megatron": "foreign.megatron",
             "merge": "store.merging",
+            "open_encoder": "tokenization.encoder",
             "open_tokenizer": "tokenization.tokenizer",
             "preprocess": "preprocessing.preprocess",
             "statistics": "reports.statistics",

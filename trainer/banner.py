@@ -4,16 +4,14 @@ import math
 
 import torch
 
-from ckptkit.runs.retention import Retention
-from ckptkit.tiers.tier import Tier
-from datakit.stream.blend import Blend
+from ckptkit import Retention, Tier, Tiers
+from datakit import Blend
 from threefold import __version__
-from trainer.config import Config
-from trainer.config_check import tiers_of
+from trainer.config import CheckpointConfig, Config
 from trainer.engine import Engine
 
 
-def banner(config: Config, engine: Engine, blend: Blend) -> list[tuple[str, str]]:
+def banner(config: Config, engine: Engine, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
     """Return the facts of a run, a name and a text each."""
     model, parallel, train = config.model, config.parallel, config.train
     num_parameters = sum(math.prod(row.shape) for row in engine.table.values() if row.placement.tied_to is None)
@@ -43,7 +41,7 @@ def banner(config: Config, engine: Engine, blend: Blend) -> list[tuple[str, str]
         ("data", f"{stored:,} tokens in {', '.join(str(store.path) for store in blend.stores)}"),
         ("device", f"{device_name(engine.mesh.device)}, {train.precision}"),
     ]
-    return facts + kept(config)
+    return facts + kept(tiers, config.checkpoint)
 
 
 def device_name(device: torch.device) -> str:
@@ -54,9 +52,8 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {num_threads} thread{'s' * (num_threads > 1)} a rank"
 
 
-def kept(config: Config) -> list[tuple[str, str]]:
+def kept(tiers: Tiers | None, save: CheckpointConfig) -> list[tuple[str, str]]:
     """Where a run saves, how often, and which steps stay: a fact for each tier."""
-    tiers, save = tiers_of(config), config.checkpoint
     if tiers is None:
         return [("save", "nowhere: nothing of this run will be kept (--save URL keeps it)")]
     intervals = [every(save.save_interval)] if save.save_interval else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ckptkit.model.zero import bucket_offsets, overlaps, padded_size, shard_interval
+from ckptkit import bucket_offsets, overlaps, padded_size, shard_interval
 from trainer.mesh import Group
 
 

@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from ckptkit.model.layout import ParallelLayout
-from ckptkit.runs.retention import Retention
-from ckptkit.tiers.tier import Tiers, parse_tiers
+from ckptkit import ParallelLayout, Retention, Tiers, parse_tiers
 from threefold.errors import UserError
 from trainer.config import SAVE_INTERVAL_S, CheckpointConfig, Config, DataConfig, ValidConfig
 

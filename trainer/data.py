@@ -5,18 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from datakit.store.shard import Int64s
-from datakit.store.token_store import TokenStore
-from datakit.stream.batch import HostBatch
-from datakit.stream.blend import Blend
-from datakit.stream.cursor import Cursor
-from datakit.stream.loader import Loader
-from datakit.tokenization.tokenizer import open_tokenizer
+from datakit import Blend, Cursor, HostBatch, Loader, TokenStore, open_tokenizer
 from threefold.errors import UserError
 from trainer.config import Config, DataConfig, ValidConfig
 from trainer.engine import Batch
+
+Int64s = npt.NDArray[np.int64]
 
 
 def open_blend(part: DataConfig | ValidConfig, config: Config, *, name: str) -> Blend:

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ckptkit.model.box import Piece
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo
+from ckptkit import Piece, Placement, TensorInfo
 from threefold.errors import UserError
 from trainer.bucket import Bucket, Segment, attach, cut_into_buckets, squared_norm, wide_dtype
 from trainer.config import Config

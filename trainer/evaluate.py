@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from datakit.store.shard import Int64s
-from datakit.stream.batch import HostBatch
+from datakit import HostBatch
 from trainer.config import Config
-from trainer.data import open_blend, to_device, token_fault, with_vocabulary
+from trainer.data import Int64s, open_blend, to_device, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine
 from trainer.mesh import ProcessMesh
 from trainer.ranks import Ranks

@@ -1,18 +1,11 @@
-"""How the ranks of a run restore together: through their node's memory, through the whole job, or each on its own."""
+"""JobExchange: bytes between all ranks of a run, by which they agree and may restore together."""
 
-import os
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ckptkit.loading.exchange import Exchange
-from ckptkit.loading.node_exchange import NodeExchange
 from threefold.storage import Buffer
-from trainer.config import Config
-from trainer.ranks import Ranks
 
 
 class JobExchange:
@@ -42,22 +35,6 @@ class JobExchange:
             received, torch.cat([_tensor(buffer) for buffer in send]), taken.tolist(), given.tolist()
         )
         return [part.numpy().data for part in received.split(taken.tolist())]
-
-
-@contextmanager
-def open_exchange(ranks: Ranks, config: Config) -> Iterator[Exchange | None]:
-    """The exchange that `checkpoint.exchange` names, None where each rank reads for itself; all ranks call this."""
-    kind, local_size = config.checkpoint.exchange, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    job = ranks.broadcast(secrets.token_hex(8))
-    if kind == "job" and ranks.world_size > 1:
-        yield JobExchange()
-    elif kind == "node" and local_size > 1:
-        name = f"{job}-{os.environ.get('GROUP_RANK', '0')}"  # nodes of a test may be one host
-        local_rank, deadline_s = int(os.environ["LOCAL_RANK"]), config.parallel.timeout_s
-        with ranks.together(lambda: NodeExchange(local_rank, local_size, name, deadline_s=deadline_s)) as exchange:
-            yield exchange
-    else:
-        yield None
 
 
 def _tensor(data: Buffer) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
+from datakit import Tokenizer, open_tokenizer
 from threefold.errors import UserError
 from trainer.ranks import Ranks
 from trainer.trained import Checkpoint, TrainedModel

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from ckptkit.model.layout import Coords, ParallelLayout
+from ckptkit import Coords, ParallelLayout
 from threefold.errors import UserError
 from trainer.clock import Clock
 

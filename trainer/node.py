@@ -1,28 +1,30 @@
-"""Which node of the run this rank is on, for a first tier that is each node's own.
+"""Where a run saves to, for the node that this rank is on, if the first tier is each node's own.
 
 A node is what torchrun starts ranks on: those from RANK - LOCAL_RANK on, LOCAL_WORLD_SIZE of them. Its name is
 $THREEFOLD_NODE, else the host's; a node that replaces another takes over its name. The peer of a node is the next one
 in the order of ranks, of the last one the first.
 """
 
+import dataclasses
 import os
 import socket
 
-from ckptkit.tiers.tier import Node, node_name, nodes_of
+from ckptkit import Tiers, node_name, nodes_of
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config_check import tiers_of
 from trainer.ranks import Ranks
 
 
-def find_node(ranks: Ranks, config: Config) -> Node | None:
-    """The node of this rank where the first tier is each node's own, else None; all ranks ask together."""
+def tiers_here(ranks: Ranks, config: Config) -> Tiers | None:
+    """Return where the run saves to, None for nowhere; each node's own tier as this rank's node. All ranks call it."""
     tiers = ranks.together(lambda: tiers_of(config))
     if tiers is None or not tiers.first.of_node:
-        return None
+        return tiers
     here = ranks.together(lambda: (node_name(os.environ, socket.gethostname()), _first_rank(ranks, config)))
     found = ranks.gather(here)
-    return ranks.together(lambda: nodes_of([name for name, _ in found], [first for _, first in found]))[ranks.rank]
+    nodes = ranks.together(lambda: nodes_of([name for name, _ in found], [first for _, first in found]))
+    return dataclasses.replace(tiers, node=nodes[ranks.rank])
 
 
 def _first_rank(ranks: Ranks, config: Config) -> int:

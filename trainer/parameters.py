@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ckptkit.model.layout import Coords, ParallelLayout
-from ckptkit.model.placement import Placement
+from ckptkit import Coords, ParallelLayout, Placement
 from trainer.config import Config, ModelConfig
 from trainer.ops.philox import normal_
 

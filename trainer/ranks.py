@@ -1,20 +1,24 @@
 """Ranks: the processes of one run, how they start together, and how they agree.
 
 An error of any rank is raised once: `together` runs an action on every rank, and where it fails on some, the first rank
-reports it with the ranks' numbers and all end with its exit code. Agreement goes over gloo, on CUDA runs too.
+reports it with the ranks' numbers and all end with its exit code. Ranks agree by bytes through their `exchange`, over
+gloo on CUDA runs too; values are JSON.
 """
 
+import json
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ckptkit import Alone, Exchange, outcomes
 from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
+from trainer.exchange import JobExchange
 from trainer.failure import record
 
 T = TypeVar("T")
@@ -41,6 +45,7 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+        self.exchange: Exchange = JobExchange() if self.world_size > 1 else Alone()
 
     def __enter__(self) -> "Ranks":
         return self
@@ -104,7 +109,7 @@ class Ranks:
             mine = StorageError(str(error))
         elif error is not None and not isinstance(error, UserError):
             mine = UserError(f"{type(error).__name__}: {error}")
-        return {rank: fault for rank, fault in enumerate(self.gather(mine)) if fault is not None}
+        return outcomes(self.exchange, error=mine)[1]
 
     def told(self, faults: Mapping[int, UserError]) -> str:
         """The first rank's fault, and the ranks that have one unless all have the same."""
@@ -119,19 +124,14 @@ class Ranks:
         shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
         return f"on rank{'s' if len(numbers) > 1 else ''} {shown} of {self.world_size}: "
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, on all ranks."""
-        found = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(found, value)
-        return found
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on all ranks; as of JSON, a tuple comes as a list, a number as key as a text."""
+        return [json.loads(data) for data in self.exchange.all_gather(json.dumps(value).encode())]
 
-    def broadcast(self, value: T) -> T:
-        """The first rank's value, on all ranks."""
-        box = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+    def broadcast(self, value: Any) -> Any:
+        """Return the first rank's value, on all ranks, as `gather` does."""
+        data = b"" if self.rank else json.dumps(value).encode()
+        return json.loads(self.exchange.all_gather(data)[0])
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over the ranks; one small collective."""

@@ -1,32 +1,47 @@
-"""Restoring one step into an engine: which tensors it must hold, what is refused, and what counts as damage."""
+"""Restoring one step into an engine: with whom, which tensors it must hold, what is refused, what counts as damage."""
 
 import dataclasses
-from collections.abc import Sequence
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from ckptkit.format.root import Root
-from ckptkit.loading.exchange import Exchange, together
-from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.restore import restore_from
-from ckptkit.model.box import Piece
-from ckptkit.model.tensor import TensorInfo
+from ckptkit import Exchange, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
 from threefold.errors import UserError, listed
-from threefold.storage import Storage
+from trainer.config import Config
 from trainer.engine import DTYPE_NAMES, MASTER, Engine
+from trainer.ranks import Ranks
 
 UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation")  # of the model's configuration
 
 
-def restore_step(engine: Engine, storage: Storage, step: int, exchange: Exchange | None = None) -> Root:
+@contextmanager
+def open_exchange(ranks: Ranks, config: Config) -> Iterator[Exchange | None]:
+    """Open the exchange that `checkpoint.exchange` names, None if each rank reads for itself; all ranks call this."""
+    kind, local_size = config.checkpoint.exchange, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    job = ranks.broadcast(secrets.token_hex(8))
+    if kind == "job" and ranks.world_size > 1:
+        yield ranks.exchange
+    elif kind == "node" and local_size > 1:
+        name = f"{job}-{os.environ.get('GROUP_RANK', '0')}"  # nodes of a test may be one host
+        local_rank, deadline_s = int(os.environ["LOCAL_RANK"]), config.parallel.timeout_s
+        with ranks.together(lambda: NodeExchange(local_rank, local_size, name, deadline_s=deadline_s)) as exchange:
+            yield exchange
+    else:
+        yield None
+
+
+def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None = None) -> Root:
     """Read one step into the engine, together with the other ranks of an exchange, which all call this.
 
     An engine that only infers takes parameters of another dtype, converted; one that trains refuses them. CheckFailed
     where the step is damaged, UserError with a report of each tensor where it is of another model.
     """
-    with CheckpointReader(storage, step, exchange=exchange) as reader:
+    with run.open(step, exchange) as reader:
         root = reader.root
-        together(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
+        on_all(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
         pieces, tensors = engine.restore_pieces(root.tensors), expected_tensors(engine, root)
         if engine.trains:
             restore_from(reader, pieces, tensors=tensors)

@@ -4,20 +4,13 @@ import sys
 import time
 from dataclasses import replace
 
-from ckptkit.format.keys import ROOT_KEY, step_folder
-from ckptkit.handoff.report import SaveReport
-from ckptkit.saving.checkpointer import Checkpointer
-from ckptkit.saving.options import CheckpointerOptions
-from ckptkit.tiers.tier import destinations, filled
+from ckptkit import Checkpointer, CheckpointerOptions, Run, SaveReport, Tiers
 from threefold.cli import log
 from threefold.errors import StorageError
-from threefold.storage import open_storage
-from threefold.storage.local import sync_name
 from trainer.config import Config
-from trainer.config_check import layout_of, tiers_of
+from trainer.config_check import layout_of
 from trainer.engine import Engine
 from trainer.metrics import Log
-from trainer.node import find_node
 from trainer.ranks import Ranks
 from trainer.state import Progress, Resumed
 
@@ -36,8 +29,9 @@ class Saver:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, engine: Engine, log: Log, *, attempt: str, resumed: Resumed
-    ) -> None:
+        self, config: Config, ranks: Ranks, engine: Engine, log: Log, tiers: Tiers | None, *, attempt: str,
+        resumed: Resumed,
+    ) -> None:  # fmt: skip
         """`attempt` is one name for all ranks of this start of the run."""
         self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
         step, self._due_at_s, self._is_time = resumed.progress.step, time.monotonic(), False
@@ -49,18 +43,16 @@ class Saver:
         self._stall_s = 0.0
         self._is_any_busy = False
         self._checkpointer: Checkpointer | None = None
-        self._address = ""
         save = config.checkpoint
         self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         # views of memory that the run keeps: made once, so that a save compares no structure anew
         self._pieces, self._tensors = engine.pieces(), engine.tensors()
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
-        tiers, node = tiers_of(config), find_node(ranks, config)
-        self._leads = ranks.rank == (node.first_writer if node else 0)
+        self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
+        self._tiers = tiers
         if tiers is not None:
-            self._address = filled(tiers.first.url, node)
             self._checkpointer = Checkpointer(
-                self._address,
+                tiers.own_urls[0],
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 attempt=attempt,
@@ -74,10 +66,8 @@ class Saver:
                     stripe_count=save.stripe_count,
                     stripe_size_bytes=save.stripe_size_bytes,
                     retention=tiers.first.retention,
-                    tiers=tuple(
-                        replace(tier, newest=resumed.newest.get(tier.url, 0)) for tier in destinations(tiers, node)
-                    ),
-                    node=node,
+                    tiers=tuple(replace(tier, newest=resumed.newest.get(tier.url, 0)) for tier in tiers.destinations),
+                    node=tiers.node,
                     code=save.code,
                 ),
             )
@@ -220,12 +210,8 @@ class Saver:
 
     def _is_committed(self, step: int) -> bool:
         """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
+        assert self._tiers is not None, "asked of saves only"
         try:
-            storage = open_storage(self._address)
-            key = f"{step_folder(step)}/{ROOT_KEY}"
-            if storage.info(key) is None:
-                return False
-            sync_name(storage, key)
-            return True
+            return Run(self._tiers.own_urls[0]).is_committed(step, durably=True)
         except StorageError:
             return False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ckptkit.model.layout import stage_layers
+from ckptkit import stage_layers
 from trainer.config import Config
 from trainer.layers import Block, Noise, Norm, Rotation
 from trainer.loss import vocab_cross_entropy

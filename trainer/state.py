@@ -16,22 +16,16 @@ from typing import Any
 
 import torch
 
-from ckptkit.format.address import split_address
-from ckptkit.format.root import Root
-from ckptkit.loading.exchange import Exchange
-from ckptkit.runs.catalogue import meant_steps
-from ckptkit.runs.fallback import Candidate, first_sound
-from ckptkit.tiers.tier import Tiers
+from ckptkit import Exchange, Root, Run, Tiers, first_sound
 from threefold.errors import CheckFailed, UserError
-from threefold.storage import open_storage
 from trainer.config import Config
-from trainer.config_check import tiers_of
 from trainer.engine import Engine
-from trainer.exchange import open_exchange
 from trainer.optim import learning_rate
-from trainer.own_steps import OwnSteps, set_aside
+from trainer.own_steps import OwnSteps
 from trainer.ranks import Ranks
-from trainer.restoring import restore_step
+from trainer.restoring import open_exchange, restore_step
+
+Candidate = tuple[str, int]  # run URL and step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +85,20 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {"device": name, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
+def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) -> Resumed:
     """Restore the newest step that all ranks can read; the start of a run where nothing was saved."""
-    tiers = ranks.together(lambda: tiers_of(config))
     own = OwnSteps(ranks, config, tiers)
-    found = candidates_heard(ranks, config, own.steps)
+    found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
     first = next(found, None)
     if first is None:
-        own.set_aside_after(-1)
+        own.quarantine_after(-1)
         if tiers is not None:
             ranks.say("nothing is there to resume: starts at step 0")
         return Resumed(Progress())
     with open_exchange(ranks, config) as exchange:
-        url, root = restore_any(ranks, engine, itertools.chain([first], found), config, exchange, own)
-    own.set_aside_after(root.step if url == own.url else root.step - 1)
+        found = itertools.chain([first], found)
+        url, root = restore_any(ranks, engine, found, exchange, own, strict=config.checkpoint.strict)
+    own.quarantine_after(root.step if url == own.url else root.step - 1)
     resumed = ranks.together(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
     changes = differences(root, config, ranks.device)
     ranks.say(f"resumed from step {root.step} of {url}")
@@ -116,24 +110,22 @@ def resume(ranks: Ranks, engine: Engine, config: Config) -> Resumed:
     return dataclasses.replace(resumed, newest=newest)
 
 
-def candidates_heard(ranks: Ranks, config: Config, of_nodes: Iterable[int]) -> Iterator[Candidate]:
+def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
     """The `candidates` on all ranks together: the first rank looks for the next as it is taken, others hear of it."""
-    found = candidates(config, of_nodes) if ranks.rank == 0 else iter(())
+    found = candidates(tiers, of_nodes, load=load) if ranks.rank == 0 else iter(())
     while candidate := ranks.broadcast(ranks.together(lambda: next(found, None))):
-        yield candidate
+        yield candidate[0], candidate[1]
 
 
-def candidates(config: Config, of_nodes: Iterable[int] = ()) -> Iterator[Candidate]:
+def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
     """(run URL, step) of what may be resumed, newest first; nothing for a run that starts from nothing.
 
     Of one step the faster tier comes before the slower. `of_nodes` are the steps of a first tier that is each node's.
     """
-    load, tiers = config.checkpoint.load, tiers_of(config)
-    for tier in (tiers.first, *tiers.slower) if tiers else ():
-        run, step = split_address(tier.url)
-        if step is not None:
-            text = f"--save {tier.url} names one step, a run is saved to a folder of steps"
-            raise UserError(text, hint=f"--save {run}")
+    for url in tiers.urls if tiers else ():
+        if (run := Run(url)).named is not None:
+            text = f"--save {url} names one step, a run is saved to a folder of steps"
+            raise UserError(text, hint=f"--save {run.url}")
     places = steps_of_tiers(tiers, of_nodes).values()
     found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each[1])  # of equal ones the first tier's first
     first = next(found, None)
@@ -167,12 +159,12 @@ def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> 
 
 def steps_of(url: str) -> Iterator[Candidate]:
     """(run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
-    run, named = split_address(url)
-    return ((run, step) for step in meant_steps(open_storage(run), named))
+    run = Run(url)
+    return ((run.url, step) for step in run.newest_first())
 
 
 def restore_any(
-    ranks: Ranks, engine: Engine, found: Iterable[Candidate], config: Config, exchange: Exchange | None, own: OwnSteps
+    ranks: Ranks, engine: Engine, found: Iterable[Candidate], exchange: Exchange | None, own: OwnSteps, *, strict: bool
 ) -> tuple[str, Root]:
     """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
 
@@ -190,7 +182,7 @@ def restore_any(
             if url == own.url:  # each node from where it finds the step
                 root = own.restore(engine, step)
             else:
-                root = restore_step(engine, open_storage(url), step, exchange)
+                root = restore_step(engine, Run(url), step, exchange)
         except (UserError, OSError) as caught:
             error = caught
         faults = ranks.faults(error)
@@ -200,16 +192,14 @@ def restore_any(
         return root
 
     try:
-        taken, root = first_sound(found, attempt, strict=config.checkpoint.strict, report=ranks.say)
+        taken, root = first_sound(found, attempt, strict=strict, report=ranks.say)
     except CheckFailed as damage:
         ranks.agree(damage)
         raise
     assert root is not None, "restored on every rank"
     engine.after_restore()
-    tiers = tiers_of(config)
-    shared = set(tiers.urls if tiers else ()) - {own.url}
-    damaged = [each for each in tried[:-1] if each[0] in shared]
-    ranks.together(lambda: set_aside(damaged if ranks.rank == 0 else []))
+    damaged = [each for each in tried[:-1] if each[0] in own.shared_urls and ranks.rank == 0]
+    ranks.together(lambda: [Run(url).quarantine(step) for url, step in damaged])
     return taken[0], root
 
 

@@ -20,6 +20,7 @@ from trainer.evaluate import Evaluation
 from trainer.flops import peak_flops, token_flops
 from trainer.mesh import ProcessMesh
 from trainer.metrics import Log, StepMetrics, throughput
+from trainer.node import tiers_here
 from trainer.ranks import Ranks
 from trainer.saver import Saver
 from trainer.state import Progress, Validation, resume
@@ -48,9 +49,10 @@ class Run:
         blend = ranks.together(lambda: open_blend(config.data, config, name="data"))
         self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
         self.engine = ranks.together(lambda: Engine(config, self.mesh))
+        tiers = tiers_here(ranks, config)
         if ranks.rank == 0:
-            print_facts(banner(config, self.engine, blend))
-        resumed = resume(ranks, self.engine, config)
+            print_facts(banner(config, self.engine, blend, tiers))
+        resumed = resume(ranks, self.engine, config, tiers)
         self.progress, self._loss = resumed.progress, resumed.loss
         dp_rank = self.mesh.coords.dp
         self._loader = ranks.together(lambda: open_loader(blend, config, dp_rank, self.progress.cursor))
@@ -59,7 +61,7 @@ class Run:
             self._log.event("resume", self.progress.step, url=resumed.url)
         attempt = ranks.broadcast(secrets.token_hex(8))
         self._saver = ranks.together(
-            lambda: Saver(config, ranks, self.engine, self._log, attempt=attempt, resumed=resumed)
+            lambda: Saver(config, ranks, self.engine, self._log, tiers, attempt=attempt, resumed=resumed)
         )
         self._evaluation = (
             ranks.together(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None

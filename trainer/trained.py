@@ -8,10 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.format.root import Root
-from ckptkit.loading.roots import read_root
-from ckptkit.runs.catalogue import resolve
-from threefold.storage import Storage
+from ckptkit import Root, Run
 from trainer.config import Config
 from trainer.config_check import layout_of
 from trainer.config_file import FlagText, config_from, read_toml
@@ -27,7 +24,7 @@ OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of 
 class Checkpoint:
     """A committed step and the configuration to read it with."""
 
-    storage: Storage
+    run: Run
     root: Root
     config: Config
 
@@ -36,20 +33,21 @@ def open_checkpoint(
     url: str, config_path: str | None, overrides: Mapping[str, FlagText], *, world_size: int
 ) -> Checkpoint:
     """Find the step that `url` means and the configuration for it; touches no tensor and no process group."""
-    storage, step = resolve(url)
-    root = read_root(storage, step)
+    run = Run(url)
+    step = run.resolve()
+    root = run.root(step)
     tables: dict[str, Any] = read_toml(config_path) if config_path else dict(root.metadata.get("config", {}))
     tables = {name: table for name, table in tables.items() if name not in OTHER_TABLES}
     if isinstance(tables.get("train"), dict):  # what depends on the tables left out
         tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}
     flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
-    source = config_path or f"the configuration in step {step} of {storage.url}"
+    source = config_path or f"the configuration in step {step} of {run.storage.url}"
     config = config_from(tables, flags, source=source, world_size=world_size)
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
     data = dataclasses.replace(config.data, stores=(), weights=())  # the training set may be gone by now
-    return Checkpoint(storage, root, dataclasses.replace(config, data=data))
+    return Checkpoint(run, root, dataclasses.replace(config, data=data))
 
 
 class TrainedModel:
@@ -60,7 +58,7 @@ class TrainedModel:
         config, root = checkpoint.config, checkpoint.root
         self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
         self.engine = ranks.together(lambda: Engine(config, self.mesh, trains=False))
-        ranks.together(lambda: restore_step(self.engine, checkpoint.storage, root.step))
+        ranks.together(lambda: restore_step(self.engine, checkpoint.run, root.step))
         self.engine.after_restore()
         trained_in, precision = (
             root.metadata.get("config", {}).get("train", {}).get("precision"),

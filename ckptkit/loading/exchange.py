@@ -47,37 +47,54 @@ class Alone:
 
 
 def agreed(exchange: Exchange, work: Callable[[], bytes | None]) -> list[bytes]:
-    """Do some work on every rank and give the bytes that each one's returned.
+    """Do some work on every rank and return the bytes that each one's returned.
 
-    Where it fails on any rank, all of them raise the error of the first one that failed.
+    If it fails on any rank, all of them raise the error of the first one that failed.
     """
     fault: Exception | None = None
+    made = b""
     try:
-        message = _SOUND + (work() or b"")
+        made = work() or b""
     except Exception as error:
-        fault, message = error, _FAILED + _told(error, exchange)
+        fault = error
+    brought, faults = outcomes(exchange, made, None if fault is None else _reported(fault, exchange))
+    if not faults:
+        return brought
+    if fault is not None and (exchange.size == 1 or not isinstance(fault, UserError | OSError)):
+        raise fault  # as it is, with the place where it happened
+    raise faults[min(faults)] from fault
+
+
+def outcomes(
+    exchange: Exchange, data: bytes = b"", error: UserError | None = None
+) -> tuple[list[bytes], dict[int, UserError]]:
+    """Return what each rank brings, and by rank the errors of those that failed; one `all_gather`, no pickle.
+
+    An error of a subclass comes as the kind of error that it is: UserError, CheckFailed or StorageError.
+    """
+    message = _SOUND + data
+    if error is not None:
+        kind = next(name for name, known in reversed(_KINDS.items()) if isinstance(error, known))
+        message = _FAILED + json.dumps({"kind": kind, "message": error.message, "hint": error.hint}).encode()
+    faults: dict[int, UserError] = {}
     answers = exchange.all_gather(message)
-    for answer in answers:
+    for rank, answer in enumerate(answers):
         if answer[:1] == _FAILED:
-            if fault is not None and (exchange.size == 1 or not isinstance(fault, UserError | OSError)):
-                raise fault  # as it is, with the place where it happened
-            told = json.loads(answer[1:])
-            raise _KINDS[told["kind"]](told["message"], hint=told["hint"]) from fault
-    return [answer[1:] for answer in answers]
+            found = json.loads(answer[1:])
+            faults[rank] = _KINDS[found["kind"]](found["message"], hint=found["hint"])
+    return [answer[1:] for answer in answers], faults
 
 
-def together(exchange: Exchange, work: Callable[[], T]) -> T:
+def on_all(exchange: Exchange, work: Callable[[], T]) -> T:
     """Do some work on every rank and give what this rank's returned; errors are those of `agreed`."""
     made: list[T] = []
     agreed(exchange, lambda: made.append(work()))
     return made[0]
 
 
-def _told(error: Exception, exchange: Exchange) -> bytes:
-    """An error as the other ranks hear of it."""
+def _reported(error: Exception, exchange: Exchange) -> UserError:
+    """Return an error as all ranks report it."""
     if isinstance(error, UserError):
-        kind = next(name for name, known in reversed(_KINDS.items()) if isinstance(error, known))
-        return json.dumps({"kind": kind, "message": error.message, "hint": error.hint}).encode()
+        return error
     what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    message = f"rank {exchange.rank} of the {exchange.size} that restore together failed: {what}"
-    return json.dumps({"kind": "StorageError", "message": message, "hint": None}).encode()
+    return StorageError(f"rank {exchange.rank} of the {exchange.size} that restore together failed: {what}")

@@ -19,7 +19,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
 from ckptkit.io.remote_reader import RemoteReader
-from ckptkit.loading.exchange import Alone, Exchange, agreed, together
+from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_info
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.plan.load_plan import LoadPlan, plan_load
@@ -66,7 +66,7 @@ class CheckpointReader:
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
         stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
-        return together(self.exchange, lambda: self._planned(wanted, stored))
+        return on_all(self.exchange, lambda: self._planned(wanted, stored))
 
     @property
     def bytes_read(self) -> int:

@@ -12,7 +12,7 @@ from ckptkit.format.address import open_address
 from ckptkit.format.root import Root
 from ckptkit.io.piece_memory import memory_misfit, way_out
 from ckptkit.io.torch_tensors import held_by, is_writable
-from ckptkit.loading.exchange import Alone, Exchange, together
+from ckptkit.loading.exchange import Alone, Exchange, on_all
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
@@ -34,7 +34,7 @@ def restore(
     names the file, offset and tensor of damage. Ranks that share an `exchange`, and all make this call, read each
     byte that several of them want once; an error of one is then raised on all.
     """
-    storage, named = together(exchange or Alone(), lambda: open_address(url))
+    storage, named = on_all(exchange or Alone(), lambda: open_address(url))
     if named not in (None, step):
         raise UserError(f"{url} is not step {step}", hint=f"restore from {storage.url}")
     with CheckpointReader(storage, step, exchange=exchange) as reader:
@@ -47,7 +47,7 @@ def restore_from(
 ) -> None:
     """The same from an open checkpoint, whose `bytes_read` then tells what this rank read."""
     exchange = reader.exchange
-    wanted, data = together(exchange, lambda: _wanted(reader, pieces, tensors))
+    wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
     with Targets(data) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:

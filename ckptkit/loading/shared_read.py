@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptkit.io.blocks import GRANULE_BYTES, copy_many
 from ckptkit.io.torch_tensors import Bytes
-from ckptkit.loading.exchange import Exchange, agreed, together
+from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.sharing import Line, Runs, clipped, common, count, share_reads, window
 from ckptkit.loading.targets import Targets
@@ -31,7 +31,7 @@ def read_together(reader: CheckpointReader, plan: LoadPlan, targets: Targets, ex
     wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in told]
     alone, shared = share_reads(wanted)
     reading = _Reading(reader, plan, targets, exchange, line, wanted)
-    together(exchange, lambda: reading.read_alone(alone[exchange.rank]))
+    on_all(exchange, lambda: reading.read_alone(alone[exchange.rank]))
     width = max(ROUND_BYTES // exchange.size // GRANULE_BYTES, 1)  # granules
     for start in range(0, max(map(count, shared)), width):
         reading.read_round([window(runs, start, start + width) for runs in shared])
@@ -66,13 +66,13 @@ class _Reading:
         arrived = [np.frombuffer(buffer, np.uint8) for buffer in received]
         arrived[own] = kept
         runs = [self._line.bytes_of(common(window, self._wanted[own])) for window in windows]
-        together(self._exchange, lambda: self._place(runs, arrived))
+        on_all(self._exchange, lambda: self._place(runs, arrived))
 
     def _read_window(self, runs: Runs) -> Bytes:
         """The bytes of runs of granules, verified."""
         reads, offset = self._line.reads(runs)
         memory = np.empty(int(reads.size.sum()), np.uint8)
-        together(self._exchange, lambda: self._reader.fetch(reads, memory.ctypes.data + offset))
+        on_all(self._exchange, lambda: self._reader.fetch(reads, memory.ctypes.data + offset))
         return memory
 
     def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:

@@ -40,20 +40,6 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
-    """All places of a run, as written: URLs may hold {node} and {peer}. `replica` is "" or of the first tier."""
-
-    first: Tier
-    slower: tuple[Tier, ...] = ()
-    replica: str = ""
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The URLs of the tiers as written, fastest first."""
-        return (self.first.url, *(tier.url for tier in self.slower))
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """One of the nodes of a run: its name, the next node's, and the writers on it, of num_writers in all."""
 
@@ -62,6 +48,39 @@ class Node:
     first_writer: int
     num_local: int
     num_writers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """All places of a run, parsed once. `replica` is "" or of the first tier.
+
+    URLs are as written and may hold {node} and {peer}; `own_urls` and `destinations` have the names of `node` filled
+    in, of the one node that a rank is on. `node` is None if the first tier is one place for all nodes.
+    """
+
+    first: Tier
+    slower: tuple[Tier, ...] = ()
+    replica: str = ""
+    node: Node | None = None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the tiers as written, fastest first."""
+        return (self.first.url, *(tier.url for tier in self.slower))
+
+    @property
+    def own_urls(self) -> tuple[str, ...]:
+        """Return where this node saves to, then where its peer keeps the replica, if it does."""
+        return tuple(self._filled(url) for url in (self.first.url, self.replica) if url)
+
+    @property
+    def destinations(self) -> tuple[Tier, ...]:
+        """Return where a step goes after the first tier: its replica, then the slower tiers."""
+        replicas = (Tier(url, retention=self.first.retention, of_node=True) for url in self.own_urls[1:])
+        return (*replicas, *self.slower)
+
+    def _filled(self, url: str) -> str:
+        return url if self.node is None else url.replace(NODE, self.node.name).replace(PEER, self.node.peer)
 
 
 def parse_tiers(texts: Sequence[str]) -> Tiers:
@@ -96,25 +115,12 @@ def parse_tiers(texts: Sequence[str]) -> Tiers:
     return Tiers(tiers[0], tuple(tiers[1:]), replica)
 
 
-def destinations(tiers: Tiers, node: Node | None) -> tuple[Tier, ...]:
-    """Where a step goes after the first tier, with this node's name filled in: its replica, then the slower tiers."""
-    if not tiers.replica:
-        return tiers.slower
-    assert node is not None, "a replica is of a node"
-    return (Tier(filled(tiers.replica, node), retention=tiers.first.retention, of_node=True), *tiers.slower)
-
-
 def is_due(every: int, step: int, after: int | None) -> bool:
     """Whether a saved step is copied to a tier: it is the first since the interval came round.
 
     `after` is the step up to which the tier was seen to, None where that is not known.
     """
     return not every or step % every == 0 or (after is not None and step // every > after // every)
-
-
-def filled(url: str, node: Node | None) -> str:
-    """A URL as written, for one node."""
-    return url if node is None else url.replace(NODE, node.name).replace(PEER, node.peer)
 
 
 def node_name(environment: Mapping[str, str], host_name: str) -> str:
@@ -144,12 +150,6 @@ def nodes_of(names: Sequence[str], first_writers: Sequence[int]) -> list[Node]:
         Node(name_of[start], name_of[next_start[start]], start, ends[start] - start, len(names))
         for start in first_writers
     ]
-
-
-def agreed_steps(held: Sequence[Mapping[int, str]]) -> dict[int, str]:
-    """The steps, newest first, that every one of several nodes holds of one and the same attempt, and that attempt."""
-    common = set.intersection(*(set(steps.items()) for steps in held)) if held else set()
-    return dict(sorted(common, reverse=True))
 
 
 def _parse(text: str) -> tuple[str, dict[str, str]]:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.trainer.support.training import call
 from trainer.banner import kept
+from trainer.config_check import tiers_of
 from trainer.config_file import config_from
 
 
@@ -65,4 +66,5 @@ def test_a_run_says_what_it_is_and_where_it_saves(
     ],
 )
 def test_what_is_kept_is_said_of_each_place(save: dict, expected: list) -> None:
-    assert kept(config_from({"checkpoint": save}, source="")) == expected
+    config = config_from({"checkpoint": save}, source="")
+    assert kept(tiers_of(config), config.checkpoint) == expected

@@ -1,21 +1,17 @@
-"""What a node's ranks say of places that they cannot reach, and damaged steps that are set aside."""
+"""What a node's ranks say of places that they cannot reach, and what several nodes hold in common."""
 
-import errno
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptkit.runs.catalogue import committed_steps
-from ckptkit.tiers.tier import Node, parse_tiers
-from tests.ckptkit.support.saves import SMALL, save_whole
+from ckptkit import Node, Run, parse_tiers
 from threefold.errors import StorageError
-from threefold.storage import open_storage
-from threefold.storage.local import LocalStorage, local_failure
-from trainer import own_steps
 from trainer.config import Config
-from trainer.own_steps import OwnSteps, set_aside
+from trainer.own_steps import OwnSteps, agreed_steps
 
 
 class OneRank:
@@ -34,34 +30,22 @@ class OneRank:
 def test_a_replica_that_cannot_be_reached_is_told_once_a_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def steps_of(storage: Any) -> Iterator[int]:
-        if "peer" in storage.url:
+    def steps_of(run: Run) -> Iterator[int]:
+        if "peer" in run.url:
             raise StorageError("no answer from the peer")
         return iter([])
 
-    monkeypatch.setattr(own_steps, "newest_first", steps_of)
-    monkeypatch.setattr(own_steps, "find_node", lambda ranks, config: Node("n1", "n0", 2, 2, 4))
-    tiers = parse_tiers(["/nvme/{node},replica=/peer/{peer}/{node}"])
+    monkeypatch.setattr(Run, "newest_first", steps_of)
+    tiers = replace(parse_tiers(["/nvme/{node},replica=/peer/{peer}/{node}"]), node=Node("n1", "n0", 2, 2, 4))
     for rank in (2, 3):
         assert OwnSteps(OneRank(rank), Config(), tiers).steps == {}  # type: ignore[arg-type]
     assert capsys.readouterr().err == "warning: the replica is left out: no answer from the peer\n"
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-def test_a_root_that_a_disk_does_not_give_back_is_set_aside_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def copy(self: LocalStorage, source: str, target: str) -> None:
-        error = OSError(code, "as the disk says")
-        raise local_failure(error, "read", source) from error
-
-    assert save_whole(tmp_path, 1, SMALL).ok
-    monkeypatch.setattr(LocalStorage, "copy", copy)
-    if code == errno.EIO:
-        set_aside([(str(tmp_path), 1)])
-        assert (tmp_path / "step-000000001/damaged-root.json").read_bytes() == b""
-        assert committed_steps(open_storage(tmp_path)) == []
-    else:
-        with pytest.raises(StorageError, match="as the disk says"):
-            set_aside([(str(tmp_path), 1)])
-        assert committed_steps(open_storage(tmp_path)) == [1]
+@given(held=st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=4))
+def test_nodes_agree_on_what_all_hold_of_one_attempt(held: list[dict[int, str]]) -> None:
+    agreed = agreed_steps(held)
+    assert list(agreed) == sorted(agreed, reverse=True)
+    for step in range(6):
+        attempts = {steps.get(step) for steps in held}
+        assert agreed.get(step) == (attempts.pop() if len(attempts) == 1 else None)

@@ -1,5 +1,6 @@
 """Errors of ranks are raised once, with the ranks' numbers, and all ranks end with one exit code."""
 
+import ast
 import os
 import re
 import subprocess
@@ -37,6 +38,15 @@ code = run(parser)
 print(f"exit {code}", file=sys.stderr)
 sys.exit(code)
 """
+
+
+def test_ranks_exchange_bytes_alone_and_pickle_nothing() -> None:
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "module", None) or ""
+            for each in (name, *imported):
+                assert not re.search(r"pickle|_object(_list|s)?$", each), f"{path}:{node.lineno} uses {each}"
 
 
 def launch(tmp_path: Path, num_ranks: int, bad: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,6 @@ from ckptkit.loading.roots import read_root
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import call, lines
 from threefold.storage import open_storage
-from trainer.own_steps import set_aside
 
 
 def metadata(run: Path, step: int) -> dict[str, Any]:
@@ -69,11 +68,3 @@ def test_a_run_keeps_the_steps_that_its_rules_name(job_config: Path, tmp_path: P
     train(job_config, tmp_path, 8, "--checkpoint.keep-last", 1, "--checkpoint.keep-every", 4)
     assert committed_steps(open_storage(tmp_path / "run")) == [4, 8]
     assert all(save["ok"] for save in lines(tmp_path / "m.jsonl", "save"))
-
-
-def test_a_damaged_step_is_set_aside_and_one_that_is_gone_is_passed_over(tmp_path: Path) -> None:
-    storage = open_storage(tmp_path)
-    storage.write("step-000000002/root.json", b"damaged")
-    set_aside([(str(tmp_path), 1), (str(tmp_path), 2)])
-    assert [item.key for item in storage.list()] == ["step-000000002/damaged-root.json"]
-    assert storage.read("step-000000002/damaged-root.json") == b"damaged"

@@ -20,7 +20,7 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.saving.staging import Staging
-from ckptkit.tiers.tier import destinations, filled, nodes_of, parse_tiers
+from ckptkit.tiers.tier import nodes_of, parse_tiers
 from tests.ckptkit.support.model_tables import gpt_tensors
 from tests.ckptkit.support.saves import save_one
 
@@ -50,16 +50,17 @@ def main() -> None:
     arguments = parser.parse_args()
     layout = ParallelLayout.parse(arguments.layout)
     tensors = gpt_tensors(dtype=arguments.dtype, hidden=arguments.hidden, kv=arguments.kv)
-    tiers, node = parse_tiers([arguments.url, *arguments.tier]), None
+    tiers = parse_tiers([arguments.url, *arguments.tier])
     if arguments.nodes:
         on_node = layout.world_size // arguments.nodes
         starts = [rank // on_node * on_node for rank in range(layout.world_size)]
-        node = nodes_of([f"n{start // on_node}" for start in starts], starts)[arguments.rank]
+        nodes = nodes_of([f"n{start // on_node}" for start in starts], starts)
+        tiers = dataclasses.replace(tiers, node=nodes[arguments.rank])
     checkpointer = Checkpointer(
-        filled(tiers.first.url, node), rank=arguments.rank, world_size=layout.world_size, attempt=arguments.attempt,
+        tiers.own_urls[0], rank=arguments.rank, world_size=layout.world_size, attempt=arguments.attempt,
         options=CheckpointerOptions(
-            deadline_s=20.0, window_bytes=arguments.window_blocks * BLOCK_BYTES, tiers=destinations(tiers, node),
-            node=node, retention=Retention(keep_last=arguments.keep_last),
+            deadline_s=20.0, window_bytes=arguments.window_blocks * BLOCK_BYTES, tiers=tiers.destinations,
+            node=tiers.node, retention=Retention(keep_last=arguments.keep_last),
         ),
     )  # fmt: skip
     if arguments.then == "kill-within":

@@ -1,5 +1,7 @@
 """How tiers are written down, when they are due, and what several nodes hold in common."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,6 @@ from ckptkit.tiers.tier import (
     Node,
     Tier,
     Tiers,
-    agreed_steps,
-    destinations,
-    filled,
     is_due,
     node_name,
     nodes_of,
@@ -75,9 +74,10 @@ def test_of_the_steps_that_are_saved_the_first_of_each_interval_is_due(every: in
 def test_names_of_nodes_are_filled_in() -> None:
     tiers = parse_tiers(["/nvme/{node},keep_last=3,replica=sftp://{peer}/replica/{node}", "s3://b/run,every=10"])
     assert tiers.first.of_node
-    assert filled(tiers.first.url, HERE) == "/nvme/n1"
-    assert filled(tiers.first.url, None) == "/nvme/{node}"
-    replica, slower = destinations(tiers, HERE)
+    here = replace(tiers, node=HERE)
+    assert here.own_urls == ("/nvme/n1", "sftp://n2/replica/n1")
+    assert (tiers.own_urls[0], here.urls) == ("/nvme/{node}", ("/nvme/{node}", "s3://b/run"))
+    replica, slower = here.destinations
     assert replica == Tier("sftp://n2/replica/n1", retention=Retention(keep_last=3), of_node=True)
     assert slower == Tier("s3://b/run", every=10)
 
@@ -105,12 +105,3 @@ def test_two_nodes_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="2 nodes have the name box") as raised:
         nodes_of(["box", "box", "other", "box"], [0, 0, 2, 3])
     assert "export THREEFOLD_NODE=" in str(raised.value.hint)
-
-
-@given(held=st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=4))
-def test_nodes_agree_on_what_all_hold_of_one_attempt(held: list[dict[int, str]]) -> None:
-    agreed = agreed_steps(held)
-    assert list(agreed) == sorted(agreed, reverse=True)
-    for step in range(6):
-        attempts = {steps.get(step) for steps in held}
-        assert agreed.get(step) == (attempts.pop() if len(attempts) == 1 else None)

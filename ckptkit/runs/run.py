@@ -1,0 +1,101 @@
+"""Run: the committed steps at one URL; where a trainer, a tool or a notebook finds, reads and quarantines them.
+
+Nothing is remembered between calls: each derives what is committed from the storage, `newest` by one listing and a few
+lookups. Any process and thread may hold a Run.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from ckptkit.format.address import split_address
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, step_folder
+from ckptkit.format.root import Root
+from ckptkit.loading.exchange import Exchange
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore
+from ckptkit.loading.roots import is_medium_error, read_root, root_info, root_key
+from ckptkit.model.box import Piece
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.runs.catalogue import committed_steps, meant_steps, no_step
+from threefold.errors import StorageError
+from threefold.masking import masked
+from threefold.storage import Storage, open_storage
+from threefold.storage.local import sync_name
+
+
+class Run:
+    """The steps of a run that are committed.
+
+    Of the address of one step, `RUN/step-000000100`, only that step counts: `url` is the run's then, and `named` the
+    step; else `named` is None.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url, self.named = split_address(os.fspath(url))
+
+    def __repr__(self) -> str:
+        return f"Run({masked(self.url)!r})"
+
+    @cached_property
+    def storage(self) -> Storage:
+        """Return the storage of the run, opened at first use."""
+        return open_storage(self.url)
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return committed_steps(self.storage) if self.named is None else list(self.newest_first())
+
+    def newest_first(self) -> Iterator[int]:
+        """Return the committed steps, newest first; roots are looked up as far as steps are taken."""
+        return meant_steps(self.storage, self.named)
+
+    def newest(self) -> int | None:
+        """Return the newest committed step, None if there is none."""
+        return next(self.newest_first(), None)
+
+    def resolve(self) -> int:
+        """Return the step that the address means; UserError if it is not committed, StorageError without a run."""
+        step = self.newest()
+        if step is None:
+            raise no_step(self.storage, self.named)
+        return step
+
+    def is_committed(self, step: int, *, durably: bool = False) -> bool:
+        """Return whether a step is committed; `durably` also syncs its root's name, which another process put."""
+        is_there = root_info(self.storage, step) is not None
+        if is_there and durably:
+            sync_name(self.storage, root_key(step))
+        return is_there
+
+    def root(self, step: int, exchange: Exchange | None = None) -> Root:
+        """Return the root of a committed step, read by the first rank of an exchange; UserError if there is none."""
+        return read_root(self.storage, step, exchange)
+
+    def open(self, step: int, exchange: Exchange | None = None) -> CheckpointReader:
+        """Return a reader of a committed step, for a `with`; all ranks of an exchange open it together."""
+        return CheckpointReader(self.storage, step, exchange=exchange)
+
+    def restore(
+        self, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None,
+        exchange: Exchange | None = None,
+    ) -> Root:  # fmt: skip
+        """Fill pieces from a committed step and return its root, as `ckptkit.restore` does."""
+        return restore(self.url, step, pieces, tensors=tensors, exchange=exchange)
+
+    def quarantine(self, step: int) -> bool:
+        """Keep the root of a step as damaged-root.json, so that the step is not committed and can be saved again.
+
+        Its data files stay until `prune` takes them for debris. Returns False if the step was not committed.
+        """
+        key, kept = root_key(step), f"{step_folder(step)}/{DAMAGED_ROOT_KEY}"
+        if root_info(self.storage, step) is None:
+            return False
+        try:
+            self.storage.copy(key, kept)
+        except StorageError as error:
+            if not is_medium_error(error):
+                raise
+            self.storage.write(kept, b"")  # the disk cannot return this root
+        self.storage.delete([key])
+        return True
