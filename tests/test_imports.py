@@ -19,6 +19,7 @@ ALLOWED = {
     "trainer": {"threefold", "datakit", "ckptkit"},
 }
 KITS = set(ALLOWED)
+INSIDE_A_KIT = re.compile(r"(datakit|ckptkit)\.")
 # the only files outside trainer that may name torch, and only inside functions
 TORCH_FILES = {"ckptkit/io/torch_tensors.py"}
 
@@ -54,6 +55,18 @@ def test_programs_use_public_names_only(folder: str) -> None:
             parts = name.split(".")
             private = parts[0] in KITS and any(part.startswith("_") for part in parts)
             assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("folder", ["trainer", "tools", "benchmarks", "examples"])
+def test_only_public_names_of_the_kits_are_imported_by_others(folder: str) -> None:
+    for path in sources(folder):
+        tree = ast.parse(path.read_text())
+        inside = {name for name in imported_names(tree) if INSIDE_A_KIT.match(name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in ("ckptkit", "datakit"):
+                public = import_module(node.module).__all__
+                inside |= {f"{node.module}.{each.name}" for each in node.names if each.name not in public}
+        assert not inside, f"{path.relative_to(ROOT)} imports {sorted(inside)}: take the names from the package itself"
 
 
 @pytest.mark.parametrize("kit", sorted(KITS))

@@ -14,14 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from ckptkit.io.blocks import xxh3_64
-from ckptkit.model.box import Box, Piece
-from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.ranks import rank_chunks
-from ckptkit.model.tensor import TensorInfo
-from ckptkit.saving.save import save
+from ckptkit import Box, ParallelLayout, Partition, Piece, Placement, TensorInfo, save
 from threefold.cli import Parser, print_json, run
 
 VOCAB = 50257
@@ -31,7 +26,7 @@ RANKS_AT_ONCE = 3  # how many save side by side
 
 def element_values(name: str, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
     """The values of a tensor at global row-major positions: 24 mixed bits in [-0.5, 0.5), exact in float32."""
-    mixed = positions + np.uint64(xxh3_64(name.encode()))
+    mixed = positions + np.uint64(xxhash.xxh3_64_intdigest(name.encode()))
     for multiplier in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F):
         mixed *= np.uint64(multiplier)
         mixed ^= mixed >> np.uint64(29)
@@ -87,7 +82,7 @@ def make(url: str, tensors: Sequence[TensorInfo], num_layers: int, layout: Paral
     """Save every rank's part, rank 0 last since it commits; the bytes written."""
 
     def save_rank(rank: int) -> int:
-        chunks = rank_chunks(tensors, num_layers, layout, layout.coords(rank))
+        chunks = Partition(tensors, num_layers, layout).chunks(layout.coords(rank))
         pieces = [Piece(info.name, box, a, b, chunk_values(info, box, a, b)) for info, box, a, b in chunks]
         save(
             url, step, pieces, tensors=tensors, layout=layout, num_layers=num_layers, metadata={"synthetic": True},

@@ -21,9 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import ckptkit
-from ckptkit import Box, ParallelLayout, Piece, Placement, TensorInfo
-from ckptkit.model.ranks import Partition
-from ckptkit.plan.save_plan import plan_files
+from ckptkit import Box, ParallelLayout, Partition, Piece, Placement, TensorInfo, plan_files
 
 SIZE, PER_LAYER, KINDS = 16, 10, ("master", "exp_avg", "exp_avg_sq")
 

@@ -21,23 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from ckptkit.format.data_file import DataFile
-from ckptkit.format.keys import part_keys, step_folder
-from ckptkit.format.part_index import PartIndex
-from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import num_granules, xxh3_64
-from ckptkit.loading.reader import CheckpointReader
-from ckptkit.model.box import Piece
-from ckptkit.model.chunk_table import ChunkTable
-from ckptkit.model.layout import Coords, ParallelLayout
-from ckptkit.model.placement import Placement
-from ckptkit.model.tensor import TensorInfo, storage_order
-from ckptkit.plan.cover import Cover
-from ckptkit.plan.save_plan import plan_save
-from threefold.storage import open_storage
+from ckptkit import (
+    ChunkTable,
+    Coords,
+    Cover,
+    ParallelLayout,
+    Part,
+    PartIndex,
+    Partition,
+    Piece,
+    Placement,
+    Root,
+    Run,
+    TensorInfo,
+    plan_save,
+)
 
-STEP, HIDDEN = 1, 8192
+STEP, HIDDEN, GRANULE_BYTES = 1, 8192, 1 << 20
+STEP_FOLDER = f"step-{STEP:09d}"
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=64, help="ranks whose table is parsed as JSON")
     arguments = parser.parse_args()
     many = arguments.ranks // 8
-    tensors = sorted(gpt_table(arguments.tensors), key=storage_order)
+    tensors = Partition(gpt_table(arguments.tensors), arguments.tensors // 8 + 1, ParallelLayout()).tensors
     folder = Path(tempfile.mkdtemp(prefix="plan-"))
     try:
         for layout, other in (
@@ -106,19 +109,19 @@ def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords
 
 def write_indexes(folder: Path, tensors: list[TensorInfo], layout: ParallelLayout, sample: int) -> tuple[int, bytes]:
     """The root and all part indexes of a step; gives the indexes' bytes, and the first ranks' table as JSON."""
-    storage, parts, rows = open_storage(folder), [], []
-    (folder / step_folder(STEP) / "a").mkdir(parents=True)
+    parts, rows = [], []
+    (folder / STEP_FOLDER / "a").mkdir(parents=True)
     for rank in range(layout.world_size):
         chunks = rank_table(tensors, layout, layout.coords(rank))
         size = 4096 + int(chunks.size_bytes.sum())  # of the header nothing else matters here
-        index = PartIndex(chunks, 4096, size, np.arange(num_granules(size), dtype=np.uint64)).to_bytes()
-        keys = part_keys("a", rank)
-        (folder / step_folder(STEP) / keys[1]).write_bytes(index)
-        parts.append(Part(keys[0], size, keys[1], len(index), xxh3_64(index)))
+        index = PartIndex(chunks, 4096, size, np.arange(-(-size // GRANULE_BYTES), dtype=np.uint64)).to_bytes()
+        data, key = f"a/part-{rank:05d}.safetensors", f"a/part-{rank:05d}.index"
+        (folder / STEP_FOLDER / key).write_bytes(index)
+        parts.append(Part(data, size, key, len(index), xxhash.xxh3_64_intdigest(index)))
         if rank < sample:
-            rows += json_rows(chunks, keys[0])
+            rows += json_rows(chunks, data)
     root = Root(STEP, "a", layout, 1, {info.name: info for info in tensors}, tuple(parts), {})
-    storage.write(f"{step_folder(STEP)}/root.json", root.to_bytes())
+    (folder / STEP_FOLDER / "root.json").write_bytes(root.to_bytes())
     return sum(part.index_bytes for part in parts), json.dumps(rows).encode()
 
 
@@ -155,7 +158,7 @@ def peak_rss() -> int:
 
 
 def plan_rank(folder: Path, tensors: list[TensorInfo], layout: ParallelLayout) -> str:
-    with CheckpointReader(open_storage(folder), STEP) as reader:
+    with Run(folder).open(STEP) as reader:
         plan = reader.plan(rank_table(tensors, layout, layout.coords(layout.world_size // 2)))
     return f"{len(plan):,} copies from {len(np.unique(plan.part)):,} files"
 
@@ -167,12 +170,12 @@ def plan_own_save(tensors: list[TensorInfo], layout: ParallelLayout) -> str:
         for row in range(len(chunks))
     ]
     started = time.perf_counter()
-    files: tuple[DataFile, ...] = plan_save(pieces, tensors).files
-    return f"{len(files)} file, {time.perf_counter() - started:.3f} s without the pieces"
+    num_files = len(plan_save(pieces, tensors).files)
+    return f"{num_files} file, {time.perf_counter() - started:.3f} s without the pieces"
 
 
 def check_all(folder: Path, tensors: list[TensorInfo]) -> str:
-    with CheckpointReader(open_storage(folder), STEP) as reader:
+    with Run(folder).open(STEP) as reader:
         cover = Cover(tensors)
         for part in reader.root.parts:
             cover.add(reader.read_index(part), part.index)

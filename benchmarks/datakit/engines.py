@@ -24,9 +24,7 @@ import orjson
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # before the libraries are imported
 
 from benchmarks.datakit.families import FAMILIES, train_pieces
-from datakit import Recipe, preprocess
-from datakit.tokenization.encoder import Encoder, choose_backend, open_encoder
-from datakit.tokenization.tokenizer import open_tokenizer
+from datakit import Encoder, Recipe, choose_backend, open_encoder, open_tokenizer, preprocess
 
 SHORT_CHARACTERS, BATCH_DOCUMENTS, BATCH_CHARACTERS = 120, 1024, 1 << 18
 TARGETS = {"files": 0.8, "short": 0.7}

@@ -17,9 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from datakit import train_tokenizer, verify
-from datakit.foreign.conversion import convert_to_store
-from datakit.foreign.foreign_store import Choices
+from datakit import TokenStore, train_tokenizer, verify
 
 ROW_TOKENS = 64
 EOD = 0
@@ -211,12 +209,14 @@ def check(
     """Convert one dataset: whether it gave these documents, or an error of these words."""
     options = dict(options)
     in_any_order = options.pop("sorted", False)
-    choices = Choices(str(folder / options.pop("tokenizer", "tok.json")), **options)
+    flags = ["--tokenizer", folder / options.pop("tokenizer", "tok.json")]
+    flags += [word for name, value in options.items() for word in (f"--{name}", value)]
     with tempfile.TemporaryDirectory() as name:
-        try:
-            store = convert_to_store([folder / dataset], Path(name) / "store", choices)
-        except ValueError as error:
-            return isinstance(expected, str) and expected in str(error), f"refused: {str(error).splitlines()[0]}"
+        command = [sys.executable, "-m", "datakit", "convert", folder / dataset, "--output", f"{name}/store", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return isinstance(expected, str) and expected in done.stderr, f"refused: {done.stderr.splitlines()[0]}"
+        store = TokenStore.open(f"{name}/store")
         found = [store.document(number).tolist() for number in range(store.num_documents)]
         same = sorted(found) == sorted(expected) if in_any_order else found == expected
         good = same and not verify(store.path) and store.manifest.settings["converted_from"] == kind

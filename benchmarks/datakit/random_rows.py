@@ -22,10 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datakit import Blend, Loader, TokenStore, write_store
-from datakit.store.manifest import Manifest
-from datakit.store.writer import StoreShardWriter
-from datakit.tokenization.identity import TokenizerIdentity
+from datakit import Blend, Loader, Recipe, TokenStore, preprocess, train_tokenizer, write_store
 
 SEQ_LENGTH, VOCAB_SIZE = 4096, 50257
 NUM_STORES, STORE_ROWS, LARGE_ROWS = 1000, 16, 8192
@@ -98,12 +95,14 @@ def timed(work: Callable, items: list) -> float:
 
 def inspect_sample(folder: Path) -> None:
     """Print the seconds of `inspect --sample` where each of many documents is a source file of its own."""
-    folder.mkdir()
-    writer = StoreShardWriter(folder / "shard-000000-000", "uint16")
     for number in range(NUM_SOURCES):
-        writer.add(np.arange(8, dtype="<u2").tobytes(), f"corpus/part-{number // 1000}/text-{number}.txt", 0, 0)
-    Manifest("uint16", TokenizerIdentity("none", "", VOCAB_SIZE, None, None), (writer.finish(),)).write(folder)
-    command = [sys.executable, "-m", "datakit", "inspect", folder, "--sample", "3", "--seq-length", str(SEQ_LENGTH)]
+        path = folder / f"corpus/part-{number // 1000}/text-{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"source {number}")
+    tokenizer, store = str(folder / "tok.json"), folder / "store"
+    train_tokenizer([str(folder / "corpus/part-0")], tokenizer, vocab_size=300)
+    preprocess([str(folder / "corpus")], store, Recipe(tokenizer))
+    command = [sys.executable, "-m", "datakit", "inspect", store, "--sample", "3", "--seq-length", str(SEQ_LENGTH)]
     started_s = time.perf_counter()
     result = subprocess.run([*command, "--json"], capture_output=True, check=True)
     elapsed_s = time.perf_counter() - started_s
