@@ -1,8 +1,8 @@
 """Ground floor of the three kits: storage, native library loading, child Pythons, errors and the CLI voice."""
 
 from threefold.lazy import lazy_names
+from threefold.version import __version__ as __version__
 
-__version__ = "0.1.0"
 TYPE_CHECKING = False  # what type checkers take for true; `typing` might be a file of the user's
 
 if TYPE_CHECKING:

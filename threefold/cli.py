@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from threefold import __version__
+from threefold.console import log as log
+from threefold.console import report as report
 from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError
 from threefold.masking import masked_values, printable
 from threefold.packages import explained
+from threefold.version import __version__
 
 SAME_WITHIN_S = 0.3
 Handler = Callable[[argparse.Namespace], int | None]
@@ -82,14 +84,6 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_USAGE)
 
 
-def report(error: Exception) -> None:
-    """Print an error to stderr as `error: ...` and, where there is one, `hint: ...`."""
-    message = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
-    log(f"error: {message}")
-    if isinstance(error, UserError) and error.hint:
-        log(f"hint: {error.hint}")
-
-
 def print_json(value: object, *, masks: bool = True) -> None:
     """Print a value to stdout as one JSON document; passwords of URLs are masked unless it holds texts of documents."""
     print(json.dumps(masked_values(value) if masks else value, indent=2, default=str))
@@ -98,11 +92,6 @@ def print_json(value: object, *, masks: bool = True) -> None:
 def print_line(text: str) -> None:
     """Print a line of a report to stdout, with escapes for control characters in it and passwords masked."""
     print(printable(text))
-
-
-def log(text: str) -> None:
-    """Print a line of progress, or any other that is no data, to stderr, safe for a terminal and without passwords."""
-    print(printable(text, lines=True), file=sys.stderr, flush=True)
 
 
 def run(parser: Parser, argv: Sequence[str] | None = None) -> int:

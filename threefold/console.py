@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from threefold.errors import UserError
 from threefold.masking import printable
 
 if TYPE_CHECKING:
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 WIDTH = 100  # columns of what is read in a log
+
+
+def log(text: str) -> None:
+    """Print a line of progress, or any other that is no data, to stderr, safe for a terminal and without passwords."""
+    print(printable(text, lines=True), file=sys.stderr, flush=True)
+
+
+def report(error: Exception) -> None:
+    """Print an error to stderr as `error: ...` and, where there is one, `hint: ...`."""
+    message = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
+    log(f"error: {message}")
+    if isinstance(error, UserError) and error.hint:
+        log(f"hint: {error.hint}")
 
 
 def fitting(parts: Iterable[str], separator: str = "  ") -> str:

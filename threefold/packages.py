@@ -11,8 +11,9 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-import threefold
+from threefold.console import report
 from threefold.errors import UserError
+from threefold.version import __version__
 
 REPAIR = "pip install --force-reinstall --no-deps threefold"
 KITS = ("datakit", "ckptkit", "trainer")
@@ -33,8 +34,6 @@ EXTRA_OF = {
 
 def start(kit: str) -> int:
     """Run a kit's command line, if all kits that are found here are ours; return the exit code."""
-    from threefold.cli import report
-
     try:
         for name in KITS:
             if fault := foreign_kit(name):
@@ -123,9 +122,9 @@ def foreign_kit(kit: str) -> UserError | None:
 
 def _is_ours(spec: ModuleSpec) -> bool:
     """Whether a kit stands beside this package and is of its version."""
-    if Path(spec.origin or "").parents[1:2] != Path(threefold.__file__).parents[1:2]:
+    if Path(spec.origin or "").parents[1:2] != Path(__file__).parents[1:2]:
         return False
     try:
-        return getattr(import_module(spec.name), "__version__", None) == threefold.__version__
+        return getattr(import_module(spec.name), "__version__", None) == __version__
     except Exception:  # another's, in the place of ours
         return False

@@ -1,14 +1,26 @@
 """Cursor: the complete resume state of a stream, a few hundred bytes that know nothing of ranks or batch sizes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from threefold.errors import UserError
 
-if TYPE_CHECKING:
-    from datakit.stream.blend import Blend
-
 VERSION = 1
+
+
+class Stream(Protocol):
+    """What a cursor records of a Blend."""
+
+    seed: int
+    seq_length: int
+
+    @property
+    def segments(self) -> Sequence[object]:
+        """The weights and where they begin."""
+
+    def digest(self) -> str:
+        """Return the digest of what the stream depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,7 @@ class Cursor:
     digest: str
 
     @classmethod
-    def start(cls, blend: "Blend", num_samples: int = 0) -> "Cursor":
+    def start(cls, blend: Stream, num_samples: int = 0) -> "Cursor":
         """The cursor of a blend after its first samples."""
         return cls(num_samples, blend.seed, blend.seq_length, len(blend.segments), blend.digest())
 
