@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit import Root, Run
+from threefold.storage import Storage
 from trainer.config import Config
 from trainer.config_check import layout_of
 from trainer.config_file import FlagText, config_from, read_toml
@@ -27,6 +28,11 @@ class Checkpoint:
     run: Run
     root: Root
     config: Config
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of the run."""
+        return self.run.storage
 
 
 def open_checkpoint(
