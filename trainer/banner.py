@@ -1,20 +1,18 @@
 """What a run says of itself when it starts: its model, how it is cut, what a step reads, and what will be kept."""
 
-import math
-
 import torch
 
 from ckptkit import Retention, Tier, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
-from trainer.engine import Engine
+from trainer.flops import count_parameters
 
 
-def banner(config: Config, engine: Engine, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
+def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
     """Return the facts of a run, a name and a text each."""
     model, parallel, train = config.model, config.parallel, config.train
-    num_parameters = sum(math.prod(row.shape) for row in engine.table.values() if row.placement.tied_to is None)
+    num_parameters = count_parameters(config).total
     heads = f"{model.num_heads} heads"
     if model.num_kv_heads != model.num_heads:
         heads += f" ({model.num_kv_heads} of keys and values)"
@@ -39,7 +37,7 @@ def banner(config: Config, engine: Engine, blend: Blend, tiers: Tiers | None) ->
             f"{train.train_steps:,} steps = {num_tokens * train.train_steps:,} tokens",
         ),
         ("data", f"{stored:,} tokens in {', '.join(str(store.path) for store in blend.stores)}"),
-        ("device", f"{device_name(engine.mesh.device)}, {train.precision}"),
+        ("device", f"{device_name(device)}, {train.precision}"),
     ]
     return facts + kept(tiers, config.checkpoint)
 

@@ -4,43 +4,12 @@ Every field carries its help, its range and its short flags: the command line, t
 them. Nothing here imports torch: `trainer --help` reads this file.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from threefold.options import option
 
 SAVE_INTERVAL_S = 600.0  # of a run that asks for no interval
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What one field says of itself: help, allowed range (`above` and `below` exclude their bound), short flags.
-
-    A list that `repeats` is given by repeating its flag, not by commas, and may be one text in TOML.
-    """
-
-    help: str
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    below: float | None = None
-    flags: tuple[str, ...] = ()
-    repeats: bool = False
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    flags: Sequence[str] = (),
-    repeats: bool = False,
-) -> Any:
-    """A dataclass field with its default and its Option."""
-    described = Option(help, minimum, above, maximum, below, tuple(flags), repeats)
-    return field(default=default, metadata={"option": described})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +99,9 @@ class TrainConfig:
         flags=["--gradient-accumulation-steps"],
     )
     seed: int = option(0, "seed of weights, dropout and sample order", minimum=0, maximum=2**63 - 1, flags=["--seed"])
-    precision: Literal["fp64", "fp32", "bf16"] = option("fp32", "dtype of the arithmetic; bf16 keeps an fp32 master")
+    precision: Literal["fp64", "fp32", "bf16"] = option(
+        "fp32", "dtype of the arithmetic; bf16 keeps an fp32 master", shorthands={"--bf16": "bf16"}
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA where a GPU is usable")
     eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0)
 
@@ -165,7 +136,10 @@ class CheckpointConfig:
     keep_hourly: int = option(0, "keep the newest step of each of the last N hours that have one", minimum=0)
     stripe_count: int = option(0, "on Lustre, stripes of each file; 0 chooses, -1: one on every target", minimum=-1)
     stripe_size_bytes: int = option(0, "on Lustre, bytes of a stripe, in units of 65536; 0 chooses", minimum=0)
-    strict: bool = option(False, "end where the newest step is damaged, instead of falling back to an older one")
+    strict: bool = option(
+        False, "end where the newest step is damaged, instead of falling back to an older one",
+        shorthands={"--strict": "true"},
+    )  # fmt: skip
     exchange: Literal["node", "job", "none"] = option(
         "node", "who reads a checkpoint together at the start, each byte once: the ranks of a node, all, or nobody"
     )

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from ckptkit import ParallelLayout, Retention, Tiers, parse_tiers
 from threefold.errors import UserError
+from threefold.options import Fault
 from trainer.config import SAVE_INTERVAL_S, CheckpointConfig, Config, DataConfig, ValidConfig
-
-Fault = tuple[set[str], str]  # the fields that take part, and the sentence
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:

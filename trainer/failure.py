@@ -1,21 +1,22 @@
 """How a job says what ended it: in each rank's error file, which torchrun reads, and as the last line of a rank."""
 
-import argparse
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from threefold.cli import Handler, Parser
+from threefold.cli import Parser
 from threefold.errors import UserError
 from threefold.masking import masked_values
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank
 OTHERS_SPEAK_AFTER_S = 5.0
+T = TypeVar("T")
 
 
 class JobParser(Parser):
@@ -27,13 +28,13 @@ class JobParser(Parser):
         super().error(message)
 
 
-def recorded(verb: Handler) -> Handler:
+def recorded(verb: Callable[[T], int]) -> Callable[[T], int]:
     """Let a verb leave what ends it in this rank's error file."""
 
     @wraps(verb)
-    def act(arguments: argparse.Namespace) -> int | None:
+    def act(options: T) -> int:
         try:
-            return verb(arguments)
+            return verb(options)
         except Exception as error:
             record(error)
             raise

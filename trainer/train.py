@@ -51,7 +51,7 @@ class Run:
         self.engine = ranks.together(lambda: Engine(config, self.mesh))
         tiers = tiers_here(ranks, config)
         if ranks.rank == 0:
-            print_facts(banner(config, self.engine, blend, tiers))
+            print_facts(banner(config, ranks.device, blend, tiers))
         resumed = resume(ranks, self.engine, config, tiers)
         self.progress, self._loss = resumed.progress, resumed.loss
         dp_rank = self.mesh.coords.dp

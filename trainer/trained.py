@@ -5,14 +5,14 @@ over: one process holds all of the model unless flags say otherwise.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from ckptkit import Root, Run
+from threefold.flags import Settings
 from threefold.storage import Storage
 from trainer.config import Config
 from trainer.config_check import layout_of
-from trainer.config_file import FlagText, config_from, read_toml
+from trainer.config_file import config_from, read_toml
 from trainer.engine import Engine
 from trainer.mesh import ProcessMesh
 from trainer.ranks import Ranks
@@ -35,9 +35,7 @@ class Checkpoint:
         return self.run.storage
 
 
-def open_checkpoint(
-    url: str, config_path: str | None, overrides: Mapping[str, FlagText], *, world_size: int
-) -> Checkpoint:
+def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, world_size: int) -> Checkpoint:
     """Find the step that `url` means and the configuration for it; touches no tensor and no process group."""
     run = Run(url)
     step = run.resolve()

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import UserError
+from threefold.flags import settings_of
+from threefold.options import FlagText, leaves
 from trainer.cli import build_parser
+from trainer.config import Config
 from trainer.config_check import cross_faults
-from trainer.config_file import FlagText, config_from, flag_overrides, leaves, load_config, read_toml
+from trainer.config_file import config_from, load_config, read_toml
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -152,7 +155,7 @@ def test_flags_win_over_the_file_and_aliases_are_the_same_field(tmp_path: Path) 
     path.write_text("[model]\nnum_layers = 6\n[parallel]\ntp = 1\n[optim]\nlr = 1\n")
     argv = ["train", str(path), "--model.num-layers", "9", "--tensor-model-parallel-size", "2", "--lr", "0.5", "--bf16"]
     argv += ["--data.stores", "a, b", "--data.weights", "1,2.5", "--model.tie-embeddings", "true", "--seed", "7"]
-    overrides = flag_overrides(build_parser().parse_args(argv))
+    overrides = settings_of(build_parser().parse_args(argv))
     config = load_config(str(path), overrides, world_size=2)
     assert (config.model.num_layers, config.parallel.tp, config.optim.lr) == (9, 2, 0.5)
     assert (config.data.stores, config.data.weights) == (("a", "b"), (1.0, 2.5))
@@ -160,11 +163,11 @@ def test_flags_win_over_the_file_and_aliases_are_the_same_field(tmp_path: Path) 
 
 
 def test_every_field_has_a_flag_and_help() -> None:
-    for leaf in leaves():
+    for leaf in leaves(Config):
         assert leaf.option.help, leaf.name
         text = {int: "1", float: "0.5", str: "x", bool: "true"}.get(leaf.annotation, "1")
         arguments = build_parser().parse_args(["train", "run.toml", leaf.flag, text])
-        assert flag_overrides(arguments) == {leaf.name: FlagText(text, leaf.flag)}
+        assert settings_of(arguments) == {leaf.name: FlagText(text, leaf.flag)}
 
 
 def test_an_unknown_flag_comes_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +189,7 @@ def test_a_file_that_is_no_toml(tmp_path: Path, content: str) -> None:
 
 def test_the_sample_shows_every_key() -> None:
     tables = read_toml(str(EXAMPLES / "gpt-small.toml"))
-    for leaf in leaves():
+    for leaf in leaves(Config):
         table: object = tables
         for part in leaf.name.split("."):
             assert part in table, leaf.name  # type: ignore[operator]
@@ -205,7 +208,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.sampled_from(sorted(leaf.name for leaf in leaves())), json_values)
+@given(st.sampled_from(sorted(leaf.name for leaf in leaves(Config))), json_values)
 def test_no_value_breaks_the_walker(name: str, value: object) -> None:
     table: object = value
     for part in reversed(name.split(".")):

@@ -1,0 +1,42 @@
+"""`trainer train`: train, or resume, a run."""
+
+import os
+from dataclasses import dataclass
+
+from threefold.flags import Settings, settings
+from threefold.options import argument, option
+from trainer.commands.shared import before_ranks, is_first_rank, world_size
+from trainer.config import Config
+from trainer.failure import recorded
+
+SUMMARY = "train, or resume, a run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `trainer train`."""
+
+    config: str = argument("CONFIG.toml", "configuration; every key is also a flag, below")
+    dry_run: bool = option(
+        False,
+        "check configuration, layout and stores, print the size of the model and the memory of a rank, start nothing; "
+        "without torchrun as if all processes of the layout were there",
+    )
+    flags: Settings = settings(Config)
+
+
+@recorded
+def run(options: Options) -> int:
+    """Train a run; the same command resumes from the newest committed step under --save. With several processes:
+    torchrun --nproc-per-node 4 -m trainer train CONFIG.toml --tp 2 --pp 2 ..."""
+    from trainer.config_file import load_config
+
+    num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()
+    config = before_ranks(lambda: load_config(options.config, options.flags, world_size=num_ranks))
+    if options.dry_run:
+        from trainer.dry_run import print_plan
+
+        return before_ranks(lambda: print_plan(config)) if is_first_rank() else 0
+    from trainer.train import train
+
+    return train(config)
