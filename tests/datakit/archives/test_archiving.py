@@ -17,7 +17,7 @@ from datakit import archive, unarchive, verify, write_store
 from datakit.archives import archiving as module
 from datakit.archives.store_source import StoreSource
 from tests.datakit.conftest import begin_upload, files_of
-from tests.datakit.support.archived import FRAME_BYTES, FaultyStorage, Killed, make_archive, make_store
+from tests.datakit.support.archived import FRAME_BYTES, Killed, failing, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from threefold.storage.stale_uploads import abort_stale_uploads
@@ -94,7 +94,7 @@ def test_an_archive_killed_at_any_write_is_continued(
     make_archive(store, str(whole))
     with monkeypatch.context() as patch:
         # a plan, nine files with a note each, the manifest, the record
-        patch.setattr(module, "open_repeating", lambda url: FaultyStorage(url, "write", skip=skip, fault=Killed))
+        patch.setattr(module, "open_repeating", lambda url: failing(url, "write", after=skip, error=Killed))
         with pytest.raises(Killed):
             archive(store, place)
     if skip:
@@ -113,7 +113,7 @@ def test_an_archive_killed_at_any_write_is_continued(
 
 def test_a_kill_after_the_commit_is_tidied(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_repeating", lambda url: FaultyStorage(url, "delete", fault=Killed))
+        patch.setattr(module, "open_repeating", lambda url: failing(url, "delete", error=Killed))
         with pytest.raises(Killed):
             archive(store, str(tmp_path / "a"))
     assert (tmp_path / "a" / ".work").is_dir()
@@ -157,7 +157,7 @@ def test_a_file_without_a_fitting_note_is_made_again(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_repeating", lambda url: FaultyStorage(url, "write", skip=20, fault=Killed))
+        patch.setattr(module, "open_repeating", lambda url: failing(url, "write", after=20, error=Killed))
         with pytest.raises(Killed):
             archive(store, str(tmp_path / "a"))
     file = tmp_path / "a" / "shard-000001-000.bin.zst"
@@ -200,7 +200,7 @@ def test_foreign_content_in_an_unfinished_archive_is_refused(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_repeating", lambda url: FaultyStorage(url, "write", skip=4, fault=Killed))
+        patch.setattr(module, "open_repeating", lambda url: failing(url, "write", after=4, error=Killed))
         with pytest.raises(Killed):
             archive(store, str(tmp_path / "a"))
     (tmp_path / "a" / "thesis.txt").write_text("x")

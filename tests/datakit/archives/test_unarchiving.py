@@ -14,7 +14,7 @@ from datakit.archives import unarchiving as module
 from datakit.archives.store_source import StoreSource
 from datakit.store.assembly import Assembly
 from tests.datakit.conftest import files_of
-from tests.datakit.support.archived import FaultyStorage, Killed, make_archive, make_store
+from tests.datakit.support.archived import Killed, failing, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
@@ -125,9 +125,7 @@ def test_a_read_that_fails_for_good_is_one_error_and_the_same_call_continues(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "datakit.archives.store_source.open_repeating", lambda url: FaultyStorage(url, "read_ranges", skip=9)
-        )
+        patch.setattr("datakit.archives.store_source.open_repeating", lambda url: failing(url, "read_ranges", after=9))
         with pytest.raises(StorageError, match="no read_ranges"):
             unarchive(str(folder / "archive"), tmp_path / "u", num_workers=2)
     assert list((tmp_path / "u").glob("shard*"))

@@ -1,6 +1,7 @@
 """RemoteFile: the bytes of a local file, however it is read; nothing past its end; a request that fails is repeated."""
 
 import io
+import math
 import random
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from datakit.files import remote_file
 from datakit.files.remote_file import RemoteFile
 from threefold.errors import StorageError
 from threefold.storage import TemporaryFailure, open_storage, repeating
+from threefold.storage.fault import Fault, FaultStorage
 from threefold.storage.fsspec import FsspecStorage
-from tools.fault_proxy import Fault, FaultProxy
+from threefold.storage.repeating import RepeatingStorage
+from tools import fault_proxy
+from tools.fault_proxy import FaultProxy
 
 
 @pytest.fixture
@@ -60,24 +64,15 @@ def test_a_stream_reads_each_byte_once_and_nothing_past_its_stop(
     assert max(stop - start for start, stop in asked) == 1000
 
 
-def test_a_request_that_fails_is_repeated_and_then_told(
+def test_a_request_that_fails_is_repeated_and_then_raised(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_calls = 0
-    read_ranges = FsspecStorage.read_ranges
-
-    def failing(self: FsspecStorage, key: str, ranges: list[tuple[int, int]]) -> list[bytes]:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls % 3:
-            raise TemporaryFailure("torn")
-        return read_ranges(self, key, ranges)
-
-    monkeypatch.setattr(FsspecStorage, "read_ranges", failing)
+    torn = Fault(TemporaryFailure("torn"), ("read_ranges",), times=2)
+    monkeypatch.setattr(remote_file, "_storage", lambda url: RepeatingStorage(FaultStorage(open_storage(url), torn)))
     file = RemoteFile(f"local://{tmp_path}/a")  # alone: what reads ahead would mix with it
     assert file.read(60) == content[:60]
-    assert num_calls == 3
-    monkeypatch.setattr(repeating, "MAX_ATTEMPTS", 2)
+    assert torn.num_met == 2
+    torn.times = math.inf
     with pytest.raises(TemporaryFailure, match="torn"):
         io.BufferedReader(RemoteFile(f"local://{tmp_path}/a")).read()
 
@@ -102,7 +97,7 @@ def test_torn_answers_of_an_object_store_are_read_again(
     content = random.Random(2).randbytes(11 << 20)
     open_storage(s3_url).write("a", content)
     remote_file._storage.cache_clear()
-    s3_proxy.fault = Fault(kind, method="GET", skip=1, times=2, after_bytes=100_000)
+    s3_proxy.fault = fault_proxy.Fault(kind, method="GET", skip=1, times=2, after_bytes=100_000)
     with io.BufferedReader(RemoteFile(f"{s3_url}/a"), 1 << 20) as stream:
         assert stream.read() == content
     assert s3_proxy.num_faults == 2
