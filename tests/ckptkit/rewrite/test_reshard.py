@@ -22,6 +22,7 @@ from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
+from threefold.storage.fault import Fault, FaultStorage
 
 LAYERS = 5
 layouts = st.builds(ParallelLayout, tp=st.sampled_from([1, 2, 4, 8]), dp=st.integers(1, 3), pp=st.integers(1, 4))
@@ -153,52 +154,33 @@ def test_damage_in_the_source_is_named_and_nothing_is_left(tmp_path: Path) -> No
     assert [path for path in (tmp_path / "target").rglob("*") if path.is_file()] == []
 
 
-class FullDisk:
+def full_disk(storage: Storage, fails_at: int) -> Storage:
     """A storage on which the n-th write fails as a full disk does, local or not."""
-
-    def __init__(self, storage: Storage, fails_at: int) -> None:
-        self._storage, self._left = storage, fails_at
-        self.supports_if_absent = True
-        self.url = storage.url
-
-    def write(self, key: str, data, **options) -> None:  # type: ignore[no-untyped-def]
-        self._left -= 1
-        if self._left < 0:
-            raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
-        self._storage.write(key, data, **options)
-
-    def local_path(self, key: str) -> None:
-        return None
-
-    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
-        return getattr(self._storage, name)
+    error = StorageError("no space left")
+    error.__cause__ = OSError(errno.ENOSPC, "no space left")
+    return FaultStorage(storage, Fault(error, ("write",), after=fails_at))
 
 
 @pytest.mark.parametrize("fails_at", range(0, 17, 4))
 def test_a_write_that_fails_leaves_no_checkpoint_and_no_debris(tmp_path: Path, fails_at: int) -> None:
     with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
-        target = FullDisk(open_storage(tmp_path / "target"), fails_at)
+        target = full_disk(open_storage(tmp_path / "target"), fails_at)
         with pytest.raises(StorageError, match="no space left"):
             reshard(reader, target, ParallelLayout(tp=2, pp=4))
         assert list(open_storage(tmp_path / "target").list()) == []
-        whole = FullDisk(open_storage(tmp_path / "target"), 17)
+        whole = full_disk(open_storage(tmp_path / "target"), 17)
         assert reshard(reader, whole, ParallelLayout(tp=2, pp=4)).num_files == 8
         assert whole.info(f"{step_folder(3)}/{ROOT_KEY}") is not None
 
 
-def test_a_root_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_whose_answer_was_lost_keeps_its_files(tmp_path: Path) -> None:
     target = open_storage(tmp_path / "target")
-    write = type(target).write
-
-    def loses_the_answer(self: Storage, key: str, data: bytes, **options: bool) -> None:
-        write(self, key, data, **options)  # type: ignore[arg-type]
-        if key.endswith(ROOT_KEY) and options:
-            raise StorageError("no answer from the server")
-
-    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
-        monkeypatch.setattr(type(target), "write", loses_the_answer)
-        with pytest.raises(StorageError, match="no answer"):
-            reshard(reader, target, ParallelLayout(tp=2))
+    lost = Fault(StorageError("no answer from the server"), ("write",), f"*/{ROOT_KEY}", served=True)
+    with (
+        CheckpointReader(make_source(tmp_path / "source"), 3) as reader,
+        pytest.raises(StorageError, match="no answer"),
+    ):
+        reshard(reader, FaultStorage(target, lost), ParallelLayout(tp=2))
     with CheckpointReader(target, 3) as reader:
         assert verify_checkpoint(reader).ok
 

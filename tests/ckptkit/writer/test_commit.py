@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +34,8 @@ from ckptkit.writer.retries import Retries
 from tests.ckptkit.support.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import AlreadyExists, Storage, TemporaryFailure, open_storage
-from threefold.storage.local import LocalStorage
+from threefold.storage.fault import Fault, FaultStorage
+from threefold.storage.request_log import Answer, LoggingStorage
 
 LAYOUT = ParallelLayout(tp=2, dp=2)
 
@@ -96,20 +96,17 @@ def test_requests_that_fail_now_and_then_end_no_long_wait(
     for writer in range(3):
         for number, index in enumerate(indexes_of(writer)):
             put(storage, writer, number, index)
-    usual, failed = LocalStorage.list_keys, list[float]()
+    faults = [Fault(TemporaryFailure("busy"), ("list_keys",), after=looks, times=1) for looks in (40, 50, 60, 70)]
 
-    def list_keys(self: LocalStorage, prefix: str) -> Iterator[str]:
-        if len(failed) < 4 and sum(passed) > 50.0 * (len(failed) + 1):
-            failed.append(sum(passed))
-            raise TemporaryFailure("busy")
-        if len(failed) == 4:
+    def sleep(pause_s: float) -> None:
+        passed.append(pause_s)
+        if faults[-1].num_met:
             put(storage, 3, 0, indexes_of(3)[0])
-        return usual(self, prefix)
 
-    monkeypatch.setattr(LocalStorage, "list_keys", list_keys)
-    retries = Retries(1.0, sleep=passed.append)
-    assert len(wait_for_parts(storage, seat(4), lambda: 600.0, retries=retries)) == 4
-    assert len(failed) == 4
+    retries = Retries(1.0, sleep=sleep)
+    busy = FaultStorage(storage, *faults)
+    assert len(wait_for_parts(busy, seat(4), lambda: 600.0, retries=retries)) == 4
+    assert [fault.num_met for fault in faults] == [1] * 4
     assert retries.num_attempts == 5
 
 
@@ -154,22 +151,21 @@ def test_every_writer_learns_how_a_save_ended(storage: Storage) -> None:
 
 def test_thousands_of_writers_ask_a_bounded_number_of_times(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """4,096 writers that wait ten minutes: 200 looks a second in all, of two small requests, and never in step."""
-    passed, asked = [], list[str]()
+    passed, asked = [], list[Answer]()
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + sum(passed))
-    usual = LocalStorage.info
-    monkeypatch.setattr(LocalStorage, "info", lambda self, key: [asked.append(key), usual(self, key)][1])
+    watched = LoggingStorage(storage, asked.append)
     firsts = set()
     for _ in range(3):
         passed.clear()
         with pytest.raises(StorageError, match="nor said why not within 600"):
-            await_commit(storage, seat(4096), lambda: 600.0, retries=Retries(sleep=passed.append))
+            await_commit(watched, seat(4096), lambda: 600.0, retries=Retries(sleep=passed.append))
         firsts.add(passed[0])
     assert len(firsts) == 3
     assert len(asked) / 2 < 3 * (600 * LOOKS_PER_S / 4096 * 1.5 + 2)
     asked.clear()
     passed.clear()
     with pytest.raises(StorageError, match="nor said why not within 60"):
-        await_commit(storage, seat(2), lambda: 60.0, retries=Retries(sleep=passed.append))
+        await_commit(watched, seat(2), lambda: 60.0, retries=Retries(sleep=passed.append))
     assert passed[0] < 0.05
     assert len(asked) / 2 < 100
 
