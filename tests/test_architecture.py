@@ -20,7 +20,7 @@ BELOW = {"threefold": set(), "datakit": {"threefold"}, "ckptkit": {"threefold"},
 # folders of a kit from the lowest to the highest, and those files beside them that are below some; others are where
 # "*" is, else above all
 FOLDERS = {
-    "threefold": ["version", "masking", "errors", "console", "packages", "backoff", "storage"],
+    "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "check",
                 "rewrite", "commands"],
     "datakit": ["files", "text", "tokenization", "store", "stream", "dedup", "preprocessing", "archives", "foreign",

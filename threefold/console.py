@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from threefold.debug import is_debugging
 from threefold.errors import UserError
 from threefold.masking import printable
 
@@ -27,7 +28,11 @@ def log(text: str) -> None:
 
 
 def report(error: Exception) -> None:
-    """Print an error to stderr as `error: ...` and, where there is one, `hint: ...`."""
+    """Print an error to stderr as `error: ...` and, if it has one, `hint: ...`; first its traceback when debugging."""
+    if is_debugging() and (error.__traceback__ or error.__cause__):
+        import traceback
+
+        log("".join(traceback.format_exception(error)).rstrip())
     message = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
     log(f"error: {message}")
     if isinstance(error, UserError) and error.hint:

@@ -1,15 +1,25 @@
-"""A folder that a program fills and may empty again: one that it made itself, which it knows by a marker file."""
+"""Folders that a program fills and may empty or remove again: it made them itself."""
 
 import shutil
 from pathlib import Path
 
+from threefold.console import log
+from threefold.debug import VARIABLE, is_debugging
 from threefold.errors import StorageError, UserError
 
 MARKER = ".made-by"
 
 
+def is_kept(folder: Path) -> bool:
+    """Whether scratch that holds anything stays where it is, as THREEFOLD_DEBUG=1 asks; it is named on stderr."""
+    if not is_debugging() or not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    log(f"{VARIABLE}: {folder} is kept")
+    return True
+
+
 def fresh_folder(folder: Path, program: str) -> Path:
-    """Make `folder`, or empty it where `program` made it; return its absolute path.
+    """Make `folder`, or empty it if `program` made it, which a marker file says; return its absolute path.
 
     A folder that is empty is taken; UserError for one of other files, a link or a file, nothing of which is touched.
     """

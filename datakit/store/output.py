@@ -22,6 +22,7 @@ from datakit.files.remote_file import is_url
 from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest
 from datakit.text.inputs import open_file
 from threefold.errors import StorageError, UserError
+from threefold.scratch import is_kept
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import make_folders, sync_folder
 from threefold.storage.local import LocalStorage
@@ -161,8 +162,9 @@ class Output:
             try:
                 yield descriptor
             finally:
-                shutil.rmtree(self.scratch, ignore_errors=True)
-                self._remove_unbegun()
+                if not is_kept(self.scratch):
+                    shutil.rmtree(self.scratch, ignore_errors=True)
+                    self._remove_unbegun()
         finally:
             os.close(descriptor)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from threefold.debug import is_debugging
 from threefold.errors import StorageError, UserError
 
 # no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
@@ -101,11 +102,22 @@ class Storage(Protocol):
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
-    """The storage behind a local path or file:// URL, S3, Google Cloud or Azure URL, or any that fsspec knows.
+    """Return the storage behind a local path or file:// URL, S3, Google Cloud or Azure URL, or any that fsspec knows.
 
     Nothing is contacted yet. The client libraries are imported only for a URL that needs them. `write_memory_bytes`
     bounds what one write of several parts to an object store holds in memory, for a program that writes many at once.
+    With THREEFOLD_DEBUG=1 each request is printed to stderr.
     """
+    storage = _backend(url, write_memory_bytes)
+    if is_debugging():
+        from threefold.console import log
+        from threefold.storage.request_log import LoggingStorage
+
+        return LoggingStorage(storage, lambda answer: log(f"request: {answer}"))
+    return storage
+
+
+def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
     if not isinstance(url, str | Path):
         raise UserError(f"a storage URL is a text or a Path, not {url!r}")
     text = str(url)
