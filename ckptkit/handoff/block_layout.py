@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.format.data_file import DataFile
-from ckptkit.model.chunk_table import Ints
+from ckptkit.model.chunk_table import Ints, cut
 from ckptkit.plan.save_plan import SavePlan
 
 BLOCK_BYTES = 8 << 20
@@ -52,22 +52,6 @@ class Stream:
             first_blocks.append(first_blocks[-1] + -(-file.size_bytes // block_bytes))
         source, offset, block, at, size = (np.concatenate(column) for column in zip(*cuts, strict=True))
         return cls(source, offset, block, at, size, tuple(first_blocks), block_bytes)
-
-
-def cut(sizes: Ints, block_bytes: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Cut sources of some sizes (none 0), which follow each other, where a block ends.
-
-    Gives for each segment its source, its offset there, its block, its place in the block and its size.
-    """
-    stops = np.cumsum(sizes)
-    starts = stops - sizes
-    first, last = starts // block_bytes, (stops - 1) // block_bytes
-    counts = last - first + 1
-    source = np.repeat(np.arange(len(sizes)), counts)
-    block = np.arange(len(source)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    begin = np.maximum(starts[source], block * block_bytes)
-    size = np.minimum(stops[source], (block + 1) * block_bytes) - begin
-    return source, begin - starts[source], block, begin - block * block_bytes, size
 
 
 def _sizes(file: DataFile) -> npt.NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptkit.format.root import Share
 from ckptkit.format.seat import Seat
-from ckptkit.io.torch_tensors import Bytes
+from ckptkit.io.blocks import Bytes
 from ckptkit.runs.retention import Retention
 
 NO_MORE = b"no more orders\n"  # the end of the pipe says so too, but a child of the trainer may hold that open

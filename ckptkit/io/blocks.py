@@ -38,6 +38,7 @@ PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
     "ck_reader_close": (None, POINTER),
 }
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 Columns = npt.NDArray[np.uint64]
 
 

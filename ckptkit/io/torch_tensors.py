@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from ckptkit.io.blocks import Bytes
+
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 # dtype names of numpy and torch -> the safetensors dtypes whose elements they can hold

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, Columns, DamagedGranule, shown_names, xxh3_64
-from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, shown_names, xxh3_64
+from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_info
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
@@ -26,7 +26,6 @@ from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage
-from threefold.storage.local import local_failure
 
 MAX_OPEN_FILES = 128  # each keeps a granule
 NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files that each reads one after the other
@@ -55,7 +54,7 @@ class CheckpointReader:
         self.is_given_up = False  # reads that other threads begin fail
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
-        self._open: OrderedDict[int, BlockReader | RemoteReader] = OrderedDict()
+        self._open: OrderedDict[int, DataReader] = OrderedDict()
         self._closed_bytes_read = 0
 
     @cached_property
@@ -100,19 +99,12 @@ class CheckpointReader:
                 for _ in pool.map(lambda job: self.read_part(*job), jobs):
                     pass
 
-    def open_part(self, number: int, expected: Columns | None) -> BlockReader | RemoteReader:
+    def open_part(self, number: int, expected: Columns | None) -> DataReader:
         """A reader of one data file that the caller closes; unverified where `expected` is None."""
         part = self.root.parts[number]
-        key = f"{self.folder}/{part.data}"
-        path = self.storage.local_path(key)
-        if path is None:
-            return RemoteReader(self.storage, key, part.data_bytes, expected)
-        with _as_storage_error(str(path)):
-            return BlockReader(path, part.data_bytes, expected)
+        return open_reader(self.storage, f"{self.folder}/{part.data}", part.data_bytes, expected)
 
-    def read_part(
-        self, number: int, source: BlockReader | RemoteReader, rows: npt.ArrayLike, num_threads: int = 1
-    ) -> None:
+    def read_part(self, number: int, source: DataReader, rows: npt.ArrayLike, num_threads: int = 1) -> None:
         """Fill memory from rows of (offset, bytes, address) of a data file that `open_part` opened, sorted by offset.
 
         CheckFailed names the tensors of damage, or says that the file is not what it should be.
@@ -122,7 +114,7 @@ class CheckpointReader:
         part = self.root.parts[number]
         name = f"{self.url}/{part.data}"
         try:
-            with self.loss_as_damage(part.data, part.data_bytes, part), _as_storage_error(name):
+            with self.loss_as_damage(part.data, part.data_bytes, part):
                 source.read(rows, num_threads=num_threads)
         except DamagedGranule as damage:
             start = damage.granule * GRANULE_BYTES
@@ -203,7 +195,7 @@ class CheckpointReader:
             raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
         return index
 
-    def _source(self, number: int) -> BlockReader | RemoteReader:
+    def _source(self, number: int) -> DataReader:
         if number in self._open:
             self._open.move_to_end(number)
         else:
@@ -287,13 +279,3 @@ def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:
         groups[-1].append(part)
         room -= part.index_bytes
     return groups
-
-
-@contextmanager
-def _as_storage_error(name: str) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise local_failure(error, "read", name) from error

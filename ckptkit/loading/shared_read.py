@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptkit.io.blocks import GRANULE_BYTES, copy_many
-from ckptkit.io.torch_tensors import Bytes
+from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.sharing import Line, Runs, clipped, common, count, share_reads, window

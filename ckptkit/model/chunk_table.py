@@ -217,3 +217,20 @@ def ramps(first: Ints, counts: Ints) -> Ints:
     ends = np.cumsum(counts)
     ramp: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
     return ramp
+
+
+def cut(sizes: Ints, block_bytes: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Cut sources of some sizes (none 0), which follow each other, where a block ends.
+
+    Return for each segment its source, its offset there, its block, its place in the block and its size: sizes [3, 4]
+    in blocks of 5 are the segments (0, 0, 0, 0, 3), (1, 0, 0, 3, 2) and (1, 2, 1, 0, 2).
+    """
+    stops = np.cumsum(sizes)
+    starts = stops - sizes
+    first, last = starts // block_bytes, (stops - 1) // block_bytes
+    counts = last - first + 1
+    source = np.repeat(np.arange(len(sizes)), counts)
+    block = np.arange(len(source)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    begin = np.maximum(starts[source], block * block_bytes)
+    size = np.minimum(stops[source], (block + 1) * block_bytes) - begin
+    return source, begin - starts[source], block, begin - block * block_bytes, size

@@ -2,29 +2,28 @@
 
 Each granule is checked against its checksum before it is written, files are copied side by side, and the root goes
 last, by an exclusive write: a copy that was killed is not a checkpoint, and the same copy goes on with it. What it
-keeps is made durable first, and then read past the page cache. Memory: a window of 8 MiB a file in work, and what the
+keeps is made durable first, and then read past the page cache. Memory: a block of 16 MiB a file in work, and what the
 uploads hold.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
-
-from ckptkit.check.verify import check_data, verify_checkpoint
+from ckptkit.check.verify import verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.format.part_copy import blocks_of, copy_part
 from ckptkit.format.part_index import PartIndex
-from ckptkit.io.blocks import GRANULE_BYTES
-from ckptkit.io.part_sink import open_sink
+from ckptkit.io.blocks import Columns
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import root_bytes
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
-from threefold.storage.local import keep_file, sync_name
+from threefold.storage.local import sync_name
 
-WINDOW_BYTES = 8 * GRANULE_BYTES
 FILES_AT_ONCE = 4
 UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
 Progress = Callable[[int, int], None]
@@ -92,52 +91,27 @@ class _Copying:
         self._lock = threading.Lock()
 
     def copy_part(self, number: int) -> tuple[int, int]:
-        """Copy a data file, then its index; gives the bytes of both that were copied, and that were kept."""
+        """Copy a data file, then its index; return the bytes of both that were copied, and that were kept."""
         part = self._source.root.parts[number]
         text = self._source.index_file(part)
         index = PartIndex.from_bytes(text, f"{self._source.url}/{part.index}")
-        sizes = {True: 0, False: 0}  # by whether it was kept
-        is_right = self._is_kept(f"{self._source.folder}/{part.data}")
-        if is_right:
-            _, faults = check_data(self._there, number, index)
-            is_right = not faults
-        if is_right:
-            self._advance(part.data_bytes)
-        else:
-            self._copy_data(number, index)
-        sizes[is_right] += part.data_bytes
-        key = f"{self._source.folder}/{part.index}"
-        is_right = self._is_kept(key) and self._target.read(key) == text
-        if not is_right:
-            self._target.write(key, text)
-        sizes[is_right] += len(text)
-        return sizes[False], sizes[True]
+        keys = (f"{self._source.folder}/{part.data}", f"{self._source.folder}/{part.index}")
+        left = part.data_bytes
 
-    def _is_kept(self, key: str) -> bool:
-        """Whether an earlier try left a file; it is durable then, and the disk's bytes are read from now on."""
-        if self._target.info(key) is None:
-            return False
-        keep_file(self._target, key)
-        return True
+        def blocks() -> Iterator[Columns]:
+            nonlocal left
+            with self._source.loss_as_damage(part.data, part.data_bytes, part):
+                reader = self._source.open_part(number, index.checksums)
+            with closing(reader):
+                for rows in blocks_of(partial(self._source.read_part, number, reader), part.data_bytes):
+                    yield rows
+                    left -= int(rows[0, 1])
+                    self._advance(int(rows[0, 1]))
 
-    def _copy_data(self, number: int, index: PartIndex) -> None:
-        part = self._source.root.parts[number]
-        with self._source.loss_as_damage(part.data, part.data_bytes, part):
-            reader = self._source.open_part(number, index.checksums)
-        sink = open_sink(self._target, f"{self._source.folder}/{part.data}", part.data_bytes)
-        buffer = np.empty(WINDOW_BYTES, np.uint8)
-        try:
-            for start in range(0, part.data_bytes, WINDOW_BYTES):
-                size = min(WINDOW_BYTES, part.data_bytes - start)
-                self._source.read_part(number, reader, [(start, size, buffer.ctypes.data)])
-                sink.write(buffer[:size])
-                self._advance(size)
-            sink.close()
-        except BaseException:
-            sink.abort()
-            raise
-        finally:
-            reader.close()
+        sizes = copy_part(blocks(), self._target, keys, index, text, num_threads=2)
+        if left:  # the file was kept
+            self._advance(left)
+        return sizes
 
     def _advance(self, num_bytes: int) -> None:
         with self._lock:

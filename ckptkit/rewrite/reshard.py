@@ -18,13 +18,13 @@ from functools import partial
 import numpy as np
 
 from ckptkit.format.data_file import DataFile
-from ckptkit.format.keys import ROOT_KEY, part_keys, step_folder
+from ckptkit.format.keys import part_keys, step_folder
 from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import GRANULE_BYTES, Columns, xxh3_64
-from ckptkit.io.part_sink import Bytes, PartSink, open_sink
+from ckptkit.io.blocks import GRANULE_BYTES, Bytes, Columns, xxh3_64
+from ckptkit.io.data_files import DataWriter, open_writer
 from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.roots import read_root
+from ckptkit.loading.roots import read_root, root_info, root_key
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns, ramps
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
@@ -64,9 +64,9 @@ class _TargetFile:
     keys: tuple[str, str]
     file: DataFile
     position: int = 0  # file bytes that the loader has placed
-    flushed: int = 0  # of these, those that went into the sink; the rest waits in `waiting`
+    flushed: int = 0  # of these, those that went to the writer; the rest waits in `waiting`
     waiting: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
-    sink: PartSink | None = None
+    writer: DataWriter | None = None
     checksums: list[Columns] = field(default_factory=list)
     part: Part | None = None
 
@@ -96,31 +96,56 @@ def reshard(
     `progress` is told the bytes done and the total.
     """
     started = time.monotonic()
-    root = source.root
-    step = root.step if step is None else step
-    replace(root, step=step, tensors={}).check()  # the tensors were checked as they were read
-    root.check_whole(source.url)
+    wanted = replace(source.root, step=source.root.step if step is None else step, layout=layout)
+    _check(wanted, source.url)
+    made = _made_before(storage, wanted)
+    needed = read = written = 0
+    if made is None:
+        partition = Partition(list(wanted.tensors.values()), wanted.num_layers, layout)
+        needed = sum(info.size_bytes for info in partition.tensors)
+        made = _rewrite(
+            source, storage, wanted, partition, slab_bytes=slab_bytes, progress=lambda done: progress(done, needed)
+        )
+        read, written = source.bytes_read, sum(part.data_bytes for part in made.parts)
+    return ReshardReport(
+        f"{storage.url}/{step_folder(made.step)}", made.step, str(source.root.layout), str(layout), len(made.parts),
+        needed, read, written, time.monotonic() - started,
+    )  # fmt: skip
+
+
+def _check(wanted: Root, url: str) -> None:
+    """Raise UserError if a source, with another step and layout, cannot be made into a checkpoint."""
+    layout = wanted.layout
+    replace(wanted, tensors={}).check()  # the tensors were checked as they were read
+    wanted.check_whole(url)
     if layout.cp * layout.ep * layout.virtual > 1:
         raise UserError(f"cannot reshard to {layout}: a checkpoint is cut by tp, dp and pp only")
     if layout.world_size > MAX_RANKS:
         text = f"{layout} has {layout.world_size:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
         raise UserError(text, hint="a run reads any layout: fewer ranks do")
+
+
+def _made_before(storage: Storage, wanted: Root) -> Root | None:
+    """Return what an earlier call made of the same save, None if the step is not there; else UserError."""
+    if root_info(storage, wanted.step) is None:
+        return None
+    there = read_root(storage, wanted.step)
+    if not _is_reshard_of(there, wanted):
+        raise UserError(
+            f"{storage.url} already holds step {wanted.step}", hint="choose another place, or remove that step first"
+        )
+    sync_name(storage, root_key(wanted.step))
+    return there
+
+
+def _rewrite(
+    source: CheckpointReader, storage: Storage, wanted: Root, partition: Partition,
+    *, slab_bytes: int, progress: Callable[[int], None],
+) -> Root:  # fmt: skip
+    """Write the files of all target ranks, commit them, and return the root."""
     attempt = f"{ATTEMPT}-{secrets.token_hex(6)}"
-    folder = step_folder(step)
-    if storage.info(f"{folder}/{ROOT_KEY}") is not None:
-        there = read_root(storage, step)
-        if not _is_reshard_of(there, replace(root, step=step, layout=layout)):
-            raise UserError(
-                f"{storage.url} already holds step {step}", hint="choose another place, or remove that step first"
-            )
-        sync_name(storage, f"{folder}/{ROOT_KEY}")
-        return ReshardReport(
-            f"{storage.url}/{folder}", step, str(root.layout), str(layout), len(there.parts), 0, 0, 0,
-            time.monotonic() - started,
-        )  # fmt: skip
-    partition = Partition(list(root.tensors.values()), root.num_layers, layout)
-    targets = _target_files(partition, layout, attempt)
-    needed = sum(info.size_bytes for info in partition.tensors)
+    folder = step_folder(wanted.step)
+    targets = _target_files(partition, wanted.layout, attempt)
     largest = max(target.file.size_bytes for target in targets)
     striper = Striper(tell=lambda text: log(f"warning: {text}"))
     striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
@@ -138,9 +163,9 @@ def reshard(
                 if batch is not None:
                     loading.append(ahead.submit(loader.load, batch))
                 done += writer.append(areas)
-                progress(done, needed)
+                progress(done)
         writer.finish(targets)
-        made = Root(step, attempt, layout, root.num_layers, root.tensors, _parts(targets), root.metadata, root.saved)
+        made = replace(wanted, attempt=attempt, parts=_parts(targets), share=None)
         is_committing = True
         commit_root(storage, made)
     except BaseException as error:
@@ -149,11 +174,7 @@ def reshard(
             with contextlib.suppress(StorageError):  # the first failure is the one to report
                 storage.delete(list(storage.list_keys(f"{folder}/{attempt}/")))
         raise
-    written = sum(part.data_bytes for part in made.parts)
-    return ReshardReport(
-        f"{storage.url}/{folder}", step, str(root.layout), str(layout), len(made.parts), needed, source.bytes_read,
-        written, time.monotonic() - started,
-    )  # fmt: skip
+    return made
 
 
 def _is_reshard_of(there: Root, wanted: Root) -> bool:
@@ -261,8 +282,8 @@ class _Writer:
     def abort(self, targets: Iterable[_TargetFile]) -> None:
         """Close what is open."""
         for target in targets:
-            if target.sink is not None:
-                target.sink.abort()
+            if target.writer is not None:
+                target.writer.abort()
 
     def _append(self, area: _Area) -> None:
         assert len(area.target.waiting) == area.num_waiting, "areas are written in the order they were loaded"
@@ -270,17 +291,17 @@ class _Writer:
         self._write(area.target, area.memory)
 
     def _write(self, target: _TargetFile, memory: Bytes) -> None:
-        if target.sink is None:
-            target.sink = open_sink(self._storage, f"{self._folder}/{target.keys[0]}", target.file.size_bytes)
+        if target.writer is None:
+            target.writer = open_writer(self._storage, f"{self._folder}/{target.keys[0]}", target.file.size_bytes)
         written = sum(map(len, target.checksums)) * GRANULE_BYTES
         is_last = written + len(memory) == target.file.size_bytes
         size = len(memory) if is_last else len(memory) // GRANULE_BYTES * GRANULE_BYTES
         target.waiting = memory[size:].copy()
         if size:
-            target.checksums.append(target.sink.write(memory[:size]))
+            target.checksums.append(target.writer.write([(memory.ctypes.data, size)]))
         if is_last:
-            target.sink.close()
-            target.sink = None
+            target.writer.close()
+            target.writer = None
             index = target.file.index(np.concatenate(target.checksums)).to_bytes()
             self._storage.write(f"{self._folder}/{target.keys[1]}", index)
             target.part = Part(target.keys[0], target.file.size_bytes, target.keys[1], len(index), xxh3_64(index))

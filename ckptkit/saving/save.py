@@ -14,9 +14,9 @@ from ckptkit.format.address import open_run
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import Stream
-from ckptkit.io.blocks import Columns, copy_many, num_granules
+from ckptkit.io.blocks import Bytes, Columns, copy_many, num_granules
 from ckptkit.io.piece_memory import check_memory
-from ckptkit.io.torch_tensors import Bytes, Transfer, byte_range, host_addresses
+from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import TensorInfo, tensor_table

@@ -9,8 +9,7 @@ import numpy as np
 
 from ckptkit.format.root import Root
 from ckptkit.handoff.block_layout import Stream
-from ckptkit.io.blocks import num_granules
-from ckptkit.io.torch_tensors import Bytes
+from ckptkit.io.blocks import Bytes, num_granules
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, tensor_table

@@ -26,7 +26,7 @@ from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
 from ckptkit.handoff.ring_signals import Handover, readable
-from ckptkit.io.torch_tensors import Bytes
+from ckptkit.io.blocks import Bytes
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.writer.commit import KILLED
 from ckptkit.writer.copier import Promoter

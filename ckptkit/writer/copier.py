@@ -10,32 +10,26 @@ tried again, and given up for a newer step; nothing is ever removed from where i
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
+from ckptkit.format.part_copy import copy_part, verified_blocks
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import Promotion, SaveOutcome
-from ckptkit.io.blocks import BlockReader, Columns
-from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.io.striping import Striper
 from ckptkit.loading.roots import read_root, root_info, root_key
 from ckptkit.plan.cover import Cover
 from ckptkit.writer.commit import commit_root, wait_for_parts
 from ckptkit.writer.maintenance import Upkeep
-from ckptkit.writer.step import PartSource, StepTarget, write_data
 from threefold.backoff import Backoff
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.masking import masked
 from threefold.storage import AlreadyExists, Storage, open_storage
-from threefold.storage.folders import local_root
-from threefold.storage.local import keep_file, local_failure, sync_name
+from threefold.storage.local import sync_name
 
-BLOCK_BYTES = 16 << 20
 MAX_TRIES, FIRST_PAUSE_S = 4, 1.0
 LOOK_FOR_MARK_S = 1.0
 MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which of them the leader chose
@@ -184,7 +178,6 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
     """
     seat, step = promotion.target, promotion.target.step
     source, storage = open_storage(promotion.source.url), open_storage(seat.url)
-    target = StepTarget(storage, seat, num_threads=1, striper=striper or Striper())
     root: Root | None = None
     if seat.leads:
         root = read_root(source, step)
@@ -198,9 +191,9 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
     if seat.leads and seat.num_writers > 1:
         storage.write(_mark(seat), b"")
     file_bytes = promotion.data_bytes // max(promotion.num_files, 1)
-    target.striper.prepare(storage, seat.keys(0)[0], file_bytes, seat.num_writers)
+    (striper or Striper()).prepare(storage, seat.keys(0)[0], file_bytes, seat.num_writers)
     for number in reversed(range(promotion.num_files)):
-        _copy_file(source, target, number)
+        _copy_part(source, storage, seat.keys(number))
     if root is None:
         _await_own_node(promotion, storage)
         return
@@ -215,54 +208,12 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
         storage.delete([_mark(seat)])
 
 
-def _copy_file(source: Storage, target: StepTarget, number: int) -> None:
+def _copy_part(source: Storage, target: Storage, keys: tuple[str, str]) -> None:
     """Copy one data file, and then its index, byte for byte."""
-    data_key, index_key = target.seat.keys(number)
-    raw = source.read(index_key)
-    index = PartIndex.from_bytes(raw, f"{source.url}/{index_key}")
-    is_there = target.storage.info(index_key) is not None and target.storage.read(index_key) == raw
-    if is_there and _is_kept(target.storage, data_key, index_key, index):
-        return
-    with closing(_open(source, data_key, index)) as reader:
-        written = write_data(target, number, PartSource(index, _blocks(reader, index.size_bytes), is_reused=True))
-    if (written.checksums != index.checksums).any():
-        raise StorageError(f"{target.storage.url}/{data_key} was written with other bytes than were read")
-    target.storage.write(index_key, raw)
-
-
-def _is_kept(storage: Storage, data_key: str, index_key: str, index: PartIndex) -> bool:
-    """Whether the files that an earlier try left do; those on a disk are made durable, and then read from it."""
-    if storage.info(data_key) is None:
-        return False
-    if local_root(storage) is not None:
-        keep_file(storage, data_key)
-        keep_file(storage, index_key)
-        try:
-            with closing(_open(storage, data_key, index)) as reader:
-                for _ in _blocks(reader, index.size_bytes):
-                    pass
-        except (CheckFailed, StorageError):
-            return False
-    return True
-
-
-def _open(storage: Storage, data_key: str, index: PartIndex) -> BlockReader | RemoteReader:
-    path = storage.local_path(data_key)
-    if path is None:
-        return RemoteReader(storage, data_key, index.size_bytes, index.checksums)
-    try:
-        return BlockReader(path, index.size_bytes, index.checksums)
-    except OSError as error:
-        raise local_failure(error, "read", path) from error
-
-
-def _blocks(reader: BlockReader | RemoteReader, size_bytes: int) -> Iterator[Columns]:
-    """A data file's bytes, verified, in a block of memory that is used again and again."""
-    buffer = np.empty(min(BLOCK_BYTES, size_bytes), np.uint8)
-    for start in range(0, size_bytes, BLOCK_BYTES):
-        size = min(BLOCK_BYTES, size_bytes - start)
-        reader.read([(start, size, buffer.ctypes.data)], num_threads=1)
-        yield np.array([(buffer.ctypes.data, size)], np.uint64)
+    data_key, index_key = keys
+    text = source.read(index_key)
+    index = PartIndex.from_bytes(text, f"{source.url}/{index_key}")
+    copy_part(verified_blocks(source, data_key, index), target, keys, index, text)
 
 
 def _await_own_node(promotion: Promotion, storage: Storage) -> None:

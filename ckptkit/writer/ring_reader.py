@@ -9,8 +9,7 @@ import numpy as np
 
 from ckptkit.handoff.protocol import SaveOrder
 from ckptkit.handoff.ring_signals import Handover, readable
-from ckptkit.io.blocks import Columns
-from ckptkit.io.torch_tensors import Bytes
+from ckptkit.io.blocks import Bytes, Columns
 from ckptkit.writer.step import GivenUp
 from threefold.errors import StorageError
 

@@ -5,34 +5,25 @@ Where the bytes come from is the caller's: an arena of staged files, or the tens
 """
 
 import contextlib
-import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import numpy as np
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.block_layout import cut
-from ckptkit.io.blocks import BlockWriter, Columns, checksums, copy_many
+from ckptkit.io.blocks import Columns
+from ckptkit.io.data_files import write_blocks
 from ckptkit.io.striping import Striper
-from ckptkit.io.torch_tensors import Bytes
 from ckptkit.loading.roots import committed_attempt, root_info
 from ckptkit.plan.cover import Cover
 from ckptkit.writer.commit import NO_ANSWER, NotCommitted, await_commit, commit_root, wait_for_parts
 from ckptkit.writer.retries import Retries
 from threefold.errors import StorageError, UserError
 from threefold.masking import masked
-from threefold.storage import AlreadyExists, Buffer, Storage
-from threefold.storage.folders import local_root
-from threefold.storage.local import local_failure
-from threefold.storage.new_file import NewFile
-
-UPLOAD_BYTES = 8 << 20
+from threefold.storage import AlreadyExists, Storage
 
 
 class GivenUp(StorageError):
@@ -43,11 +34,11 @@ class GivenUp(StorageError):
 class PartSource:
     """A data file to be written: its index without checksums yet, and its bytes.
 
-    `blocks` gives rows of (address, bytes), in file order; each block but the last is a whole number of granules.
+    `blocks` are rows of (address, bytes), in file order; each block but the last is a whole number of granules.
     `is_reused` says that a block's memory gets other bytes once the next block is taken.
     """
 
-    draft: PartIndex
+    index: PartIndex
     blocks: Iterable[Columns]
     is_reused: bool = False
 
@@ -85,9 +76,9 @@ def write_step(
         raise
     may_be_named = False  # whether the first writer may commit this writer's files
     try:
-        largest = max((part.draft.size_bytes for part in parts), default=0)
+        largest = max((part.index.size_bytes for part in parts), default=0)
         target.striper.prepare(storage, seat.keys(0)[0], largest, seat.num_writers)
-        indexes = [write_data(target, number, part, retries) for number, part in enumerate(parts)]
+        indexes = [_write_data(target, number, part, retries) for number, part in enumerate(parts)]
         # The first file's index goes last: it says that this writer is done.
         for number in reversed(range(len(parts))):
             content = indexes[number].to_bytes()
@@ -149,58 +140,17 @@ def report_failed(storage: Storage, seat: Seat, reason: str) -> bool:
     return True
 
 
-def write_data(target: StepTarget, number: int, part: PartSource, retries: Retries | None = None) -> PartIndex:
-    """Write a writer's n-th data file, and give its index with the checksums of what was written.
+def _write_data(target: StepTarget, number: int, part: PartSource, retries: Retries) -> PartIndex:
+    """Write a writer's n-th data file, and return its index with the checksums of what was written.
 
     Blocks whose memory is reused are there for one try only.
     """
-    tries = Retries() if part.is_reused or retries is None else retries
-    return replace(part.draft, checksums=tries.run(partial(_write_blocks, target, target.seat.keys(number)[0], part)))
-
-
-def _write_blocks(target: StepTarget, key: str, part: PartSource) -> Columns:
-    """Write a data file from its blocks; gives the checksums of its granules."""
-    root = local_root(target.storage)
-    found: list[Columns] = []
-    if root is None:
-        target.storage.write(key, _buffers(part, found), size_bytes=part.draft.size_bytes)
-    else:
-        try:
-            with BlockWriter(NewFile(root, key), part.draft.size_bytes) as writer:
-                at = 0
-                for rows in part.blocks:
-                    found.append(writer.write(at, rows, num_threads=target.num_threads))
-                    at += int(rows[:, 1].sum())
-        except OSError as error:
-            raise local_failure(error, "write", root / key) from error
-    return np.concatenate(found)
-
-
-def _buffers(part: PartSource, found: list[Columns]) -> Iterator[Buffer]:
-    """A file's bytes as buffers for an upload, which may hold on to them; its granules' checksums go to `found`."""
-    for rows in part.blocks:
-        for buffer in _pieces_of_upload(rows):
-            found.append(checksums(buffer))
-            yield buffer.tobytes() if part.is_reused else buffer.data
-
-
-def _pieces_of_upload(rows: Columns) -> Iterator[Bytes]:
-    """The bytes of a block, in buffers of UPLOAD_BYTES."""
-    if len(rows) == 1:
-        whole = _memory_at(*rows[0].tolist())
-        yield from (whole[start : start + UPLOAD_BYTES] for start in range(0, len(whole), UPLOAD_BYTES))
-        return
-    source, offset, block, at, size = cut(rows[:, 1].astype(np.int64), UPLOAD_BYTES)
-    for number in range(int(block[-1]) + 1):
-        part = block == number
-        gathered = np.empty(int(size[part].sum()), np.uint8)
-        address = rows[source[part], 0].astype(np.int64) + offset[part]
-        copy_many(np.stack([address, gathered.ctypes.data + at[part], size[part]], axis=1))
-        yield gathered
-
-
-def _memory_at(address: int, size_bytes: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+    tries = Retries() if part.is_reused else retries
+    write = partial(
+        write_blocks, target.storage, target.seat.keys(number)[0], part.index.size_bytes, part.blocks,
+        is_reused=part.is_reused, num_threads=target.num_threads,
+    )  # fmt: skip
+    return replace(part.index, checksums=tries.run(write))
 
 
 def _clean_up(

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.handoff.block_layout import Stream, cut
+from ckptkit.handoff.block_layout import Stream
+from ckptkit.model.chunk_table import cut
 from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import ONE, SMALL, pieces_of

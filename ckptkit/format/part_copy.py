@@ -1,0 +1,75 @@
+"""Copy of one data file and its index between any two storages, byte for byte, verified while it passes.
+
+What an earlier try left is kept if it is whole and right: it is made durable first, and then read from the disk.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.format.part_index import PartIndex
+from ckptkit.io.blocks import Columns
+from ckptkit.io.data_files import open_reader, write_blocks
+from threefold.errors import CheckFailed, StorageError
+from threefold.storage import Storage
+from threefold.storage.local import keep_file
+
+BLOCK_BYTES = 16 << 20
+
+
+def copy_part(
+    blocks: Iterable[Columns], target: Storage, keys: tuple[str, str], index: PartIndex, index_file: bytes,
+    *, num_threads: int = 1,
+) -> tuple[int, int]:  # fmt: skip
+    """Write a data file from blocks that reuse their memory, then its index; return the bytes copied, and those kept.
+
+    `keys` are those of both files, and `index` is what the bytes `index_file` say.
+    """
+    data_key, index_key = keys
+    sizes = {True: 0, False: 0}  # by whether the file was kept
+    is_right = _is_kept(target, data_key) and _is_whole(target, data_key, index)
+    if not is_right:
+        written = write_blocks(target, data_key, index.size_bytes, blocks, is_reused=True, num_threads=num_threads)
+        if (written != index.checksums).any():
+            raise StorageError(f"{target.url}/{data_key} was written with other bytes than were read")
+    sizes[is_right] += index.size_bytes
+    is_right = _is_kept(target, index_key) and target.read(index_key) == index_file
+    if not is_right:
+        target.write(index_key, index_file)
+    sizes[is_right] += len(index_file)
+    return sizes[False], sizes[True]
+
+
+def blocks_of(read: Callable[[npt.ArrayLike], None], size_bytes: int) -> Iterator[Columns]:
+    """Yield a data file's blocks as `read` fills them, in a block of memory that is used again for each."""
+    buffer = np.empty(min(BLOCK_BYTES, size_bytes), np.uint8)
+    for start in range(0, size_bytes, BLOCK_BYTES):
+        size = min(BLOCK_BYTES, size_bytes - start)
+        read([(start, size, buffer.ctypes.data)])
+        yield np.array([(buffer.ctypes.data, size)], np.uint64)
+
+
+def verified_blocks(storage: Storage, key: str, index: PartIndex) -> Iterator[Columns]:
+    """Yield the blocks of a data file, each verified against its index before it is handed out."""
+    with closing(open_reader(storage, key, index.size_bytes, index.checksums)) as reader:
+        yield from blocks_of(partial(reader.read, num_threads=1), index.size_bytes)
+
+
+def _is_kept(storage: Storage, key: str) -> bool:
+    """Whether an earlier try left a file; it is durable then, and the disk's bytes are read from now on."""
+    if storage.info(key) is None:
+        return False
+    keep_file(storage, key)
+    return True
+
+
+def _is_whole(storage: Storage, key: str, index: PartIndex) -> bool:
+    try:
+        for _ in verified_blocks(storage, key, index):
+            pass
+    except (CheckFailed, StorageError):
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""Data files opened for verified reads and for writing, on a local disk or elsewhere: `open_reader`, `open_writer`.
+
+Local files are read and written past the page cache, others in ranges and as uploads. Failures are StorageErrors, and
+CheckFailed for bytes that do not have their checksum.
+"""
+
+import ctypes
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, BlockWriter, Bytes, Columns, checksums, copy_many
+from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.model.chunk_table import cut
+from threefold.errors import UserError
+from threefold.storage import Buffer, Storage
+from threefold.storage.folders import local_root
+from threefold.storage.local import local_failure
+from threefold.storage.new_file import NewFile
+
+COPIED_BYTES, HELD_BYTES = 4 * GRANULE_BYTES, 8 * GRANULE_BYTES  # of an upload's buffers: copies, and the caller's own
+
+
+class DataReader(Protocol):
+    """One data file, open for reads that ascend."""
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes read so far."""
+
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+        """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.
+
+        DamagedGranule is raised before anything of a damaged granule is handed out.
+        """
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class DataWriter:
+    """One new data file, written in order; use it in a `with`, which removes the file if it ends by an exception."""
+
+    def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
+        """Write the next bytes, rows of (address, bytes), and return the checksums of their granules.
+
+        They are whole granules, but for the file's last bytes.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Make the file durable; it must be complete."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Stop, and leave nothing of the file."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def open_reader(storage: Storage, key: str, size_bytes: int, expected: Columns | None) -> DataReader:
+    """Open a data file of a recorded size for reads that are verified, or are not if `expected` is None.
+
+    `expected` are the recorded checksums of its granules. Raise StorageError if a local file has another size.
+    """
+    path = storage.local_path(key)
+    if path is None:
+        return RemoteReader(storage, key, size_bytes, expected)
+    with _local_failures("read", path):
+        return _LocalReader(path, size_bytes, expected)
+
+
+def open_writer(storage: Storage, key: str, size_bytes: int, *, is_reused: bool = True) -> DataWriter:
+    """Open a new data file of known size for writing.
+
+    Without `is_reused` the memory that is written stays as it is until the file is closed, and no upload copies it.
+    """
+    root = local_root(storage)
+    return _RemoteWriter(storage, key, size_bytes, is_reused) if root is None else _LocalWriter(root, key, size_bytes)
+
+
+def write_blocks(
+    storage: Storage, key: str, size_bytes: int, blocks: Iterable[Columns], *, is_reused: bool, num_threads: int = 2
+) -> Columns:
+    """Write a data file from blocks, rows of (address, bytes), and return the checksums of its granules.
+
+    `is_reused` says that a block's memory gets other bytes once the next block is taken.
+    """
+    with open_writer(storage, key, size_bytes, is_reused=is_reused) as writer:
+        return np.concatenate([writer.write(rows, num_threads=num_threads) for rows in blocks])
+
+
+class _LocalReader(BlockReader):
+    """A local file, whose failures are StorageErrors."""
+
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+        with _local_failures("read", self.path):
+            super().read(ranges, num_threads=num_threads)
+
+
+class _LocalWriter(DataWriter):
+    """Blocks written straight to a local file, which has its name once it is closed."""
+
+    def __init__(self, root: Path, key: str, size_bytes: int) -> None:
+        self._path, self._at = root / key, 0
+        with _local_failures("write", self._path):
+            self._writer = BlockWriter(NewFile(root, key), size_bytes)
+
+    def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
+        segments = np.asarray(rows, np.uint64)
+        with _local_failures("write", self._path):
+            found = self._writer.write(self._at, segments, num_threads=num_threads)
+        self._at += int(segments[:, 1].sum())
+        return found
+
+    def close(self) -> None:
+        with _local_failures("write", self._path):
+            self._writer.close()
+
+    def abort(self) -> None:
+        with _local_failures("write", self._path):
+            self._writer.abort()
+
+
+class _RemoteWriter(DataWriter):
+    """An upload on a thread of its own, fed by the caller's through a queue of one buffer."""
+
+    def __init__(self, storage: Storage, key: str, size_bytes: int, is_reused: bool) -> None:
+        self._is_reused = is_reused
+        self._buffers: queue.Queue[Buffer | None] = queue.Queue(maxsize=1)
+        self._failure: BaseException | None = None
+        self._aborted = False
+        upload = partial(self._upload, storage, key, size_bytes)
+        self._thread = threading.Thread(target=upload, name=f"upload {key}", daemon=True)
+        self._thread.start()
+
+    def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
+        found = []
+        most = COPIED_BYTES if self._is_reused else HELD_BYTES
+        for buffer in _gathered(np.asarray(rows, np.uint64), most):
+            found.append(checksums(buffer))
+            self._put(buffer.tobytes() if self._is_reused else buffer.data)
+        return np.concatenate(found)
+
+    def close(self) -> None:
+        self._put(None)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def abort(self) -> None:
+        self._aborted = True
+        while self._thread.is_alive():
+            try:
+                self._buffers.put(None, timeout=0.1)
+            except queue.Full:
+                continue
+            self._thread.join(timeout=1)
+
+    def _put(self, buffer: Buffer | None) -> None:
+        while self._failure is None:
+            try:
+                self._buffers.put(buffer, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+        raise self._failure
+
+    def _upload(self, storage: Storage, key: str, size_bytes: int) -> None:
+        try:
+            storage.write(key, self._taken(), size_bytes=size_bytes)
+        except BaseException as failure:  # raised in the caller's thread, whatever it is
+            self._failure = failure
+
+    def _taken(self) -> Iterator[Buffer]:
+        while (buffer := self._buffers.get()) is not None:
+            yield buffer
+        if self._aborted:
+            raise UserError("the upload was aborted")
+
+
+def _gathered(rows: Columns, most: int) -> Iterator[Bytes]:
+    """Yield the bytes of rows in buffers of `most` bytes; one row's are not copied."""
+    if len(rows) == 1:
+        address, size_bytes = rows[0].tolist()
+        whole = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+        yield from (whole[start : start + most] for start in range(0, size_bytes, most))
+        return
+    source, offset, block, at, size = cut(rows[:, 1].astype(np.int64), most)
+    for number in range(int(block[-1]) + 1):
+        part = block == number
+        gathered = np.empty(int(size[part].sum()), np.uint8)
+        address = rows[source[part], 0].astype(np.int64) + offset[part]
+        copy_many(np.stack([address, gathered.ctypes.data + at[part], size[part]], axis=1))
+        yield gathered
+
+
+@contextmanager
+def _local_failures(doing: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise local_failure(error, doing, path) from error
