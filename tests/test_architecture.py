@@ -41,7 +41,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "benchmarks/ckptkit/save_stall.py: main",
-    "ckptkit/rewrite/reshard.py: reshard",
     "tests/threefold/support/fake_gcs.py: fake_gcs",
 }
 MANY_PARAMETERS = {
