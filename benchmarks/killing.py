@@ -55,7 +55,7 @@ def main_of(description: str, commands: Sequence[str], kill_all: Callable[[Path,
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that these started."""
+    """Return the processes that a process started, and those that these started."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (parent := _parent_of(entry)) is not None:
@@ -83,7 +83,7 @@ def _kill(pid: int) -> None:
 
 
 def _parent_of(process: Path) -> int | None:
-    """The parent of a process that runs; None for one that is gone or is only still to be waited for."""
+    """Return the parent of a process that runs; None for one that is gone or is only still to be waited for."""
     try:
         state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):

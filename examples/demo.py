@@ -140,7 +140,7 @@ class Training:
         return max(losses(self.output / f"{name}.jsonl"))
 
     def follow(self, process: subprocess.Popen[bytes], name: str) -> Iterator[int]:
-        """The last step that a run logged, again and again until it ends; a line is shown every so many steps."""
+        """Yield the last step that a run logged, again and again until it ends; a line is shown every so many steps."""
         metrics, shown = self.output / f"{name}.jsonl", 0
         while process.poll() is None:
             time.sleep(0.05)
@@ -165,7 +165,7 @@ def kill_run(process: subprocess.Popen[bytes]) -> None:
 
 
 def gather_corpus(path: Path) -> Path:
-    """Every source file of the standard library, one JSON document a line."""
+    """Write every source file of the standard library, one JSON document a line."""
     library = Path(sysconfig.get_paths()["stdlib"])
     with path.open("w", encoding="utf-8") as out:
         for source in sorted(library.rglob("*.py")):
@@ -209,7 +209,7 @@ def say(text: str) -> None:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    """The whole lines of a metrics file; a line that is still being written is left out."""
+    """Return the whole lines of a metrics file; a line that is still being written is left out."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 

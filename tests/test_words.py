@@ -1,6 +1,8 @@
 """The words of this project: some are out, and every domain noun of the concept pages is in the glossary."""
 
 import re
+import subprocess
+import sys
 
 from tests.test_docs import ROOT, anchors, prose
 
@@ -22,17 +24,23 @@ AREAS = {
     "programs": ["tools/**/*.py", "examples/**/*.py", "benchmarks/**/*.py"],
 }
 LEFT: dict[str, dict[str, int]] = {  # how many are left; these numbers only shrink
-    "threefold": {"tell": 10, "give": 4, "stand": 1, "lie": 1, "is no": 8},
+    "threefold": {"tell": 10, "give": 3, "stand": 1, "lie": 1, "is no": 8},
     "datakit": {"tell": 36, "give": 37, "stand": 8, "lie": 17, "anew": 15, "begun of": 2, "is no": 42},
-    "ckptkit": {"tell": 61, "give": 18, "stand": 3, "lie": 16, "anew": 5, "is no": 8},
+    "ckptkit": {"tell": 61, "give": 18, "stand": 3, "lie": 15, "anew": 5, "is no": 8},
     "trainer": {"tell": 15, "give": 9, "stand": 5, "lie": 4, "anew": 3, "is no": 3},
-    "programs": {"tell": 6, "give": 6, "stand": 1, "lie": 1, "is no": 1},
+    "programs": {"tell": 6, "give": 4, "stand": 1, "lie": 1, "is no": 1},
 }
 PLAIN = {  # terms that are also plain words, which no page has to link
     "action", "archive", "batch", "commit", "cover", "part", "place", "row", "run", "share", "split", "step", "tag",
 }  # fmt: skip
 WRITTEN_SO = ["ARCHITECTURE.md", "docs/glossary.md", "docs/concepts/*.md", "docs/decisions/*.md"]
 MAX_WORDS = 25
+NOT_IMPERATIVE = {
+    "threefold": 3,
+    "datakit": 45,
+    "ckptkit": 55,
+    "trainer": 20,
+}  # functions whose docstring begins otherwise, by kit; these numbers only shrink
 
 
 def occurrences(area: str, word: str) -> list[str]:
@@ -52,6 +60,14 @@ def test_words_that_are_out_only_become_fewer() -> None:
         for word in OUT:
             found, allowed = occurrences(area, word), LEFT.get(area, {}).get(word, 0)
             assert len(found) <= allowed, f"{word!r}: {len(found)} in {area}, {allowed} are left\n" + "\n".join(found)
+
+
+def test_docstrings_that_begin_without_a_verb_only_become_fewer() -> None:
+    for kit, allowed in NOT_IMPERATIVE.items():
+        command = ["ruff", "check", "--isolated", "--select", "D401", "--output-format", "concise", kit]
+        run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        found = [line for line in run.stdout.splitlines() if "D401" in line]
+        assert len(found) <= allowed, f"{len(found)} in {kit}, {allowed} are left\n" + "\n".join(found)
 
 
 def test_a_glossary_term_is_linked_where_a_concept_page_first_uses_it() -> None:

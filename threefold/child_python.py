@@ -27,7 +27,7 @@ def forget_current_folder() -> None:
 
 
 def _folders_of_the_user() -> list[str]:
-    """The current folder and the main script's, resolved."""
+    """Return the current folder and the main script's, resolved."""
     folders = []
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def has(self, flag: str) -> bool:
-        """Whether a flag was added."""
+        """Return whether a flag was added."""
         return flag in self._option_string_actions
 
     def _refuse(self, argument: str) -> None:

@@ -51,7 +51,7 @@ def fitting(parts: Iterable[str], separator: str = "  ") -> str:
 
 
 def has_colours(file: TextIO) -> bool:
-    """Whether colours are welcome: on a terminal, unless NO_COLOR is set."""
+    """Return whether colours are welcome: on a terminal, unless NO_COLOR is set."""
     return file.isatty() and not os.environ.get("NO_COLOR")
 
 

@@ -22,7 +22,7 @@ _FIELD = re.compile(
 
 
 def masked(text: str) -> str:
-    """The text without passwords and signatures of the URLs in it."""
+    """Return the text without passwords and signatures of the URLs in it."""
     if "://" in text and "@" in text:
         text = _USERINFO.sub(f"{MASK}@", text)
     if "=" in text:
@@ -31,7 +31,7 @@ def masked(text: str) -> str:
 
 
 def masked_values(value: Any) -> Any:
-    """The same value of dicts, lists and texts, all texts masked."""
+    """Return the same value of dicts, lists and texts, all texts masked."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def masked_values(value: Any) -> Any:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The text masked, with escapes for all that a terminal would act on; line ends stay with `lines`."""
+    """Return the text masked, with escapes for all that a terminal would act on; line ends stay with `lines`."""
     text = masked(text)
     if text.isprintable():
         return text
@@ -53,5 +53,5 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def shown_cause(error: BaseException) -> BaseException | None:
-    """The error itself as the cause of another, None where its text would show a password in a traceback."""
+    """Return the error itself as the cause of another, None where its text would show a password in a traceback."""
     return error if masked(str(error)) == str(error) else None

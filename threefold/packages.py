@@ -48,22 +48,22 @@ def start(kit: str) -> int:
 
 
 def datakit() -> int:
-    """The `datakit` command."""
+    """Run the `datakit` command."""
     return start("datakit")
 
 
 def ckptkit() -> int:
-    """The `ckptkit` command."""
+    """Run the `ckptkit` command."""
     return start("ckptkit")
 
 
 def trainer() -> int:
-    """The `trainer` command."""
+    """Run the `trainer` command."""
     return start("trainer")
 
 
 def require(package: str, what: str) -> None:
-    """UserError where an extra's package is not installed; nothing is imported."""
+    """Raise UserError if an extra's package is not installed; nothing is imported."""
     if find_spec(package) is None:
         raise missing(package, what)
 
@@ -80,14 +80,14 @@ def needed_for(what: str) -> Iterator[None]:
 
 
 def missing(package: str, what: str) -> UserError:
-    """The error for a package that is not installed, with the command that installs it."""
+    """Return the error for a package that is not installed, with the command that installs it."""
     extra = EXTRA_OF.get(package)
     name = f"threefold[{extra}]" if extra else "threefold"
     return UserError(f"{what} needs the package {package}, which is not installed", hint=f'pip install "{name}"')
 
 
 def explained(error: ImportError, what: str = "this command") -> UserError | None:
-    """What an import that failed means for the user; None where it is a fault of ours."""
+    """Return what an import that failed means for the user; None where it is a fault of ours."""
     name = (error.name or "").partition(".")[0]
     if name in KITS:
         return foreign_kit(name) or UserError(f"the package {name} is not whole: {error}", hint=REPAIR)
@@ -99,7 +99,10 @@ def explained(error: ImportError, what: str = "this command") -> UserError | Non
 
 
 def foreign_kit(kit: str) -> UserError | None:
-    """The error for a kit that is missing, or that another package shadows or overwrote; None where it is ours."""
+    """Return the error for a kit that is missing, or that another package shadows or overwrote.
+
+    None where it is ours.
+    """
     spec = find_spec(kit)
     if spec is None:
         return UserError(f"the package {kit} is missing", hint=REPAIR)
@@ -121,7 +124,7 @@ def foreign_kit(kit: str) -> UserError | None:
 
 
 def _is_ours(spec: ModuleSpec) -> bool:
-    """Whether a kit stands beside this package and is of its version."""
+    """Return whether a kit stands beside this package and is of its version."""
     if Path(spec.origin or "").parents[1:2] != Path(__file__).parents[1:2]:
         return False
     try:

@@ -39,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read(path: Path, key: str) -> dict[int, float]:
-    """One number of each step of a metrics file; ValueError names a line that is none. A line cut short is left out."""
+    """Return one number of each step of a metrics file.
+
+    ValueError names a line that is none. A line cut short is left out.
+    """
     values = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n"):

@@ -243,7 +243,7 @@ def _proxy(arguments: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    """The command line of this program."""
+    """Return the command line of this program."""
     faults = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     parser = Parser(prog="fault_proxy.py", description="Spoil chosen answers of an HTTP server.", epilog=faults)
     parser.add_argument("listen_port", type=int, help="port to listen on; 0 takes a free one, which is printed")

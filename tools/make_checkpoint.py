@@ -25,7 +25,7 @@ RANKS_AT_ONCE = 3  # how many save side by side
 
 
 def element_values(name: str, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """The values of a tensor at global row-major positions: 24 mixed bits in [-0.5, 0.5), exact in float32."""
+    """Return the values of a tensor at global row-major positions: 24 mixed bits in [-0.5, 0.5), exact in float32."""
     mixed = positions + np.uint64(xxhash.xxh3_64_intdigest(name.encode()))
     for multiplier in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F):
         mixed *= np.uint64(multiplier)
@@ -34,7 +34,7 @@ def element_values(name: str, positions: npt.NDArray[np.uint64]) -> npt.NDArray[
 
 
 def chunk_values(info: TensorInfo, box: Box, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """The values of the row-major positions [start, stop) of a box of a tensor."""
+    """Return the values of the row-major positions [start, stop) of a box of a tensor."""
     values = np.empty(stop - start, np.float32)
     for at in range(start, stop, STEP_ELEMENTS):
         end = min(at + STEP_ELEMENTS, stop)
@@ -48,7 +48,7 @@ def chunk_values(info: TensorInfo, box: Box, start: int, stop: int) -> npt.NDArr
 
 
 def gpt_tensors(num_layers: int, hidden: int) -> list[TensorInfo]:
-    """The tensor table; attention has four query heads to a key head."""
+    """Return the tensor table; attention has four query heads to a key head."""
     kv, ffn = hidden // 4, hidden * 8 // 3 // 32 * 32
     shapes: dict[str, tuple[tuple[int, ...], Placement]] = {
         "embed.weight": ((VOCAB, hidden), Placement("first", dim=0, padded=True)),
@@ -71,7 +71,7 @@ def gpt_tensors(num_layers: int, hidden: int) -> list[TensorInfo]:
 
 
 def hidden_for(gib: float, num_layers: int) -> int:
-    """The least hidden size, a multiple of 32, that makes a checkpoint of at least this size."""
+    """Return the least hidden size, a multiple of 32, that makes a checkpoint of at least this size."""
     hidden = 32
     while sum(info.size_bytes for info in gpt_tensors(num_layers, hidden)) < gib * 2**30:
         hidden += 32

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, steps and events; one that was cut short by a kill is left out."""
+    """Return the lines of a metrics file, steps and events; one that was cut short by a kill is left out."""
     texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(text) for text in texts if text.endswith("\n")]
 
@@ -61,7 +61,7 @@ def points_of(lines: Sequence[dict[str, Any]], key: str) -> list[tuple[int, floa
 
 
 def marks(lines: Sequence[dict[str, Any]], last_step: int) -> list[tuple[int, str]]:
-    """The steps after which a run was resumed or killed.
+    """Return the steps after which a run was resumed or killed.
 
     A killed run is one that comes to no end of its own: its file stops before `last_step`, which another run reached.
     """

@@ -56,7 +56,7 @@ class Server:
 
 
 def find_weed() -> str | None:
-    """The `weed` program: beside this Python, or on PATH."""
+    """Return the `weed` program: beside this Python, or on PATH."""
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     return str(beside) if beside.exists() else shutil.which("weed")
 
@@ -136,7 +136,7 @@ def _flags(directory: Path, ports: dict[str, int], bucket: str) -> list[str]:
 
 
 def _free_ports(s3_port: int) -> dict[str, int]:
-    """A port for each listener, all held at once so that no two are equal, then let go."""
+    """Return a port for each listener, all held at once so that no two are equal, then let go."""
     with contextlib.ExitStack() as sockets:
         ports = {}
         for flag in PORT_FLAGS:
@@ -184,7 +184,7 @@ def _wait_until_writable(server: Server, process: subprocess.Popen[bytes], log: 
 
 
 def running(directory: Path) -> Server | None:
-    """The server that `directory` names, if that process still lives and really is ours."""
+    """Return the server that `directory` names, if that process still lives and really is ours."""
     try:
         server = Server(**json.loads((directory / "server.json").read_text()))
         command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
@@ -217,7 +217,7 @@ def _stop(arguments: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    """The command line of this program."""
+    """Return the command line of this program."""
     parser = Parser(prog="s3_server.py", description="Start and stop a real S3 server on loopback.")
     verbs = parser.add_subparsers(metavar="{start,stop}")
     verb = verbs.add_parser("start", help="start a server and print the environment to export")

@@ -78,7 +78,7 @@ def has_torch(python: "str | Path") -> bool:
 
 
 def find_uv(python: Path) -> "str | Path | None":
-    """The uv of this machine, or one in the virtual environment; None where it cannot be installed."""
+    """Return the uv of this machine, or one in the virtual environment; None where it cannot be installed."""
     own = python.with_name("uv")
     for uv in ("uv", own):
         if shutil.which(uv) and subprocess.run([uv, "--version"], capture_output=True, check=False).returncode == 0:
@@ -89,7 +89,7 @@ def find_uv(python: Path) -> "str | Path | None":
 
 
 def pip_settings(python: Path) -> "dict[str, str]":
-    """What pip's files and variables set for an install; the later of several sections wins, as in pip."""
+    """Return what pip's files and variables set for an install; the later of several sections wins, as in pip."""
     shown = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
     settings = {}
     for section in ("global.", "install.", ":env:."):
@@ -101,7 +101,7 @@ def pip_settings(python: Path) -> "dict[str, str]":
 
 
 def uv_settings(settings: "dict[str, str]") -> "dict[str, str]":
-    """The same for uv, as variables; all indexes count alike, as they do for pip."""
+    """Return the same for uv, as variables; all indexes count alike, as they do for pip."""
     found = {UV_NAMES[name]: " ".join(value.split()) for name, value in settings.items() if name in UV_NAMES}
     if "UV_FIND_LINKS" in found:
         found["UV_FIND_LINKS"] = found["UV_FIND_LINKS"].replace(" ", ",")

@@ -117,7 +117,7 @@ def make_input() -> None:
 
 
 def try_verb(command: str) -> tuple[int, str]:
-    """The exit code of a command and what it wrote to stderr; 99 with the traceback where it raised."""
+    """Return the exit code of a command and what it wrote to stderr; 99 with the traceback where it raised."""
     kit, *argv = shlex.split(command)
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):

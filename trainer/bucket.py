@@ -24,7 +24,7 @@ class Segment:
     offset: int
 
     def of(self, interval: Tensor) -> Tensor:
-        """This segment of a tensor over the owned interval."""
+        """Return this segment of a tensor over the owned interval."""
         return interval[self.offset : self.offset + self.stop - self.start]
 
 
@@ -67,7 +67,7 @@ class Bucket:
         ]
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its part of a flat buffer over the whole bucket, in its shape."""
+        """Yield each parameter's name and its part of a flat buffer over the whole bucket, in its shape."""
         for (name, shape), offset in zip(self.shapes.items(), self._offsets, strict=True):
             yield name, flat[offset : offset + shape.numel()].view(shape)
 
@@ -98,7 +98,7 @@ class Bucket:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of gradients, moments and masters."""
+    """Return the dtype of gradients, moments and masters."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -17,7 +17,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def open_blend(part: DataConfig | ValidConfig, config: Config, *, name: str) -> Blend:
-    """The blend of `[data]` or `[data.valid]`, equal weights where none are given."""
+    """Return the blend of `[data]` or `[data.valid]`, equal weights where none are given."""
     if not part.stores:
         raise UserError(f"{name}.stores names no token store", hint=f"--{name}.stores DIR, made by datakit preprocess")
     weights = part.weights or (1.0,) * len(part.stores)
@@ -50,7 +50,10 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str, Any] | None) -> Loader:
-    """The training stream of one data-parallel rank; UserError where the blend does not continue the cursor's."""
+    """Return the training stream of one data-parallel rank.
+
+    UserError where the blend does not continue the cursor's.
+    """
     return Loader(
         blend,
         config.train.micro_batch_size,
@@ -92,7 +95,7 @@ def spoil(host: HostBatch) -> None:
 
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:
-    """A batch of datakit as tensors on the device."""
+    """Return a batch of datakit as tensors on the device."""
     arrays = (host.tokens, host.labels, host.positions, host.loss_mask)
     tokens, labels, positions, loss_mask = (torch.from_numpy(array).to(device) for array in arrays)
     return Batch(tokens, labels, positions, loss_mask, host.first_sample)

@@ -186,7 +186,7 @@ class Engine:
             bucket.reduce_gradients()
 
     def _squared_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm: each global element counts on one rank only."""
+        """Return this rank's part of the squared gradient norm: each global element counts on one rank only."""
 
         def counts(segment: Segment) -> bool:
             return self.mesh.coords.tp == 0 or self.table[segment.name].placement.dim is not None
@@ -217,7 +217,10 @@ class Engine:
     # --- checkpoints
 
     def tensors(self) -> list[TensorInfo]:
-        """The checkpoint's global tensor table, the same on every rank: masters for bf16, else the parameters."""
+        """Return the checkpoint's global tensor table, the same on every rank.
+
+        Masters for bf16, else the parameters.
+        """
         dtype = DTYPE_NAMES[wide_dtype(self.stage.dtype)]
         prefixes = (self._master_prefix, *MOMENTS)
         infos = []
@@ -231,7 +234,7 @@ class Engine:
         return infos
 
     def pieces(self) -> list[Piece]:
-        """What this rank saves, as views of the live state: every global element is saved by one rank."""
+        """Return what this rank saves, as views of the live state: every global element is saved by one rank."""
         if not self.config.parallel.zero_stage and self.mesh.dp.index > 0:
             return []
         return [
@@ -241,7 +244,7 @@ class Engine:
         ]
 
     def restore_pieces(self, stored: Mapping[str, TensorInfo], *, moments: bool = True) -> list[Piece]:
-        """What this rank reads from a checkpoint with the tensor table `stored`, as views of the live state.
+        """Return what this rank reads from a checkpoint with the tensor table `stored`, as views of the live state.
 
         A parameter comes from `<name>` or, where the checkpoint has none, from its fp32 master. Call `after_restore`
         when they are filled.

@@ -59,7 +59,7 @@ class Evaluation:
         return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
 
     def _samples(self, first: int) -> Int64s:
-        """The numbers of this rank's samples in the step from `first` on."""
+        """Return the numbers of this rank's samples in the step from `first` on."""
         train, dp = self._config.train, self._config.parallel.dp
         microbatches = np.arange(train.gradient_accumulation_steps)[:, None] * dp + self._mesh.coords.dp
         return (first + microbatches * train.micro_batch_size + np.arange(train.micro_batch_size)).ravel()
@@ -69,7 +69,7 @@ class Evaluation:
         return self._blend.batch(samples, mask_eod_loss=data.mask_eod_loss, reset_positions=data.reset_positions)
 
     def _batch(self, first: int) -> Batch:
-        """This rank's rows of the samples from `first` on; rows past the last sample carry no loss."""
+        """Return this rank's rows of the samples from `first` on; rows past the last sample carry no loss."""
         train, samples = self._config.train, self._samples(first)
         host = self._host(samples)
         host.loss_mask[samples >= self._config.data.valid.num_samples] = 0.0

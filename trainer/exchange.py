@@ -15,7 +15,7 @@ class JobExchange:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """The data of every rank, in their order."""
+        """Return the data of every rank, in their order."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]))
         longest = max(int(size) for size in sizes)  # gloo gathers equal shapes only

@@ -11,7 +11,7 @@ from trainer.trained import Checkpoint, TrainedModel
 
 
 def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, temperature: float) -> str:
-    """The prompt and what a checkpoint continues it with, `num_tokens` tokens more.
+    """Return the prompt and what a checkpoint continues it with, `num_tokens` tokens more.
 
     A temperature of 0 always takes the likeliest token; else train.seed seeds the sampling.
     """
@@ -35,7 +35,7 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
 
 
 def fitting_tokenizer(path: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer, refused where it knows tokens that the model does not."""
+    """Return the tokenizer, refused where it knows tokens that the model does not."""
     if not path:
         raise UserError(
             "no tokenizer to read the prompt with", hint="--data.tokenizer FILE, the one of the run's stores"

@@ -104,7 +104,7 @@ class ProcessMesh:
         return self.coords.pp == self.layout.pp - 1
 
     def _columns(self, axis: str) -> list[tuple[int, ...]]:
-        """All sets of ranks that differ in one axis only."""
+        """Return all sets of ranks that differ in one axis only."""
         columns: dict[Coords, list[int]] = {}
         for rank in range(self.layout.world_size):
             columns.setdefault(replace(self.layout.coords(rank), **{axis: 0}), []).append(rank)
@@ -147,7 +147,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """This rank's neighbours along the pipeline, None at its ends."""
+    """The neighbours of this rank along the pipeline, None at its ends."""
 
     previous: Link | None
     following: Link | None

@@ -46,7 +46,7 @@ class StepMetrics:
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU
 
     def console(self, train_steps: int, left_s: float) -> str:
-        """The line for people; `left_s` is how long the steps that are left will take."""
+        """Return the line for people; `left_s` is how long the steps that are left will take."""
         width = len(str(train_steps))
         waits = {
             "data": self.data_wait_s, "comm": self.comm_s, "bubble": self.bubble_s, "save": self.checkpoint_stall_s
@@ -68,7 +68,7 @@ class StepMetrics:
 def throughput(
     *, num_tokens: int, num_samples: int, step_s: float, world_size: int, flops: TokenFlops, peak: float | None
 ) -> dict[str, Any]:
-    """The fields of StepMetrics that are rates of one step; `peak` is one device's operations a second."""
+    """Return the fields of StepMetrics that are rates of one step; `peak` is one device's operations a second."""
     rank_tokens_per_s = num_tokens / step_s / world_size
 
     def utilisation(flops_a_token: float) -> float | None:

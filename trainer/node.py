@@ -28,7 +28,7 @@ def tiers_here(ranks: Ranks, config: Config) -> Tiers | None:
 
 
 def _first_rank(ranks: Ranks, config: Config) -> int:
-    """The first rank of this node; UserError where ranks of other nodes hold what its ranks share."""
+    """Return the first rank of this node; UserError where ranks of other nodes hold what its ranks share."""
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_local % config.parallel.tp:
         raise UserError(

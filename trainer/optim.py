@@ -24,7 +24,7 @@ def learning_rate(optim: OptimConfig, step: int) -> float:
 
 @torch.no_grad()
 def update(buckets: Sequence[Bucket], optim: OptimConfig, step: int, decays: Callable[[str], bool]) -> float:
-    """One AdamW step on the owned intervals, in place, after `step` steps; return the learning rate used."""
+    """Make one AdamW step on the owned intervals, in place, after `step` steps; return the learning rate used."""
     lr = learning_rate(optim, step)
     for weight_decay, has_decay in ((optim.weight_decay, True), (0.0, False)):
         owned = [(b, s) for b in buckets for s in b.segments if decays(s.name) == has_decay]

@@ -43,7 +43,8 @@ class OwnSteps:
 
     def restore(self, engine: Engine, step: int) -> Root:
         """Read one step into the engine, from this node's disk or else from the replica; CheckFailed where neither is
-        sound."""
+        sound.
+        """
         damage: CheckFailed | None = None
         for run in self._places:
             try:
@@ -74,7 +75,7 @@ class OwnSteps:
             self._ranks.say(f"steps {listed} of {self.url} are not sound on all nodes under this layout: set aside")
 
     def _held(self, node: Node) -> dict[int, str]:
-        """The steps that this node or its peer holds for this node's ranks, and their attempts."""
+        """Return the steps that this node or its peer holds for this node's ranks, and their attempts."""
         writers, held = (node.first_writer, node.num_local, node.num_writers), dict[int, str]()
         for run in self._places:
             for step in itertools.islice(self._committed(run), MAX_STEPS):
@@ -88,7 +89,10 @@ class OwnSteps:
         return held
 
     def _committed(self, run: Run) -> Iterator[int]:
-        """The steps of one place, newest first; none of a replica that cannot be reached: its peer may be lost."""
+        """Yield the steps of one place, newest first.
+
+        None of a replica that cannot be reached: its peer may be lost.
+        """
         try:
             yield from run.newest_first()
         except StorageError as error:

@@ -33,7 +33,10 @@ class Parameter:
 
 
 def parameter_table(config: Config) -> dict[str, Parameter]:
-    """Every parameter of the model in order of depth; a tied head has a row with `tied_to` and no values of its own."""
+    """Return every parameter of the model in order of depth.
+
+    A tied head has a row with `tied_to` and no values of its own.
+    """
     model = config.model
     hidden, vocab = model.hidden_size, model.vocab_size
     table = {"embed.weight": Parameter((vocab, hidden), Placement("first", dim=0, padded=True), model.init_std)}

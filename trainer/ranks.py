@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among the processes that torchrun started; one process alone without torchrun."""
+    """The process among those that torchrun started; one process alone without torchrun."""
 
     def __init__(self, device: str, *, timeout_s: float) -> None:
         """Join the process group; `device` is "cpu", "cuda" or "auto"."""
@@ -103,7 +103,7 @@ class Ranks:
         raise SystemExit(fault.exit_code) from error
 
     def faults(self, error: Exception | None) -> dict[int, UserError]:
-        """The errors of all ranks by rank, the same dict on each of them."""
+        """Return the errors of all ranks by rank, the same dict on each of them."""
         mine: UserError | None = error if isinstance(error, UserError) else None
         if isinstance(error, OSError):
             mine = StorageError(str(error))
@@ -112,12 +112,12 @@ class Ranks:
         return outcomes(self.exchange, error=mine)[1]
 
     def told(self, faults: Mapping[int, UserError]) -> str:
-        """The first rank's fault, and the ranks that have one unless all have the same."""
+        """Return the first rank's fault, and the ranks that have one unless all have the same."""
         everywhere = len(faults) == self.world_size and len({fault.message for fault in faults.values()}) == 1
         return ("" if everywhere else self.where(faults)) + faults[min(faults)].message
 
     def where(self, ranks: Iterable[int]) -> str:
-        """What a message about some ranks begins with: `on ranks 3, 7 of 32: `; nothing for a process alone."""
+        """Return what a message about some ranks begins with: `on ranks 3, 7 of 32: `; nothing for a process alone."""
         if self.world_size == 1:
             return ""
         numbers = sorted(ranks)
@@ -134,7 +134,7 @@ class Ranks:
         return json.loads(self.exchange.all_gather(data)[0])
 
     def maximum(self, values: list[float]) -> list[float]:
-        """The largest of each value over the ranks; one small collective."""
+        """Return the largest of each value over the ranks; one small collective."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

@@ -56,7 +56,7 @@ def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None 
 
 
 def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
-    """What a checkpoint of the engine's model holds, parameters under the names that the root has them under."""
+    """Return what a checkpoint of the engine's model holds, parameters under the names that the root has them under."""
     prefix = MASTER if MASTER + "embed.weight" in root.tensors else ""
     infos = []
     for info in engine.tensors():
@@ -69,13 +69,16 @@ def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
 
 
 def stored_dtype(root: Root, info: TensorInfo) -> str:
-    """The dtype that a step has a tensor in, where parameters can be converted from it; else the one that is wanted."""
+    """Return the dtype that a step has a tensor in, where parameters can be converted from it.
+
+    Else the one that is wanted.
+    """
     found = root.tensors.get(info.name)
     return found.dtype if found is not None and found.dtype in DTYPE_NAMES.values() else info.dtype
 
 
 def in_dtypes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[Piece]:
-    """The pieces in their tensors' dtypes: those of another one with memory of their own."""
+    """Return the pieces in their tensors' dtypes: those of another one with memory of their own."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     wanted = {info.name: dtypes[info.dtype] for info in tensors}
     return [
@@ -87,7 +90,7 @@ def in_dtypes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[Pi
 
 
 def refuse_another_model(engine: Engine, root: Root, where: str) -> None:
-    """UserError where a step was saved by a model that has more parameters, or uses the same ones in another way."""
+    """Raise UserError if a step was saved by a model that has more parameters, or uses the same ones in another way."""
     trained, model = root.metadata.get("config", {}).get("model", {}), engine.config.model
     faults = [
         f"model.{name}: it was trained with {trained[name]}, configured is {getattr(model, name)}"

@@ -130,7 +130,8 @@ class Saver:
 
     def agree(self, *, is_any_busy: bool, is_time: bool) -> None:
         """Note, the same on all ranks, whether any rank's save still ran at the end of this step, and whether the first
-        rank's clock asks for a save after the next one."""
+        rank's clock asks for a save after the next one.
+        """
         self._is_any_busy, self._is_time = is_any_busy, is_time
 
     def poll(self) -> int:

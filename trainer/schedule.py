@@ -18,7 +18,7 @@ class Action(NamedTuple):
 
 
 def gpipe(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """All forwards, then all backwards: every micro-batch is live at once."""
+    """Return all forwards, then all backwards: every micro-batch is live at once."""
     _check(stage, num_stages, num_microbatches)
     return [Action(kind, m) for kind in ("F", "B") for m in range(num_microbatches)]
 

@@ -27,7 +27,7 @@ class MicroBatch:
 
 
 class Stage(nn.Module):
-    """This rank's part of the model; parameters have no memory until a bucket gives them some."""
+    """The part of the model on this rank; parameters have no memory until a bucket gives them some."""
 
     def __init__(self, config: Config, mesh: ProcessMesh) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Stage(nn.Module):
         return loss_T.view_as(batch.labels)
 
     def hidden(self, received_BSD: Tensor | None, batch: MicroBatch) -> Tensor:
-        """The residual stream after this stage's layers."""
+        """Return the residual stream after this stage's layers."""
         model = self.config.model
         if received_BSD is None:
             x_BSD = self.embed.embed(batch.tokens)

@@ -49,7 +49,7 @@ class Progress:
     validation: Validation | None = None
 
     def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
-        """What a checkpoint's root records beside the tensors."""
+        """Return what a checkpoint's root records beside the tensors."""
         validation = self.validation
         return {
             "cursor": self.cursor,
@@ -79,7 +79,7 @@ class Resumed:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
+    """Return what, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     return {"device": name, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
@@ -111,7 +111,10 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
 
 
 def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
-    """The `candidates` on all ranks together: the first rank looks for the next as it is taken, others hear of it."""
+    """Yield the `candidates` on all ranks together.
+
+    The first rank looks for the next as it is taken, others hear of it.
+    """
     found = candidates(tiers, of_nodes, load=load) if ranks.rank == 0 else iter(())
     while candidate := ranks.broadcast(ranks.together(lambda: next(found, None))):
         yield candidate[0], candidate[1]
@@ -140,7 +143,7 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
 
 
 def steps_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int]) -> dict[str, Iterator[Candidate]]:
-    """The committed steps of each tier by its URL, newest first."""
+    """Return the committed steps of each tier by its URL, newest first."""
     places = (tiers.first, *tiers.slower) if tiers else ()
     own = sorted(of_nodes, reverse=True)
     return {
@@ -149,7 +152,7 @@ def steps_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int]) -> dict[str, It
 
 
 def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> dict[str, int]:
-    """The newest step of each tier that holds any, none newer than `last`."""
+    """Return the newest step of each tier that holds any, none newer than `last`."""
     newest = {
         url: next((step for _, step in steps if step <= last), None)
         for url, steps in steps_of_tiers(tiers, of_nodes).items()
@@ -204,7 +207,7 @@ def restore_any(
 
 
 def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
-    """What a root records of the run; UserError where it was not saved by this trainer."""
+    """Return what a root records of the run; UserError where it was not saved by this trainer."""
     try:
         metadata = root.metadata
         validation = None
@@ -217,7 +220,10 @@ def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
 
 
 def differences(root: Root, config: Config, device: torch.device) -> list[str]:
-    """What changed since a step was saved that changes the order of sums: layout, precision, machine, threads."""
+    """Return what changed since a step was saved that changes the order of sums.
+
+    Layout, precision, machine, threads.
+    """
     saved = root.metadata.get("config", {})
     now = dataclasses.asdict(config)
     watched = [("parallel", name) for name in ("tp", "pp", "dp", "zero_stage", "bucket_mib")]

@@ -45,7 +45,7 @@ def leave(x: Tensor, group: Group) -> Tensor:
 
 
 class ColumnLinear(nn.Module):
-    """This rank's outputs of a linear; the input must have been through `enter`."""
+    """The outputs on this rank of a linear; the input must have been through `enter`."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, group: Group) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class RowLinear(nn.Module):
 
 
 class VocabMatrix(nn.Module):
-    """This rank's rows of a [vocabulary, hidden] matrix, padded so that the group divides it."""
+    """The rows on this rank of a [vocabulary, hidden] matrix, padded so that the group divides it."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, group: Group) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class VocabMatrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the whole matrix: tokens [...] -> [..., hidden]."""
+        """Return rows of the whole matrix: tokens [...] -> [..., hidden]."""
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first_row
@@ -93,5 +93,5 @@ class VocabMatrix(nn.Module):
         return leave(rows * is_here.unsqueeze(-1), self.group)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's logits: x [..., hidden], through `enter` already -> [..., rows], padding rows included."""
+        """Return this rank's logits: x [..., hidden], through `enter` already -> [..., rows], padding rows included."""
         return F.linear(x, self.weight)

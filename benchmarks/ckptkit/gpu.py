@@ -71,7 +71,7 @@ class Loop:
             p.grad = None
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> float:
-        """One step; gives its seconds."""
+        """Run one step and return its seconds."""
         started = time.perf_counter()
         self.forward_backward()
         before_update()

@@ -69,7 +69,7 @@ class Life:
     end_s: float
 
     def moment(self, rng: random.Random) -> float:
-        """A moment to kill at: one in four of the whole life, else of the part that changes something."""
+        """Return a moment to kill at: one in four of the whole life, else of the part that changes something."""
         return rng.uniform(0.0 if rng.random() < 0.25 else self.change_s, self.end_s)
 
 
@@ -81,11 +81,11 @@ class Place:
         self._next_step = itertools.count(1)
 
     def run(self, command: str) -> str:
-        """The URL of the run that a command writes."""
+        """Return the URL of the run that a command writes."""
         return f"{self.url}/{command}"
 
     def words(self, command: str, step: int) -> list[str]:
-        """The command line that makes a step of the source in this place, or prunes up to it."""
+        """Return the command line that makes a step of the source in this place, or prunes up to it."""
         run, source = self.run(command), f"{self._source}/step-{step:09d}"
         ckptkit = [sys.executable, "-m", "ckptkit"]
         return {
@@ -96,7 +96,7 @@ class Place:
         }[command]
 
     def prepare(self, command: str) -> int:
-        """The step of the next round; a prune gets steps to delete."""
+        """Return the step of the next round; a prune gets steps to delete."""
         step = next(self._next_step)
         if command == "prune":
             storage = open_storage(self.run(command))
@@ -106,7 +106,7 @@ class Place:
         return step
 
     def faults(self, command: str, step: int) -> list[str]:
-        """What is wrong with a run after a round."""
+        """Return what is wrong with a run after a round."""
         storage = open_storage(self.run(command))
         steps = committed_steps(storage)
         faults = [] if step in steps else [f"step {step} is not committed"]
@@ -115,7 +115,7 @@ class Place:
         return faults + [fault for each in steps if each == step for fault in self._damage(storage, each)]
 
     def remains(self, command: str) -> list[str]:
-        """What is wrong with a run after its last prune."""
+        """Return what is wrong with a run after its last prune."""
         run = self.run(command)
         swept = subprocess.run(
             [sys.executable, "-m", "ckptkit", "prune", run, "--orphans-older-than", "0s"],
@@ -144,7 +144,7 @@ class Place:
 
 
 def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
-    """All rounds and their table; the exit code."""
+    """Run all rounds, print their table and return the exit code."""
     pairs = list(itertools.product(arguments.commands, arguments.places))
     most = arguments.rounds * 2  # some commands end before they are killed
     rounds = -(-most // len(pairs)) + 1  # and one that is not killed
@@ -252,7 +252,7 @@ def save_steps(url: str, steps: Sequence[int]) -> None:
 
 
 def _files(run: str) -> set[str]:
-    """All that is in a local folder but folders that hold something; an empty one ends in "/"."""
+    """Return all that is in a local folder but folders that hold something; an empty one ends in "/"."""
     found = set()
     for folder, folders, files in os.walk(run):
         inside = os.path.relpath(folder, run)

@@ -65,7 +65,7 @@ def server(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def client(bucket: str) -> S3Store:
-    """A client of the server that the environment names."""
+    """Return a client of the server that the environment names."""
     options = {"endpoint": os.environ["AWS_ENDPOINT_URL"], "region": "us-east-1"}
     return S3Store(bucket, config=options, client_options={"allow_http": True})
 
@@ -119,7 +119,7 @@ def measure(proxy: FaultProxy, bucket: str, url: str, num_steps: int) -> None:
 
 
 def verdict(verb: Verb, num_requests: int, seconds: float, num_deleted: int) -> str:
-    """What a verb may cost, and whether it does."""
+    """Return what a verb may cost, and whether it does."""
     if verb.max_requests:
         return f"at most {verb.max_requests} requests: {'yes' if num_requests <= verb.max_requests else 'NO'}"
     if verb.max_seconds:

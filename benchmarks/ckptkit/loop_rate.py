@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def time_is_up(seconds: float) -> IsDone:
-    """Whether so many seconds have passed since this was called."""
+    """Return whether so many seconds have passed since this was called."""
     deadline = time.perf_counter() + seconds
     return lambda: time.perf_counter() > deadline
 

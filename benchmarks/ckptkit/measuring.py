@@ -48,7 +48,7 @@ class State:
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """The arguments of a benchmark of a state on a local disk."""
+    """Return the arguments of a benchmark of a state on a local disk."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder of the disk to measure; a temporary one is made there")
     parser.add_argument("--repeats", type=int, default=5)
@@ -58,7 +58,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def gpt_state(*, hidden: int, num_layers: int, vocab: int = 32768, device: str = "cpu", fill: bool = True) -> State:
-    """A state of about 12 * (12 * hidden^2 * num_layers + 2 * vocab * hidden) bytes, random or zero."""
+    """Return a state of about 12 * (12 * hidden^2 * num_layers + 2 * vocab * hidden) bytes, random or zero."""
     shapes: list[tuple[str, tuple[int, ...], Placement]] = [("embed.weight", (vocab, hidden), Placement("first", 0))]
     for layer in range(num_layers):
         cuts = {
@@ -162,5 +162,5 @@ def dd(source: Path, target: Path, num_bytes: int, *flags: str, streams: int) ->
 
 
 def files_below(folder: Path) -> Iterable[Path]:
-    """The files of a folder."""
+    """Return the files of a folder."""
     return (path for path in folder.rglob("*") if path.is_file())

@@ -167,7 +167,7 @@ class Range(NamedTuple):
 
 
 def ranges_of(storage: Storage) -> list[Range]:
-    """The data files of the checkpoint there, in ranges of OBJECT_BYTES."""
+    """Return the data files of the checkpoint there, in ranges of OBJECT_BYTES."""
     files = [found for found in storage.list() if found.key.endswith(".safetensors")]
     return [
         Range(file.key, at, min(at + OBJECT_BYTES, file.size_bytes))

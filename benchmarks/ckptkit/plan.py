@@ -96,7 +96,7 @@ def gpt_table(num_tensors: int) -> list[TensorInfo]:
 
 
 def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords) -> ChunkTable:
-    """A rank's chunks where each tensor is a ZeRO bucket of its own, the finest cut there is."""
+    """Return a rank's chunks where each tensor is a ZeRO bucket of its own, the finest cut there is."""
     chunks = []
     for info in tensors:
         box = info.placement.local_box(info.name, info.shape, layout, coords)
@@ -108,7 +108,7 @@ def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords
 
 
 def write_indexes(folder: Path, tensors: list[TensorInfo], layout: ParallelLayout, sample: int) -> tuple[int, bytes]:
-    """The root and all part indexes of a step; gives the indexes' bytes, and the first ranks' table as JSON."""
+    """Write the root and all part indexes of a step; return their bytes, and the first ranks' table as JSON."""
     parts, rows = [], []
     (folder / STEP_FOLDER / "a").mkdir(parents=True)
     for rank in range(layout.world_size):

@@ -126,7 +126,7 @@ class Turn(NamedTuple):
 
 
 def raw_copy(state: State) -> Work:
-    """A function that copies the state once into memory that is touched (and, for a device, page-locked)."""
+    """Return a function that copies the state once into memory that is touched (and, for a device, page-locked)."""
     tensors = list(state.values())
     on_device = tensors[0].is_cuda
     target = torch.zeros(sum(t.numel() for t in tensors), pin_memory=on_device)

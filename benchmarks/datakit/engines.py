@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def standard_library(size: int) -> list[str]:
-    """The sources of the standard library, up to a size."""
+    """Return the sources of the standard library, up to a size."""
     texts, found = list[str](), 0
     for source in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" not in source.parts and found < size:

@@ -35,7 +35,8 @@ tokens = Tokenizer(sys.argv[2]).encode_files(JsonlFileSource([sys.argv[1]]), par
 @dataclass
 class Program:
     """One contender: how it is started on a corpus file, on which three (one document, a smaller and a larger part),
-    and what was measured, by corpus."""
+    and what was measured, by corpus.
+    """
 
     name: str
     command: Callable[[Path, Path], Sequence[object]]
@@ -90,7 +91,7 @@ def main() -> int:
 
 
 def preprocess_words(source: Path, out: Path, tokenizer: Path, num_workers: int) -> list[object]:
-    """The command line of datakit preprocess with the fast engine."""
+    """Return the command line of datakit preprocess with the fast engine."""
     return [
         sys.executable, "-m", "datakit", "preprocess", source, "--output", out, "--tokenizer", tokenizer,
         "--append-eod", "--workers", num_workers, "--tokenizer-backend", "gigatoken",
@@ -98,7 +99,7 @@ def preprocess_words(source: Path, out: Path, tokenizer: Path, num_workers: int)
 
 
 def texts_of(roots: Sequence[Path]) -> Iterator[str]:
-    """The texts under some folders, in the order of their paths."""
+    """Yield the texts under some folders, in the order of their paths."""
     for root in roots:
         for source in sorted(root.rglob("*")):
             if source.suffix in SUFFIXES and source.is_file():
@@ -106,7 +107,7 @@ def texts_of(roots: Sequence[Path]) -> Iterator[str]:
 
 
 def make_corpora(folder: Path, roots: Sequence[Path], sizes_bytes: dict[str, int]) -> dict[str, Path]:
-    """jsonl files of the first texts up to each of these sizes, and one of a single document, `one`."""
+    """Write jsonl files of the first texts up to each of these sizes, and one of a single document, `one`."""
     limits = {"one": 1, **sizes_bytes}
     paths = {name: folder / f"{name}.jsonl" for name in limits}
     files = {name: path.open("w") for name, path in paths.items()}

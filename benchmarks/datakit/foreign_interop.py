@@ -160,7 +160,7 @@ def prepare(folder: Path) -> tuple[Documents, Documents]:
 
 
 def cut(rows: Documents) -> Documents:
-    """The documents of packed rows, cut after the end-of-document token."""
+    """Return the documents of packed rows, cut after the end-of-document token."""
     found: Documents = [[]]
     for row in rows:
         for token in row:

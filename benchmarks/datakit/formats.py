@@ -76,7 +76,7 @@ def make_corpora(folder: Path, roots: Sequence[Path], file_bytes: int, num_files
 
 
 def groups(texts: Iterator[str], size_bytes: int, count: int) -> Iterator[list[str]]:
-    """Lists of texts of about this size together; SystemExit where the texts do not suffice."""
+    """Yield lists of texts of about this size together; SystemExit where the texts do not suffice."""
     for number in range(count):
         group: list[str] = []
         written = 0

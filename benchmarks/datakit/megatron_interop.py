@@ -109,7 +109,7 @@ def megatron_reads(folder: Path, run: Run) -> list[tuple[str, bool]]:
 
 
 def datakit_reads(folder: Path, run: Run) -> list[tuple[str, bool]]:
-    """datakit over what Megatron's IndexedDatasetBuilder writes."""
+    """Read with datakit what Megatron's IndexedDatasetBuilder writes."""
     dtypes = ("uint16", "int32")
     run(WRITE, folder / "megatron", *dtypes)
     checks = []

@@ -106,7 +106,7 @@ def until_complete(words: list[str]) -> None:
 
 
 def timed(proxy: FaultProxy, work: Callable[[], None]) -> tuple[float, int]:
-    """The seconds of some work, and its requests."""
+    """Return the seconds of some work, and its requests."""
     started_s, before = time.perf_counter(), proxy.num_faults
     work()
     return time.perf_counter() - started_s, proxy.num_faults - before

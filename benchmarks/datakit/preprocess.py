@@ -92,7 +92,7 @@ def measure_rates(folder: Path, tokenizer: Path, corpus: Path, backend: str, num
 
 
 def make_corpus(path: Path, size_bytes: int) -> Path:
-    """jsonl of about this size; every document is whole."""
+    """Write jsonl of about this size; every document is whole."""
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = [source.read_text(errors="ignore") for source in sorted(library.glob("**/*.py"))
              if "site-packages" not in source.parts]  # fmt: skip
@@ -112,7 +112,7 @@ def datakit(*words: object) -> None:
 
 
 def preprocess(path: Path, store: Path, tokenizer: Path, *, workers: int, backend: str) -> tuple[dict[str, float], int]:
-    """The summary of one run, and the peak of its tree's resident memory in bytes."""
+    """Return the summary of one run, and the peak of its tree's resident memory in bytes."""
     command = [
         sys.executable, "-m", "datakit", "preprocess", path, "--output", store, "--tokenizer", tokenizer,
         "--append-eod", "--workers", workers, "--tokenizer-backend", backend, "--json",

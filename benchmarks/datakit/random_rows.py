@@ -86,7 +86,7 @@ def rows_per_s(stores: list[TokenStore], num_rows: int, repeats: int) -> bool:
 
 
 def timed(work: Callable, items: list) -> float:
-    """Calls of `work` a second, over these items."""
+    """Return calls of `work` a second, over these items."""
     started_s = time.perf_counter()
     for item in items:
         work(item)

@@ -15,7 +15,7 @@ Forms = dict[str, Callable[[], object]]
 
 
 def arguments(purpose: str, cpu_shape: str, cuda_shape: str) -> argparse.Namespace:
-    """The flags that all op benchmarks have; `device`, `shape` (a tuple) and `dtypes` come filled in."""
+    """Return the flags that all op benchmarks have; `device`, `shape` (a tuple) and `dtypes` come filled in."""
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", help=f"like 4096x1024; default {cpu_shape} on cpu, {cuda_shape} on cuda")

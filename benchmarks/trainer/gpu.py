@@ -60,7 +60,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 
 def make_store(output: Path) -> Path:
-    """A token store of the standard library's sources."""
+    """Return a token store of the standard library's sources."""
     library, corpus = Path(sysconfig.get_paths()["stdlib"]), output / "corpus.jsonl"
     with corpus.open("w", encoding="utf-8") as out:
         for source in sorted(library.glob("**/*.py")):

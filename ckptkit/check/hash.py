@@ -48,7 +48,7 @@ def hash_checkpoint(reader: CheckpointReader, *, slab_bytes: int = SLAB_BYTES) -
 
 
 def read_slabs(reader: CheckpointReader, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Slab, memoryview]]:
-    """All tensors' global row-major bytes, slab by slab; the bytes are valid until the next slab is asked for."""
+    """Yield all tensors' global row-major bytes, slab by slab; the bytes are valid until the next slab is asked for."""
     buffer = np.empty(slab_bytes, np.uint8)
     for batch in slab_batches(sorted(reader.root.tensors.values(), key=storage_order), slab_bytes):
         wanted = ChunkTable.of([

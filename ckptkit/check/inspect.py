@@ -9,7 +9,7 @@ from threefold.masking import masked_values
 
 
 def describe(root: Root, url: str) -> dict[str, Any]:
-    """A JSON-ready description: totals, layout, metadata, and the tensor table in storage order."""
+    """Return a JSON-ready description: totals, layout, metadata, and the tensor table in storage order."""
     held = [info for info in root.tensors.values() if info.placement.tied_to is None]
     return {
         "url": url,
@@ -38,7 +38,7 @@ def _row(info: TensorInfo) -> dict[str, Any]:
 
 
 def describe_placement(info: TensorInfo) -> str:
-    """A placement in words: `layer 3, dim 0 by tp`."""
+    """Return a placement in words: `layer 3, dim 0 by tp`."""
     place = info.placement
     stage = f"layer {place.stage}" if isinstance(place.stage, int) else f"{place.stage} stage"
     if place.tied_to is not None:

@@ -73,7 +73,7 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
 
 
 def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Granules:
-    """The granules of a file that a sample of it reads, ascending: the first, the last, and others at random."""
+    """Return the granules of a file that a sample of it reads, ascending: the first, the last, and others at random."""
     chosen = np.random.default_rng(seed).random(num_granules) < share
     chosen[[0, -1]] = True
     return np.flatnonzero(chosen)
@@ -82,7 +82,7 @@ def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Gr
 def check_data(
     reader: CheckpointReader, number: int, index: PartIndex, granules: Granules | None = None
 ) -> tuple[int, list[Fault]]:
-    """The bytes read of a data file, all its granules or some, and the faults in them."""
+    """Return the bytes read of a data file, all its granules or some, and the faults in them."""
     part, faults = reader.root.parts[number], list[Fault]()
     if len(index.chunks) > MAX_CHUNKS:
         return 0, [Fault(part.index, f"{len(index.chunks)} chunks, a file has at most {MAX_CHUNKS}")]
@@ -118,14 +118,14 @@ def check_data(
 
 
 def _lost(part: Part, index: PartIndex, error: CheckFailed) -> Fault:
-    """A data file that is not there as it should be, and all that it holds."""
+    """Return a data file that is not there as it should be, and all that it holds."""
     return Fault(part.data, error.message, None, index.tensors_between(0, index.size_bytes))
 
 
 def _check_part(
     reader: CheckpointReader, cover: Cover, sizes: Mapping[str, str], number: int, share: float, seed: int
 ) -> tuple[bool, int, list[Fault]]:
-    """Whether a part's chunks went into the cover, the bytes read of its data file, and its faults."""
+    """Return whether a part's chunks went into the cover, the bytes read of its data file, and its faults."""
     part = reader.root.parts[number]
     try:
         index = reader.read_index(part)

@@ -23,7 +23,8 @@ class Options(Reporting):
 @pointing_to_other_steps
 def run(options: Options) -> int:
     """Copy a committed step between any two storages, byte for byte, every byte verified on the way; the copy is
-    committed last. The same command continues a copy that was killed."""
+    committed last. The same command continues a copy that was killed.
+    """
     from dataclasses import asdict
 
     from ckptkit.format.address import open_address, split_address

@@ -29,7 +29,8 @@ class Options(Reporting):
 
 def run(options: Options) -> int:
     """List a run's committed steps with what their roots record. A root that is damaged is named in its row, and the
-    exit code is 1."""
+    exit code is 1.
+    """
     from ckptkit.format.address import open_address
     from ckptkit.runs.catalogue import listed_steps, look_up, missing_place, no_step
     from ckptkit.runs.record import Records
@@ -82,7 +83,7 @@ def ls_rows(found: "Sequence[StepRecord]", url: str, *, is_run: bool) -> list[di
 
 
 def cell(row: dict[str, Any], column: str) -> str:
-    """One entry of the table."""
+    """Return one entry of the table."""
     value = row[column]
     if column == "marks":
         return f"UNREADABLE: {row['error']}" if "error" in row else ", ".join(value)

@@ -47,7 +47,8 @@ class Options(ByMetric, OfRun):
 def run(options: Options) -> int:
     """Delete the steps that none of the given rules keeps, and the files of saves that never were committed. Pinned
     steps and the newest good step stay, whatever is asked; without a rule all steps stay. Files that are not of the
-    checkpoint format are left alone."""
+    checkpoint format are left alone.
+    """
     from dataclasses import asdict
 
     from ckptkit.runs.catalogue import listed_steps, missing_place, no_step

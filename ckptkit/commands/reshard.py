@@ -36,7 +36,8 @@ class Options(Reporting):
 @pointing_to_other_steps
 def run(options: Options) -> int:
     """Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. Memory stays below
-    1 GiB whatever the size of the tensors; needs neither torch nor a GPU."""
+    1 GiB whatever the size of the tensors; needs neither torch nor a GPU.
+    """
     from dataclasses import asdict
 
     from ckptkit.format.address import open_address

@@ -41,7 +41,8 @@ class Options(OfCheckpoint):
 @pointing_to_other_steps
 def run(options: Options) -> int:
     """Read every byte of a checkpoint (or a sample), check it against its checksums, and name the file, the offset and
-    the tensors of all damage (then the exit code is 1)."""
+    the tensors of all damage (then the exit code is 1).
+    """
     from dataclasses import asdict
 
     from ckptkit.check.verify import verify_checkpoint

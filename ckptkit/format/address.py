@@ -6,7 +6,7 @@ from threefold.storage import Storage, open_storage
 
 
 def split_address(url: str) -> tuple[str, int | None]:
-    """The run URL, and the step where the address names one."""
+    """Return the run URL, and the step where the address names one."""
     run, _, last = url.rstrip("/").rpartition("/")
     step = parse_step_folder(last)
     if step is None:
@@ -15,13 +15,13 @@ def split_address(url: str) -> tuple[str, int | None]:
 
 
 def open_address(url: str, *, write_memory_bytes: int | None = None) -> tuple[Storage, int | None]:
-    """The storage of the run, and the step where the address names one; the bound is open_storage's."""
+    """Return the storage of the run, and the step where the address names one; the bound is open_storage's."""
     run, step = split_address(url)
     return open_storage(run, write_memory_bytes=write_memory_bytes), step
 
 
 def open_run(url: str) -> Storage:
-    """The storage that a run is saved to; UserError where the address names one step."""
+    """Return the storage that a run is saved to; UserError where the address names one step."""
     run, step = split_address(str(url))
     if step is not None:
         raise UserError(f"{url} names one step, a run is saved to a folder of steps", hint=run)

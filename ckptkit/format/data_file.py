@@ -43,7 +43,7 @@ class DataFile:
         return len(self.header) + self.data_bytes
 
     def index(self, checksums: Columns) -> PartIndex:
-        """The part index that goes with the file, given its granules' checksums."""
+        """Return the part index that goes with the file, given its granules' checksums."""
         return PartIndex(self.chunks, len(self.header), self.size_bytes, checksums)
 
 

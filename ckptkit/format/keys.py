@@ -21,31 +21,31 @@ _STEP = re.compile(r"step-([0-9]{9,15})")
 
 
 def step_folder(step: int) -> str:
-    """The folder of a step, under the run's URL."""
+    """Return the folder of a step, under the run's URL."""
     return f"step-{step:09d}"
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step of a folder name, None where it is not one."""
+    """Return the step of a folder name, None where it is not one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == step_folder(int(match[1])) else None
 
 
 def check_step(step: int) -> int:
-    """The step itself, refused where no folder name could hold it."""
+    """Return the step itself, refused where no folder name could hold it."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
         raise UserError(f"step {step!r} is no whole number from 0 to {MAX_STEP}")
     return step
 
 
 def part_keys(attempt: str, writer: int, file: int = 0) -> tuple[str, str]:
-    """Keys, relative to the step's folder, of a writer's n-th data file and of its index."""
+    """Return keys, relative to the step's folder, of a writer's n-th data file and of its index."""
     stem = f"{attempt}/part-{writer:05d}" + (f".{file}" if file else "")
     return f"{stem}.safetensors", f"{stem}.index"
 
 
 def writer_of(key: str) -> int:
-    """The writer that a file of `part_keys` is of."""
+    """Return the writer that a file of `part_keys` is of."""
     return int(key.rpartition("/part-")[2].partition(".")[0])
 
 
@@ -57,18 +57,21 @@ def named_writers(writers: Iterable[int]) -> str:
 
 
 def attempt_of(key: str) -> str | None:
-    """The attempt that a key below a step's folder is a file of; None for any name that the format does not give."""
+    """Return the attempt that a key below a step's folder is a file of.
+
+    None for any name that the format does not give.
+    """
     attempt, _, file = key.partition("/")
     return attempt if _ATTEMPT.fullmatch(attempt) and _PART_FILE.fullmatch(file) else None
 
 
 def is_attempt(name: str) -> bool:
-    """Whether a folder may have the name of an attempt."""
+    """Return whether a folder may have the name of an attempt."""
     return _ATTEMPT.fullmatch(name) is not None
 
 
 def check_attempt(attempt: str) -> str:
-    """The attempt itself, refused where it could not be a folder name."""
+    """Return the attempt itself, refused where it could not be a folder name."""
     if not is_attempt(attempt):
         raise UserError(f"attempt {attempt!r} is not a name of letters, digits, - and _ (at most 128)")
     return attempt

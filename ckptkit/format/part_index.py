@@ -42,7 +42,7 @@ class PartIndex:
         return self.data_offset + np.cumsum(sizes) - sizes
 
     def to_bytes(self) -> bytes:
-        """The index file."""
+        """Return the index file."""
         chunks = self.chunks
         names = [name.encode() for name in chunks.names]
         numbers = (chunks.offset, chunks.shape, chunks.start, chunks.stop)
@@ -64,7 +64,7 @@ class PartIndex:
         return body + struct.pack("<Q", xxh3_64(body))
 
     def tensors_between(self, start: int, stop: int) -> tuple[str, ...]:
-        """The tensors that have elements among the file's bytes [start, stop), in file order."""
+        """Return the tensors that have elements among the file's bytes [start, stop), in file order."""
         rows = np.flatnonzero((self.offsets < stop) & (self.offsets + self.chunks.size_bytes > start))
         return tuple(dict.fromkeys(self.chunks.names[tensor] for tensor in self.chunks.tensor[rows].tolist()))
 
@@ -128,7 +128,7 @@ class _Column(NamedTuple):
 
 
 def _columns(data: bytes, described: Sequence[tuple[int, str]], at: int, where: str) -> list[_Column]:
-    """Columns of (count, dtype) one after the other from a byte of the file."""
+    """Return columns of (count, dtype) one after the other from a byte of the file."""
     columns = []
     for count, dtype in described:
         size = count * int(dtype[-1])

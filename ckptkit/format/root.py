@@ -28,7 +28,7 @@ _CHECKSUM = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 
 
 def attempt_of_head(head: bytes) -> str | None:
-    """The attempt that the first bytes of a root name; None for a root whose fields stand in another order."""
+    """Return the attempt that the first bytes of a root name; None for a root whose fields stand in another order."""
     match = _ATTEMPT_LINE.search(head)
     return match[1].decode() if match else None
 
@@ -76,7 +76,7 @@ class Root:
     share: Share | None = None
 
     def check(self) -> None:
-        """UserError where a reader would refuse this root, which is told before anything is saved."""
+        """Raise UserError if a reader would refuse this root, which is told before anything is saved."""
         try:
             check_step(self.step)
             _whole(self.num_layers, MAX_LAYERS, "num_layers ")
@@ -98,7 +98,7 @@ class Root:
             raise UserError(f"the metadata of a save is not JSON: {error}") from None
 
     def to_bytes(self) -> bytes:
-        """The manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
+        """Return the manifest: one line a tensor and a part, a checksum of all that comes before it at the end."""
         head: dict[str, object] = {
             "format": FORMAT,
             "version": VERSION,
@@ -130,7 +130,7 @@ class Root:
         return body + f',\n"checksum": "{xxh3_64(body):016x}"\n}}\n'.encode()
 
     def check_whole(self, where: str) -> None:
-        """UserError where the parts are those of one node of several: no damage, and not the step either."""
+        """Raise UserError if the parts are those of one node of several: no damage, and not the step either."""
         if self.share is not None and self.share.count < self.share.of:
             raise UserError(
                 f"{where} holds one node's part of the step only, {self.share} of {self.share.of}",
@@ -182,7 +182,7 @@ _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _fields(value: Placement | Part) -> dict[str, object]:
-    """The fields of a flat dataclass, without the copies that asdict makes."""
+    """Return the fields of a flat dataclass, without the copies that asdict makes."""
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 

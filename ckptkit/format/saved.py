@@ -28,12 +28,12 @@ class Saved:
 
     @classmethod
     def now(cls, *, code: str, write_s: float, commit_s: float) -> "Saved":
-        """A save that this process commits now."""
+        """Return a save that this process commits now."""
         version = f"threefold {threefold.__version__}"
         return cls(time.time(), socket.gethostname(), version, code, write_s, commit_s)
 
     def to_json(self) -> dict[str, object]:
-        """The fields of the root's `saved`: the time as ISO 8601 in UTC, texts cut to their cap."""
+        """Return the fields of the root's `saved`: the time as ISO 8601 in UTC, texts cut to their cap."""
         texts = {name: _cut(getattr(self, name)) for name in ("host", "version", "code")}
         seconds = {name: round(getattr(self, name), 6) for name in ("write_s", "commit_s")}
         return {"saved_at": utc_text(self.saved_at), **texts, **seconds}
@@ -59,7 +59,7 @@ class Saved:
 
 
 def utc_text(time_s: float) -> str:
-    """A time in seconds since the epoch as ISO 8601 in UTC, to the millisecond."""
+    """Return a time in seconds since the epoch as ISO 8601 in UTC, to the millisecond."""
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

@@ -156,7 +156,8 @@ def order_of(line: bytes) -> SaveOrder | SkipOrder | PromoteOrder:
 @dataclass(frozen=True)
 class SaveOutcome:
     """How a save ended in the writer, or its copy to another place `url`; `error` is empty when all is well, `warning`
-    when the pruning after it was."""
+    when the pruning after it was.
+    """
 
     step: int
     error: str

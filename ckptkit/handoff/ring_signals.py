@@ -20,7 +20,7 @@ class HasFile(Protocol):
 
 
 def readable(files: Sequence[HasFile], timeout_s: float) -> list[HasFile]:
-    """Those of some files that have something to read, or are closed at the other end; waits for the first one.
+    """Return those of some files that have something to read, or are closed at the other end; waits for the first one.
 
     Like `select`, and also where a process has more than 1,024 files open.
     """
@@ -47,7 +47,7 @@ class Signal:
         os.eventfd_write(self.fd, count)
 
     def take(self) -> int:
-        """The count, which is 0 afterwards; never waits."""
+        """Return the count, which is 0 afterwards; never waits."""
         with contextlib.suppress(BlockingIOError):
             return os.eventfd_read(self.fd)
         return 0
@@ -64,7 +64,8 @@ class Signal:
 
 class Handover:
     """The three counts of an arena: blocks `staged` by the trainer, blocks `released` by the writer, and whether the
-    trainer gave the save up (`stop`)."""
+    trainer gave the save up (`stop`).
+    """
 
     def __init__(self, fds: Sequence[int] | None = None) -> None:
         """New ones, or those behind the descriptors of another process' Handover."""

@@ -10,7 +10,7 @@ from threefold.errors import UserError
 
 
 def check_memory(pieces: Sequence[Piece], sizes: Sequence[int], dtypes: Sequence[str]) -> None:
-    """UserError where a piece's memory is not its elements, of so many bytes and a dtype, one after the other."""
+    """Raise UserError if a piece's memory is not its elements, of so many bytes and a dtype, one after the other."""
     data = [piece.data for piece in pieces]
     with contextlib.suppress(AttributeError, RuntimeError):  # of what is no array, or has no memory
         pairs = {(each.dtype, dtype) for each, dtype in zip(data, dtypes, strict=True)}
@@ -23,7 +23,7 @@ def check_memory(pieces: Sequence[Piece], sizes: Sequence[int], dtypes: Sequence
 
 
 def memory_misfit(piece: Piece, dtype: str) -> str | None:
-    """What is wrong with a piece whose memory is not its elements one after the other, None for a sound one."""
+    """Return what is wrong with a piece whose memory is not its elements one after the other, None for a sound one."""
     if not hasattr(piece.data, "dtype"):
         return f"{dtype}, and a piece's memory is a {type(piece.data).__name__}, not an array or a tensor"
     if absent := no_memory(piece.data):
@@ -37,6 +37,6 @@ def memory_misfit(piece: Piece, dtype: str) -> str | None:
 
 
 def way_out(piece: Piece) -> str | None:
-    """What to pass in place of a piece's data that has no memory of its own."""
+    """Return what to pass in place of a piece's data that has no memory of its own."""
     absent = no_memory(piece.data)
     return absent and absent[1]

@@ -77,7 +77,7 @@ class RemoteReader:
 
 
 def spans_of(rows: Rows, kept_granule: int = -1) -> list[tuple[int, int]]:
-    """The granules [first, stop) that each request fetches, ascending: those that the rows touch, each once.
+    """Return the granules [first, stop) that each request fetches, ascending: those that the rows touch, each once.
 
     A request lies within a multiple of REQUEST_BYTES and the next one, as the parts do that a file was sent in: servers
     answer fastest from few of them. The kept granule is a span of its own.

@@ -32,14 +32,14 @@ class Striping:
 
 
 def choose_striping(file_bytes: int, num_writers: int, stripe_count: int = 0, stripe_size_bytes: int = 0) -> Striping:
-    """The striping of files of about file_bytes from num_writers at once; what is given and not 0 is taken."""
+    """Return the striping of files of about file_bytes from num_writers at once; what is given and not 0 is taken."""
     by_size = -(-file_bytes // BYTES_A_STRIPE)
     share = MAX_STRIPES_IN_ALL // max(num_writers, 1)
     return Striping(stripe_count or max(min(by_size, share, MAX_STRIPES), 1), stripe_size_bytes or STRIPE_SIZE_BYTES)
 
 
 def check_striping(stripe_count: int, stripe_size_bytes: int) -> None:
-    """UserError where no file system could do what is asked for."""
+    """Raise UserError if no file system could do what is asked for."""
     if stripe_count < -1 or stripe_size_bytes < 0 or stripe_size_bytes % STRIPE_SIZE_UNIT:
         raise UserError(
             f"no file has {stripe_count} stripes of {stripe_size_bytes} bytes",
@@ -80,7 +80,7 @@ class Striper:
 
 
 def _fault_of(command: list[str]) -> str:
-    """What a command that failed said."""
+    """Return what a command that failed said."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=LFS_TIMEOUT_S,

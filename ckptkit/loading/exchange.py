@@ -21,14 +21,14 @@ class Exchange(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number, from 0."""
+        """The number of this rank, from 0."""
 
     @property
     def size(self) -> int:
         """How many ranks take part."""
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """The data of every rank, in their order."""
+        """Return the data of every rank, in their order."""
 
     def all_to_all(self, send: Sequence[Buffer]) -> list[Buffer]:
         """Give send[r] to each rank r; returns what each rank sent to this one, valid until the next call."""

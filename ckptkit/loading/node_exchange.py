@@ -53,7 +53,7 @@ class NodeExchange:
             raise
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """The data of every rank, in their order."""
+        """Return the data of every rank, in their order."""
         sizes = self._publish([data], [len(data)])
         return [bytes(self._memory[rank].view(0, size)) for rank, (size,) in enumerate(sizes)]
 
@@ -96,7 +96,7 @@ class NodeExchange:
         return given
 
     def _sync(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank; they come and go through rank 0."""
+        """Return the numbers of every rank; they come and go through rank 0."""
         if self._broken:
             raise StorageError(f"the ranks of this node cannot restore together any more: {self._broken}")
         deadline = time.monotonic() + self._deadline_s
@@ -116,7 +116,7 @@ class NodeExchange:
         return [list(map(int, row)) for row in np.frombuffer(answer, np.int64).reshape(self.size, -1)]
 
     def _received(self, deadline: float) -> list[bytes]:
-        """What every other rank sent to rank 0."""
+        """Return what every other rank sent to rank 0."""
         frames, late = [], []
         for rank, other in sorted(self._sockets.items()):
             try:
@@ -166,7 +166,7 @@ class NodeExchange:
                 self._give_up(_why_no_answer([rank], error, self._deadline_s, self.size))
 
     def _welcome(self, other: socket.socket, deadline: float) -> tuple[int, int]:
-        """The rank and the memory of a process that connected."""
+        """Return the rank and the memory of a process that connected."""
         other.settimeout(max(deadline - time.monotonic(), 0.001))
         user = _user_of(other)
         hello, descriptors, _, _ = socket.recv_fds(other, _HELLO.size, 1)
@@ -224,7 +224,7 @@ class _Memory:
             self._mapped = np.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), np.uint8)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Bytes [offset, offset + size), not copied."""
+        """Return bytes [offset, offset + size), not copied."""
         return self._mapped[offset : offset + size].data
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class _Memory:
 
 
 def _user_of(peer: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """Return the user whose process is at the other end."""
     _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 
@@ -243,7 +243,7 @@ def _send(to: socket.socket, data: bytes, *, gave_up: bool = False) -> None:
 
 
 def _receive(source: socket.socket, deadline: float) -> bytes:
-    """One frame; TimeoutError past the deadline, ConnectionError where the other side is gone."""
+    """Return one frame; TimeoutError past the deadline, ConnectionError where the other side is gone."""
     gave_up, size = _FRAME.unpack(_receive_bytes(source, _FRAME.size, deadline))
     data = _receive_bytes(source, size, deadline)
     if gave_up:

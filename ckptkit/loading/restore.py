@@ -74,7 +74,7 @@ def _wanted(
 def misfits(
     table: Mapping[str, TensorInfo], pieces: Iterable[Piece], tensors: Sequence[TensorInfo] | None
 ) -> dict[str, str]:
-    """What is wrong with each tensor that a checkpoint lacks, has in another shape or dtype, or has too much."""
+    """Return what is wrong with each tensor that a checkpoint lacks, has in another shape or dtype, or has too much."""
     faults: dict[str, str] = {}
     if tensors is not None:
         expected = {info.name: info for info in tensors}
@@ -108,5 +108,5 @@ def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
 
 
 def _untied(piece: Piece, table: Mapping[str, TensorInfo]) -> Piece:
-    """The piece of the tensor that holds the values."""
+    """Return the piece of the tensor that holds the values."""
     return replace(piece, name=table[piece.name].placement.tied_to or piece.name)

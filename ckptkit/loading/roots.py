@@ -78,7 +78,7 @@ def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, 
 
 
 def committed_attempt(storage: Storage, step: int) -> str | None:
-    """The attempt that a step's root names, None where there is no root; at most two small requests."""
+    """Return the attempt that a step's root names, None where there is no root; at most two small requests."""
     key = f"{step_folder(step)}/{ROOT_KEY}"
     info = storage.info(key)
     if info is None:
@@ -105,5 +105,5 @@ def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> b
 
 
 def is_medium_error(error: StorageError) -> bool:
-    """Whether a local disk could not give back what is on it."""
+    """Return whether a local disk could not give back what is on it."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO

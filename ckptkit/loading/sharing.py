@@ -26,24 +26,27 @@ class Line:
         self._first_granule = np.cumsum([0, *map(num_granules, sizes)], dtype=np.int64)
 
     def bytes_of(self, runs: Runs) -> Runs:
-        """The bytes of runs of granules."""
+        """Return the bytes of runs of granules."""
         file = np.searchsorted(self._first_granule, runs, "right") - 1
         found: Runs = self._first_byte[file] + (runs - self._first_granule[file]) * GRANULE_BYTES
         return found
 
     def spans(self, plan: LoadPlan) -> Runs:
-        """The bytes that each copy of a plan reads, in its order."""
+        """Return the bytes that each copy of a plan reads, in its order."""
         start = self._first_byte[plan.part] + plan.source
         return np.stack([start, start + plan.size], axis=1)
 
     def granules(self, plan: LoadPlan) -> Runs:
-        """The runs of granules that a plan reads."""
+        """Return the runs of granules that a plan reads."""
         first = self._first_granule[plan.part] + plan.source // GRANULE_BYTES
         stop = self._first_granule[plan.part] - -(plan.source + plan.size) // GRANULE_BYTES
         return joined_runs(np.stack([first, stop], axis=1))
 
     def reads(self, runs: Runs) -> tuple[LoadPlan, Ints]:
-        """Reads of whole runs of granules, cut where files end; and how far into all the runs' bytes each begins."""
+        """Return reads of whole runs of granules, cut where files end.
+
+        And how far into all the runs' bytes each begins.
+        """
         spans = self.bytes_of(runs)
         files = np.stack([self._first_byte[:-1], self._first_byte[1:]], axis=1)
         file, run, begin, end = clipped(files, spans)
@@ -54,7 +57,7 @@ class Line:
 
 
 def joined_runs(runs: Runs) -> Runs:
-    """The same granules as sorted, disjoint runs that do not touch each other."""
+    """Return the same granules as sorted, disjoint runs that do not touch each other."""
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
     begins = np.flatnonzero(np.r_[True, runs[1:, 0] > reach[:-1]][: len(runs)])
@@ -63,7 +66,10 @@ def joined_runs(runs: Runs) -> Runs:
 
 
 def clipped(spans: Runs, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
-    """What spans (sorted by begin, may overlap) and runs share: (span, run, begin, end) each, by run, then by span."""
+    """Return what spans (sorted by begin, may overlap) and runs share.
+
+    (span, run, begin, end) each, by run, then by span.
+    """
     reach = np.maximum.accumulate(spans[:, 1])
     first = np.searchsorted(reach, runs[:, 0], "right")
     counts = np.maximum(np.searchsorted(spans[:, 0], runs[:, 1], "left") - first, 0)
@@ -74,13 +80,13 @@ def clipped(spans: Runs, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def common(first: Runs, second: Runs) -> Runs:
-    """The granules in both."""
+    """Return the granules in both."""
     _, _, begin, end = clipped(first, second)
     return np.stack([begin, end], axis=1)
 
 
 def window(runs: Runs, start: int, stop: int) -> Runs:
-    """The granules number start to stop - 1 of those in the runs."""
+    """Return the granules number start to stop - 1 of those in the runs."""
     sizes = runs[:, 1] - runs[:, 0]
     before = np.cumsum(sizes) - sizes
     begin = runs[:, 0] + np.clip(start - before, 0, sizes)
@@ -90,7 +96,7 @@ def window(runs: Runs, start: int, stop: int) -> Runs:
 
 
 def count(runs: Runs) -> int:
-    """How many granules runs hold."""
+    """Return how many granules runs hold."""
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
@@ -127,7 +133,7 @@ def share_reads(wanted: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
 
 
 def levelled(load: Ints, total: int) -> Ints:
-    """How much each of several gets of a total, so that the loads end as equal as they can."""
+    """Return how much each of several gets of a total, so that the loads end as equal as they can."""
     order = np.argsort(load, kind="stable")
     rising = load[order]
     counts = np.arange(1, len(load) + 1)

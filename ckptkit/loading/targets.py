@@ -62,7 +62,7 @@ class Targets:
 
 
 def _batches(copies: LoadPlan) -> Iterator[LoadPlan]:
-    """Copies in their order, divided so that each batch fits the buffer."""
+    """Yield copies in their order, divided so that each batch fits the buffer."""
     counts = -(-copies.size // BOUNCE_BYTES)
     done = ramps(np.zeros_like(counts), counts) * BOUNCE_BYTES
     copies = copies.take(np.repeat(np.arange(len(copies)), counts))

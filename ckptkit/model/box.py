@@ -37,5 +37,5 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, box: Box, data: Any) -> "Piece":
-        """A piece that covers its whole box."""
+        """Return a piece that covers its whole box."""
         return cls(name, box, 0, box.numel, data)

@@ -43,7 +43,7 @@ class ParallelLayout:
         return self.tp * self.cp * self.dp * self.pp
 
     def coords(self, rank: int) -> Coords:
-        """The mesh position of a global rank."""
+        """Return the mesh position of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -51,7 +51,7 @@ class ParallelLayout:
         return Coords(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, coords: Coords) -> int:
-        """The global rank at a mesh position."""
+        """Return the global rank at a mesh position."""
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class ParallelLayout:
 
     @classmethod
     def parse(cls, text: str) -> "ParallelLayout":
-        """The layout written as `tp8-pp4`; axes left out are 1."""
+        """Return the layout written as `tp8-pp4`; axes left out are 1."""
         names = {f.name for f in fields(cls)}
         sizes: dict[str, int] = {}
         for part in text.split("-"):
@@ -72,13 +72,13 @@ class ParallelLayout:
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """UserError where there is no such rank."""
+    """Raise UserError if there is no such rank."""
     if not 0 <= rank < world_size:
         raise UserError(f"there is no rank {rank} of {world_size}", hint="ranks count from 0")
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The contiguous layers of one pipeline stage; where they do not divide, earlier stages hold one more."""
+    """Return the contiguous layers of one pipeline stage; where they do not divide, earlier stages hold one more."""
     base, extra = divmod(num_layers, num_stages)
     start = stage * base + min(stage, extra)
     return range(start, start + base + (stage < extra))

@@ -27,7 +27,7 @@ class Placement:
     tied_to: str | None = None
 
     def on_stage(self, num_layers: int, layout: ParallelLayout, pp: int) -> bool:
-        """Whether pipeline rank `pp` owns the tensor."""
+        """Return whether pipeline rank `pp` owns the tensor."""
         if self.stage == "first":
             return pp == 0
         if self.stage == "last":
@@ -35,7 +35,7 @@ class Placement:
         return self.stage in stage_layers(num_layers, layout.pp, pp)
 
     def local_box(self, name: str, shape: tuple[int, ...], layout: ParallelLayout, coords: Coords) -> Box:
-        """The part of the global tensor that the rank at `coords` holds live, clipped to the true shape.
+        """Return the part of the global tensor that the rank at `coords` holds live, clipped to the true shape.
 
         Raises UserError where the axis does not divide an unpadded dim.
         """

@@ -53,13 +53,13 @@ class Partition:
         self._columns = TensorColumns.of([]), np.empty(0, np.int64)  # the last rank's, and the numbers of its tensors
 
     def chunks(self, coords: Coords) -> list[RankChunk]:
-        """The (tensor, box, start, stop) that the rank at `coords` stores, in storage order."""
+        """Return the (tensor, box, start, stop) that the rank at `coords` stores, in storage order."""
         table, infos = self.table(coords), {info.name: info for info in self.tensors}
         ranges = zip(table.names, table.start.tolist(), table.stop.tolist(), strict=True)
         return [(infos[name], table.box(row), start, stop) for row, (name, start, stop) in enumerate(ranges)]
 
     def table(self, coords: Coords) -> ChunkTable:
-        """The chunks that the rank at `coords` stores, in storage order; one of each of its tensors."""
+        """Return the chunks that the rank at `coords` stores, in storage order; one of each of its tensors."""
         none = np.empty(0, np.int64)
         boxes = none.reshape(0, self._num_dims)
         columns: list[tuple[Ints, ...]] = [(none, boxes, boxes, none, none)]
@@ -77,13 +77,13 @@ class Partition:
         return table.with_dims(max(tensors.ndims, default=0))
 
     def _columns_of(self, numbers: Ints) -> TensorColumns:
-        """The columns of some tensors; ranks that store parts of the same ones share an object."""
+        """Return the columns of some tensors; ranks that store parts of the same ones share an object."""
         if not np.array_equal(numbers, self._columns[1]):
             self._columns = TensorColumns.of([self.tensors[number] for number in numbers.tolist()]), numbers
         return self._columns[0]
 
     def _by_cut(self) -> Ints:
-        """The number of each tensor's model; fills in the models."""
+        """Return the number of each tensor's model, and fill in the models."""
         numbers: dict[object, int] = {}
         found = []
         for info in self.tensors:
@@ -95,7 +95,7 @@ class Partition:
         return np.array(found, np.int64)
 
     def _of_rank(self, coords: Coords) -> list[_Bucket]:
-        """The buckets that a rank has an interval of."""
+        """Return the buckets that a rank has an interval of."""
         if coords.pp != self._stage:
             self._stage, self._members, self._buckets = coords.pp, {}, {}
             for number, info in enumerate(self.tensors):
@@ -125,5 +125,8 @@ class Partition:
 def rank_chunks(
     tensors: Sequence[TensorInfo], num_layers: int, layout: ParallelLayout, coords: Coords
 ) -> list[RankChunk]:
-    """What the rank at `coords` stores of a table; for many ranks of one layout a Partition sorts the table once."""
+    """Return what the rank at `coords` stores of a table.
+
+    For many ranks of one layout a Partition sorts the table once.
+    """
     return Partition(tensors, num_layers, layout).chunks(coords)

@@ -27,7 +27,7 @@ class Slab:
 
 
 def slab_batches(tensors: Sequence[TensorInfo], max_bytes: int = SLAB_BYTES) -> Iterator[list[Slab]]:
-    """All elements of all tensors that hold data, in the given order; each batch has at most max_bytes."""
+    """Yield all elements of all tensors that hold data, in the given order; each batch has at most max_bytes."""
     assert max_bytes >= STEP_BYTES, "a batch holds at least one step"
     batch: list[Slab] = []
     room = max_bytes
@@ -50,7 +50,7 @@ def slab_batches(tensors: Sequence[TensorInfo], max_bytes: int = SLAB_BYTES) -> 
 
 
 def positions_before(box: Box, shape: Sequence[int], position: int) -> int:
-    """How many elements of a box come before a row-major position of the global tensor."""
+    """Return how many elements of a box come before a row-major position of the global tensor."""
     count, inner, rest, size = 0, box.numel, position, 1
     for length in shape:
         size *= length

@@ -37,7 +37,7 @@ class TensorInfo:
 
 
 def tensor_table(tensors: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
-    """A checkpoint's tensors by name; UserError where one is listed twice."""
+    """Return a checkpoint's tensors by name; UserError where one is listed twice."""
     table = {info.name: info for info in tensors}
     if len(table) < len(tensors):
         counts = Counter(info.name for info in tensors)

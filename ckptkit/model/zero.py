@@ -13,7 +13,7 @@ ALIGNMENT_BYTES = 64
 
 
 def bucket_offsets(numels: Sequence[int], itemsize: int) -> tuple[list[int], int]:
-    """The offset of each tensor in the bucket, and the bucket's unpadded size."""
+    """Return the offset of each tensor in the bucket, and the bucket's unpadded size."""
     offsets, end, step = [], 0, _alignment(itemsize)
     for numel in numels:
         offset = -(-end // step) * step
@@ -23,20 +23,26 @@ def bucket_offsets(numels: Sequence[int], itemsize: int) -> tuple[list[int], int
 
 
 def padded_size(total: int, dp_size: int, itemsize: int) -> int:
-    """The bucket's size once every one of dp_size equal intervals starts at a 64-byte aligned position."""
+    """Return the bucket's size once every one of dp_size equal intervals starts at a 64-byte aligned position."""
     step = _alignment(itemsize) * dp_size
     return -(-total // step) * step
 
 
 def shard_interval(total: int, dp_size: int, dp_rank: int, itemsize: int) -> tuple[int, int]:
-    """The interval [start, stop) of the padded bucket that `dp_rank` owns; the last ones may reach past `total`."""
+    """Return the interval [start, stop) of the padded bucket that `dp_rank` owns.
+
+    The last ones may reach past `total`.
+    """
     assert 0 <= dp_rank < dp_size, f"dp rank {dp_rank} of {dp_size}"
     length = padded_size(total, dp_size, itemsize) // dp_size
     return dp_rank * length, (dp_rank + 1) * length
 
 
 def overlaps(offsets: npt.ArrayLike, numels: npt.ArrayLike, start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Which positions [a, b) of each tensor the interval [start, stop) covers: rows of (tensor index, a, b), a < b."""
+    """Return which positions [a, b) of each tensor the interval [start, stop) covers.
+
+    Rows of (tensor index, a, b), a < b.
+    """
     offsets, numels = np.asarray(offsets, np.int64), np.asarray(numels, np.int64)
     first = max(int(np.searchsorted(offsets, start, "right")) - 1, 0)
     end = max(int(np.searchsorted(offsets, stop, "left")), first)

@@ -82,7 +82,10 @@ class Cover:
             raise CheckFailed(text, hint=HINT)
 
     def faults(self, parts: Parts) -> list[CoverFault]:
-        """What is wrong with each tensor that is not held exactly once; `parts` is called only if there is one."""
+        """Return what is wrong with each tensor that is not held exactly once.
+
+        `parts` is called only if there is one.
+        """
         faulty = self._faulty()
         if not len(faulty):
             return []
@@ -96,7 +99,7 @@ class Cover:
         return [CoverFault(self._tensors[tensor].name, what) for tensor, what in faults]
 
     def _with_elements(self, chunks: ChunkTable) -> ChunkTable:
-        """The chunks that hold elements, in boxes of the table's number of dims."""
+        """Return the chunks that hold elements, in boxes of the table's number of dims."""
         return chunks.take(np.flatnonzero(chunks.start < chunks.stop)).with_dims(self._whole.offset.shape[1])
 
     def _is_outside(self, chunks: ChunkTable) -> npt.NDArray[np.bool_]:
@@ -104,7 +107,7 @@ class Cover:
         return outside
 
     def _faulty(self) -> Ints:
-        """The numbers of the tensors that are not held as they should be."""
+        """Return the numbers of the tensors that are not held as they should be."""
         faulty = self._leaves_shape.copy()
         faulty[self._is_tied & (self._num_held > 0)] = True
         if self._is_share:
@@ -120,7 +123,7 @@ class Cover:
         return f"{size_bytes:,} of {self._tensors[tensor].size_bytes:,} bytes are stored"
 
     def _searched(self, tensor: int, joined: StoredChunks) -> str:
-        """What is wrong with a faulty tensor, given its chunks among others."""
+        """Return what is wrong with a faulty tensor, given its chunks among others."""
         info = self._tensors[tensor]
         stored = joined.take(np.flatnonzero(joined.chunks.tensor == tensor))
         chunks, writers = self._with_elements(stored.chunks), stored.part[stored.chunks.start < stored.chunks.stop]
@@ -144,7 +147,7 @@ class Cover:
         return "; ".join(texts)
 
     def _wrong_regions(self, tensor: int, chunks: ChunkTable) -> Iterator["_Region"]:
-        """The first regions of a tensor that no chunk holds, or that several do; in a share those alone.
+        """Yield the first regions of a tensor that no chunk holds, or that several do; in a share those alone.
 
         What is wrong is halved at the bounds of the boxes in it, until each of them fills what is left.
         """
@@ -167,7 +170,7 @@ class Cover:
                 yield _Region(low, high, rows)
 
     def _is_sound(self, inside: "_Boxes", low: Ints, high: Ints) -> bool:
-        """Whether a region holds nothing wrong, given the boxes in it."""
+        """Return whether a region holds nothing wrong, given the boxes in it."""
         if self._is_share:
             return len(np.unique(inside.row)) < 2
         whole = _weight(low[:, None], high[:, None], self._keys)
@@ -228,17 +231,20 @@ class _Boxes:
         return numel
 
     def weight(self, keys: Sequence[np.uint64]) -> Weights:
-        """What each adds to the weight of all."""
+        """Return what each adds to the weight of all."""
         return _weight(self.low, self.high, keys) * self.sign.view(np.uint64)
 
     def clipped(self, low: Ints, high: Ints) -> "_Boxes":
-        """What of them is in a region."""
+        """Return what of them is in a region."""
         low, high = np.maximum(self.low, low[:, None]), np.minimum(self.high, high[:, None])
         keep = np.flatnonzero((low < high).all(axis=0))
         return _Boxes(low[:, keep], high[:, keep], self.sign[keep], self.row[keep])
 
     def middle_bound(self, low: Ints, high: Ints) -> tuple[int, int]:
-        """The first dim in which a box ends inside a region, and the middle one of such ends; dim -1: there is none."""
+        """Return the first dim in which a box ends inside a region, and the middle one of such ends.
+
+        Dim -1: there is none.
+        """
         for dim in range(len(low)):
             ends = np.unique(np.concatenate([self.low[dim], self.high[dim]]))
             ends = ends[(ends > low[dim]) & (ends < high[dim])]
@@ -248,7 +254,7 @@ class _Boxes:
 
 
 def _weight(low: Ints, high: Ints, keys: Sequence[np.uint64]) -> Weights:
-    """The product over the dims of H(high) - H(low)."""
+    """Return the product over the dims of H(high) - H(low)."""
     product = np.ones(low.shape[1], np.uint64)
     for low_1, high_1, key in zip(low, high, keys, strict=True):
         product *= _random(high_1, key) - _random(low_1, key)
@@ -268,7 +274,10 @@ def _random(number: Ints, key: np.uint64) -> Weights:
 
 
 def _held_twice(chunks: ChunkTable) -> Ints:
-    """The tensors of which two chunks share elements, given chunks sorted by tensor; O(pairs of chunks of a tensor)."""
+    """Return the tensors of which two chunks share elements, given chunks sorted by tensor.
+
+    O(pairs of chunks of a tensor).
+    """
     low, high = chunks.bounds()
     counts = np.searchsorted(chunks.tensor, chunks.tensor, "right") - np.arange(len(chunks)) - 1
     turns = np.flatnonzero(np.diff(np.cumsum(counts) // PAIRS_AT_ONCE)) + 1
@@ -284,7 +293,7 @@ def _held_twice(chunks: ChunkTable) -> Ints:
 
 
 def _num_shared(one: ChunkTable, other: ChunkTable) -> Ints:
-    """How many elements each chunk shares with the one in the same row of another table."""
+    """Return how many elements each chunk shares with the one in the same row of another table."""
     num_dims = one.offset.shape[1]
     a, b = _Boxes.of(one), _Boxes.of(other)
     shared = np.ones((2 * num_dims, 2 * num_dims, len(one)), np.int64)

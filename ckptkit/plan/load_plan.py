@@ -20,7 +20,8 @@ from threefold.errors import CheckFailed, listed
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
     """Copies, sorted by part and source offset: `size` bytes from `source` in file `part` to byte `target` of a wanted
-    chunk's data."""
+    chunk's data.
+    """
 
     part: Ints
     source: Ints
@@ -32,7 +33,7 @@ class LoadPlan:
         return len(self.part)
 
     def take(self, rows: npt.NDArray[np.integer] | slice) -> "LoadPlan":
-        """Some copies, in the given order."""
+        """Return some copies, in the given order."""
         return LoadPlan(self.part[rows], self.source[rows], self.wanted[rows], self.target[rows], self.size[rows])
 
 
@@ -149,7 +150,7 @@ def _bisect(holds: Callable[[Ints], npt.NDArray[np.bool_]], counts: Ints) -> Int
 
 
 def _joined(plan: LoadPlan) -> LoadPlan:
-    """Copies that continue each other on both sides become one."""
+    """Join copies that continue each other on both sides."""
     if not len(plan):
         return plan
     ends_source, ends_target = plan.source + plan.size, plan.target + plan.size

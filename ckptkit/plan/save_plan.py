@@ -20,19 +20,22 @@ class SavePlan:
 
 
 def plan_save(pieces: Sequence[Piece], tensors: Sequence[TensorInfo], *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
-    """The files in which one writer stores its pieces; always at least one. UserError where pieces do not fit."""
+    """Return the files in which one writer stores its pieces.
+
+    Always at least one. UserError where pieces do not fit.
+    """
     chunks = ChunkTable.of_pieces(pieces, tensors)
     return plan_files(chunks, storage_rows(chunks, tensors), max_chunks=max_chunks)
 
 
 def plan_files(chunks: ChunkTable, order: Ints, *, max_chunks: int = MAX_CHUNKS) -> SavePlan:
-    """The files in which one writer stores its chunks, given their numbers in storage order."""
+    """Return the files in which one writer stores its chunks, given their numbers in storage order."""
     rows = tuple(order[i : i + max_chunks] for i in range(0, max(len(order), 1), max_chunks))
     return SavePlan(tuple(DataFile.of(chunks.take(part)) for part in rows), rows)
 
 
 def storage_rows(chunks: ChunkTable, tensors: Sequence[TensorInfo]) -> Ints:
-    """The rows of chunks that hold elements, in the order in which every writer stores them."""
+    """Return the rows of chunks that hold elements, in the order in which every writer stores them."""
     rank = {info.name: i for i, info in enumerate(sorted(tensors, key=storage_order))}
     ranks = np.array([rank[name] for name in chunks.names], np.int64)[chunks.tensor]
     columns = [chunks.offset[:, dim] for dim in range(chunks.offset.shape[1])]

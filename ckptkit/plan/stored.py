@@ -23,7 +23,10 @@ class Bounds:
 
     @classmethod
     def of(cls, wanted: ChunkTable, tensors: TensorColumns) -> "Bounds":
-        """The bounds of wanted chunks, whose names must be among the table's; of no tensor that is not wanted."""
+        """Return the bounds of wanted chunks, whose names must be among the table's.
+
+        Of no tensor that is not wanted.
+        """
         num_dims = max(tensors.ndims, default=0)
         low = np.full((num_dims, len(tensors.names)), np.iinfo(np.int64).max)
         high = np.full_like(low, -1)
@@ -35,7 +38,7 @@ class Bounds:
         return cls(low, high)
 
     def rows(self, chunks: ChunkTable) -> Ints:
-        """The rows of chunks over the same tensors that may hold wanted elements."""
+        """Return the rows of chunks over the same tensors that may hold wanted elements."""
         num_dims = len(self.low)
         boxes, tensor = chunks.with_dims(num_dims), chunks.tensor
         keep = chunks.start < chunks.stop
@@ -58,7 +61,7 @@ class StoredChunks:
     offset: Ints
 
     def take(self, rows: Ints) -> "StoredChunks":
-        """Some chunks, in the given order."""
+        """Return some chunks, in the given order."""
         return StoredChunks(self.chunks.take(rows), self.part[rows], self.offset[rows])
 
 
@@ -71,7 +74,10 @@ class PartJoin:
         self._numbers: dict[TensorColumns, Ints] = {}  # by identity: indexes of equal names share their columns
 
     def of(self, part: int, index: PartIndex, where: str) -> StoredChunks:
-        """The chunks of one part, in file order; CheckFailed where its index, at `where`, does not fit the table."""
+        """Return the chunks of one part, in file order.
+
+        CheckFailed where its index, at `where`, does not fit the table.
+        """
         numbers = self._numbers.get(index.chunks.tensors)
         if numbers is None:
             numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors, where)
@@ -80,7 +86,7 @@ class PartJoin:
         return stored if self._bounds is None else stored.take(self._bounds.rows(chunks))
 
     def joined(self, parts: Sequence[StoredChunks]) -> StoredChunks:
-        """The chunks of several parts, sorted by tensor, then in the order of the parts."""
+        """Return the chunks of several parts, sorted by tensor, then in the order of the parts."""
         none = np.empty(0, np.int64)
         empty = ChunkTable(self.tensors, none, none.reshape(0, 0), none.reshape(0, 0), none, none)
         chunks = ChunkTable.concatenate([empty, *(part.chunks for part in parts)])
@@ -91,7 +97,10 @@ class PartJoin:
 
 
 def _numbers(columns: TensorColumns, table: TensorColumns, where: str) -> Ints:
-    """The place in a table of each tensor of other columns; CheckFailed where it is not there as it should be."""
+    """Return the place in a table of each tensor of other columns.
+
+    CheckFailed where it is not there as it should be.
+    """
     numbers = []
     for name, dtype, ndim in zip(columns.names, columns.dtypes, columns.ndims, strict=True):
         number = table.numbers.get(name, -1)

@@ -115,7 +115,7 @@ def missing_place(storage: Storage) -> str:
 
 
 def _is_listed_flat(storage: Storage, folders: Iterable[str]) -> bool:
-    """Whether one listing shows steps alone: who knows how much lies in other folders?"""
+    """Return whether one listing shows steps alone; other folders may hold anything."""
     return storage.local_path("any") is None and all(parse_step_folder(name) is not None for name in folders)
 
 

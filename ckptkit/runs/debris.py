@@ -70,7 +70,7 @@ class Debris:
         return self._newest is None or step <= self._newest
 
     def _is_old(self, modified_s: float) -> bool:
-        """Whether something was last changed long ago; what has no time was not."""
+        """Return whether something was last changed long ago; what has no time was not."""
         return 0 < modified_s <= self._before_s
 
     def _may_hold_orphans(self, listed: ListedStep) -> bool:
@@ -117,7 +117,7 @@ class Debris:
             self._storage.delete(links_or_keys(self._storage, [item.key for item in items]))
 
     def _old_on_disk(self, find: Callable[[Storage, int], Sequence[T]]) -> list[T]:
-        """What is found in the steps on a local disk, and is old enough."""
+        """Return what is found in the steps on a local disk, and is old enough."""
         steps = [step for step in steps_on_disk(self._storage) if self._is_in_reach(step)]
         return [each for step in steps for each in find(self._storage, step) if self._is_old(each.modified_s)]
 
@@ -129,7 +129,7 @@ def abort_uploads(storage: Storage, older_than_s: float | None = None, *, dry_ru
 
 
 def _is_of_format(key: str) -> bool:
-    """Whether a key of a run is one that the format gives to a file."""
+    """Return whether a key of a run is one that the format gives to a file."""
     folder, _, name = key.partition("/")
     is_known = name in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(name) is not None
     return is_known and parse_step_folder(folder) is not None

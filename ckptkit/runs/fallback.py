@@ -44,7 +44,7 @@ def restore_newest(
 def first_sound(
     candidates: Iterable[Candidate], attempt: Callable[[Candidate], T], *, strict: bool, report: Callable[[str], None]
 ) -> tuple[Candidate, T]:
-    """The first candidate that `attempt` takes without finding damage, and what it returned.
+    """Return the first candidate that `attempt` takes without finding damage, and what it returned.
 
     Candidates are tried in their order, newest first, and taken only as they are needed. With `strict` damage of the
     first one is raised.
@@ -69,14 +69,14 @@ def first_sound(
 
 
 def _candidates(url: str, exchange: Exchange) -> Iterator[Candidate]:
-    """The committed steps that an address means, newest first; the first rank looks, the others hear of each."""
+    """Yield the committed steps that an address means, newest first; the first rank looks, the others hear of each."""
     found = _committed(url) if exchange.rank == 0 else iter(())
     while step := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):
         yield step[0], step[1]
 
 
 def _committed(url: str) -> Iterator[Candidate]:
-    """The same of one rank; UserError where there is none."""
+    """Yield the same of one rank; UserError where there is none."""
     storage, named = open_address(url)
     steps = meant_steps(storage, named)
     first = next(steps, None)

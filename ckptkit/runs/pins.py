@@ -42,7 +42,7 @@ def unpin(storage: Storage, step: int) -> bool:
 
 
 def pin_note(storage: Storage, step: int) -> str | None:
-    """The note of a step's pin, empty where it has none or is damaged; None for a step that is not pinned."""
+    """Return the note of a step's pin, empty where it has none or is damaged; None for a step that is not pinned."""
     info = storage.info(pin_key(step))
     if info is None:
         return None
@@ -61,5 +61,5 @@ def pin_note(storage: Storage, step: int) -> str | None:
 
 
 def pin_key(step: int) -> str:
-    """The key of a step's pin."""
+    """Return the key of a step's pin."""
     return f"{step_folder(step)}/{PIN_KEY}"

@@ -220,7 +220,7 @@ class _Pruning:
         return _Doomed(record, root, links_or_keys(self._storage, own), listed.unknown)
 
     def _hidden_of(self, record: StepRecord) -> list[Temporary]:
-        """The hidden files of a step's attempt."""
+        """Return the hidden files of a step's attempt."""
         return [each for each in temporaries(self._storage, record.step) if attempt_of(each.key) == record.attempt]
 
     def _count_step(self, record: StepRecord, num_files: int) -> None:
@@ -238,7 +238,8 @@ class _Pruning:
 @dataclass(frozen=True, slots=True)
 class _Doomed:
     """A step that goes: its root's bytes, the keys that go with it, and those that stay; or the link to its
-    folder."""
+    folder.
+    """
 
     record: StepRecord
     root: bytes = b""

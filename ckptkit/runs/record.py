@@ -50,7 +50,7 @@ class StepRecord:
         return self.is_readable and not self.problem
 
     def metrics(self) -> dict[str, float]:
-        """Every finite number in the metadata by its dotted name: `loss`, `config.optim.lr`."""
+        """Return every finite number in the metadata by its dotted name: `loss`, `config.optim.lr`."""
         found: dict[str, float] = {}
         waiting: list[tuple[str, object]] = [("", self.metadata)]
         while waiting:
@@ -89,7 +89,7 @@ class Records:
         return replace(record, problem=problem)
 
     def _record(self, listed: ListedStep) -> StepRecord | None:
-        """One record; None where the step was deleted since it was listed."""
+        """Return one record; None where the step was deleted since it was listed."""
         assert listed.root is not None, "a committed step"
         record = self._read.get(listed.root)
         if record is None:

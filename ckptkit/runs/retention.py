@@ -101,7 +101,7 @@ def first_of_multiples(records: "Sequence[StepRecord]", every: int) -> "list[Ste
 
 
 def ranked(records: "Sequence[StepRecord]", metric: str, mode: Literal["min", "max"]) -> "list[StepRecord]":
-    """The records that have a metric, best first; of equal ones the newest first."""
+    """Return the records that have a metric, best first; of equal ones the newest first."""
     sign = 1 if mode == "min" else -1
     values = [(record, record.metrics().get(metric)) for record in records]
     found = [(sign * value, -record.step, record) for record, value in values if value is not None]
@@ -109,7 +109,10 @@ def ranked(records: "Sequence[StepRecord]", metric: str, mode: Literal["min", "m
 
 
 def newest_of_hours(records: "Sequence[StepRecord]") -> "list[StepRecord]":
-    """The newest record of each hour (of UTC) that has one, newest hour first; a record without a time is in none."""
+    """Return the newest record of each hour (of UTC) that has one, newest hour first.
+
+    A record without a time is in none.
+    """
     hours: dict[int, StepRecord] = {}
     for record in sorted(records, key=lambda record: record.step):
         if record.saved_at > 0:

@@ -40,14 +40,17 @@ class EmptyFolder:
 
 
 def steps_on_disk(storage: Storage) -> list[int]:
-    """The steps that have a folder on a local disk, be there but hidden files in it, ascending; none elsewhere."""
+    """Return the steps that have a folder on a local disk, be there but hidden files in it, ascending.
+
+    None elsewhere.
+    """
     inside = storage.local_path("any")
     found = [] if inside is None else [parse_step_folder(entry.name) for entry in _folders(inside.parent)]
     return sorted(step for step in found if step is not None)
 
 
 def temporaries(storage: Storage, step: int) -> list[Temporary]:
-    """The hidden files of a step; none where the storage is not a local disk, or the step's folder is a link."""
+    """Return the hidden files of a step; none where the storage is not a local disk, or the step's folder is a link."""
     return [
         Temporary(f"{folder}{entry.name}", key, status.st_size, status.st_mtime)
         for path, folder in _places(storage, step)
@@ -57,7 +60,7 @@ def temporaries(storage: Storage, step: int) -> list[Temporary]:
 
 
 def empty_folders(storage: Storage, step: int) -> list[EmptyFolder]:
-    """The empty folders of attempts of a step, or the step's own."""
+    """Return the empty folders of attempts of a step, or the step's own."""
     return [
         EmptyFolder(folder, status.st_mtime)
         for path, folder in _places(storage, step)
@@ -79,7 +82,10 @@ def remove_folder(storage: Storage, empty: EmptyFolder) -> None:
 
 
 def _places(storage: Storage, step: int) -> list[tuple[Path, str]]:
-    """The folder of a step on a local disk and those of its attempts, with their keys; none where it is a link."""
+    """Return the folder of a step on a local disk and those of its attempts, with their keys.
+
+    None where it is a link.
+    """
     folder = storage.local_path(step_folder(step))
     if folder is None or folder.is_symlink():
         return []
@@ -91,14 +97,14 @@ def _places(storage: Storage, step: int) -> list[tuple[Path, str]]:
 
 
 def _written_key(prefix: str, name: str) -> str | None:
-    """The key of the format that a hidden file was to have, None for any other file."""
+    """Return the key of the format that a hidden file was to have, None for any other file."""
     written = written_name(name)
     key = f"{prefix}{written}"
     return key if written and (key in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(key)) else None
 
 
 def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
-    """The times and sizes of a file or folder; None where it is gone."""
+    """Return the times and sizes of a file or folder; None where it is gone."""
     try:
         return os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

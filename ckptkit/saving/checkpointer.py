@@ -185,7 +185,7 @@ class Checkpointer:
         return self._running is not None
 
     def poll(self) -> list[SaveReport]:
-        """Reports of the saves that ended since the last call; does not block."""
+        """Return reports of the saves that ended since the last call; does not block."""
         self._collect(0.0)
         self._collect_copies(0.0)
         reports, self._reports = self._reports, []
@@ -198,7 +198,8 @@ class Checkpointer:
 
     def close(self) -> list[SaveReport]:
         """Wait for the running save and for copies to other tiers, end the writer, free the arena; gives all reports
-        not told yet. Closing it again does nothing, nor does closing it in a process that was forked off."""
+        not told yet. Closing it again does nothing, nor does closing it in a process that was forked off.
+        """
         if self._closed or os.getpid() != self._process_id:
             return []
         self._closed = True
@@ -235,13 +236,13 @@ class Checkpointer:
             raise UserError(f"the Checkpointer of {self.url} is another process's, {self._process_id}")
 
     def _structure_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> Structure:
-        """The plan and what follows from it, made anew only when the structure of the state changed."""
+        """Return the plan and what follows from it, made anew only when the structure of the state changed."""
         if self._structure is None or not self._structure.fits(pieces, tensors):
             self._structure = Structure(pieces, tensors, commits=self._seat.leads)
         return self._structure
 
     def _running_writer(self) -> WriterProcess:
-        """The writer; a new one where the last one died."""
+        """Return the writer; a new one where the last one died."""
         if not self._writer.is_alive:
             self._writer.kill()  # dead already
             while self._copies:  # what it told, and at its end what it left undone

@@ -79,7 +79,7 @@ class WriterProcess:
     def receive(
         self, timeout_s: float, *, unless: Signal | None = None, until_copied: bool = False
     ) -> SaveOutcome | None:
-        """The next outcome of a save, None if there is none within the time; EOFError says how the writer died.
+        """Return the next outcome of a save, None if there is none within the time; EOFError says how the writer died.
 
         A signal that is given ends the wait too. Outcomes of copies to other tiers that come meanwhile are kept for
         `take_copied`; with `until_copied` the first of them ends the wait.
@@ -106,7 +106,7 @@ class WriterProcess:
             self._pending += data
 
     def take_copied(self) -> list[SaveOutcome]:
-        """The outcomes of copies that were received since the last call."""
+        """Return the outcomes of copies that were received since the last call."""
         return [self._copied.pop(0) for _ in range(len(self._copied))]  # a thread that stages may add to them
 
     def end_orders(self) -> None:

@@ -12,7 +12,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def git_commit(folder: str | Path = ".") -> str:
-    """The commit checked out in the git tree around a folder, in hex; empty where there is none or it is unreadable."""
+    """Return the commit checked out in the git tree around a folder, in hex.
+
+    Empty where there is none or it is unreadable.
+    """
     try:
         inner = Path(folder).resolve()
         for place in (inner, *inner.parents):

@@ -11,7 +11,10 @@ from threefold.storage.local import local_failure
 
 
 def check_writable(storage: Storage) -> None:
-    """StorageError where a run's folder cannot be: told at the start, and not after the steps up to the first save."""
+    """Raise StorageError if a run's folder cannot be.
+
+    Told at the start, and not after the steps up to the first save.
+    """
     path = storage.local_path("any")
     if path is None:
         return
@@ -25,7 +28,8 @@ def check_writable(storage: Storage) -> None:
 
 def check_places(places: Sequence[Storage]) -> None:
     """UserError where two tiers are one place: a file would be copied onto itself, and lost; or where one is fsspec's
-    memory, which a writer process fills with what nobody else sees."""
+    memory, which a writer process fills with what nobody else sees.
+    """
     for number, place in enumerate(places):
         if place.url.startswith("memory:"):
             raise UserError(

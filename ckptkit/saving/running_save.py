@@ -65,7 +65,7 @@ class RunningSave:
         self._handover.stop.add()
 
     def outcome(self, timeout_s: float) -> SaveOutcome | EOFError | None:
-        """How it ended in the writer, or how the writer died; None where it runs on after so many seconds."""
+        """Return how it ended in the writer, or how the writer died; None where it runs on after so many seconds."""
         deadline = time.monotonic() + timeout_s
         if self._staging is not None:
             if timeout_s > 0:

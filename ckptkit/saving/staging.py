@@ -48,7 +48,8 @@ class Arena:
 
     def hold(self, structure: Structure, window_bytes: int) -> tuple[list[StagedFile], Area, Ring]:
         """Make room for saves of a structure and put there what the writer needs of it: the files, the root's draft
-        and the ring of blocks, of window_bytes where that is not 0. OSError where memory is short."""
+        and the ring of blocks, of window_bytes where that is not 0. OSError where memory is short.
+        """
         if self._held is None or self._held[:2] != (structure, window_bytes):
             self._held = None
             fixed = [*structure.indexes, structure.draft]

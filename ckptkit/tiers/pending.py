@@ -34,7 +34,7 @@ class Copies:
         return bool(self._left)
 
     def due(self, order: SaveOrder) -> tuple[Promotion, ...]:
-        """This writer's part in copying a step that is saved now to the tiers that it is due at."""
+        """Return this writer's part in copying a step that is saved now to the tiers that it is due at."""
         tiers = [tier for tier in self._tiers if is_due(tier.every, order.seat.step, self._after[tier.url])]
         self._count(order.seat.step)
         return self._to(tiers, order)
@@ -60,7 +60,10 @@ class Copies:
             self.make_up()
 
     def take_up(self) -> tuple[Promotion, ...]:
-        """What a killed writer left undone, for its successor: of each tier the newest, and no step a second time."""
+        """Return what a killed writer left undone, for its successor.
+
+        Of each tier the newest, and no step a second time.
+        """
         found = tuple(self._left.values())
         self._left.clear()
         self._taken_up = {(each.target.step, each.target.url) for each in found}
@@ -68,7 +71,7 @@ class Copies:
         return found
 
     def ended(self, outcomes: Iterable[SaveOutcome]) -> list[SaveReport]:
-        """How some copies ended."""
+        """Return how some copies ended."""
         reports = []
         for outcome in outcomes:
             self._awaited.pop((outcome.step, outcome.url), None)
@@ -79,7 +82,7 @@ class Copies:
         return reports
 
     def lost(self, reason: str) -> list[SaveReport]:
-        """All that were under way or waited when the writer died."""
+        """Return all that were under way or waited when the writer died."""
         reports = [
             SaveReport(step, False, f"{reason} {step}", promotion.data_bytes, 0.0, 0.0, url=masked(url))
             for (step, url), promotion in self._awaited.items()

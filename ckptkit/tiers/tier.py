@@ -84,7 +84,7 @@ class Tiers:
 
 
 def parse_tiers(texts: Sequence[str]) -> Tiers:
-    """The tiers of a run, fastest first; UserError where one is not well written or they do not go together."""
+    """Return the tiers of a run, fastest first; UserError where one is not well written or they do not go together."""
     assert texts, "at least one tier"
     parsed = [_parse(text) for text in texts]
     replica = parsed[0][1].pop("replica", "")
@@ -116,7 +116,7 @@ def parse_tiers(texts: Sequence[str]) -> Tiers:
 
 
 def is_due(every: int, step: int, after: int | None) -> bool:
-    """Whether a saved step is copied to a tier: it is the first since the interval came round.
+    """Return whether a saved step is copied to a tier: it is the first since the interval came round.
 
     `after` is the step up to which the tier was seen to, None where that is not known.
     """
@@ -124,7 +124,10 @@ def is_due(every: int, step: int, after: int | None) -> bool:
 
 
 def node_name(environment: Mapping[str, str], host_name: str) -> str:
-    """The name of this node: $THREEFOLD_NODE, else the host's. UserError where it could not be part of a path."""
+    """Return the name of this node.
+
+    $THREEFOLD_NODE, else the host's. UserError where it could not be part of a path.
+    """
     name = environment.get(NODE_VARIABLE) or host_name
     if not _NODE_NAME.fullmatch(name):
         raise UserError(f"{name!r} is no name for a node's folder", hint=f"export {NODE_VARIABLE}=node0")
@@ -153,7 +156,7 @@ def nodes_of(names: Sequence[str], first_writers: Sequence[int]) -> list[Node]:
 
 
 def _parse(text: str) -> tuple[str, dict[str, str]]:
-    """The URL and the options of one tier's text."""
+    """Return the URL and the options of one tier's text."""
     pieces = _OPTION.split(text)
     url, names, values = pieces[0], pieces[1::2], pieces[2::2]
     if not url:

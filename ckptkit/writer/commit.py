@@ -116,7 +116,7 @@ def commit_root(storage: Storage, root: Root) -> None:
 
 
 def committed_by_another(storage: Storage, step: int) -> AlreadyExists:
-    """The error of an attempt that was too late."""
+    """Return the error of an attempt that was too late."""
     return AlreadyExists(f"step {step} of {storage.url} was committed by another attempt first")
 
 

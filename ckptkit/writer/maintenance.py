@@ -38,7 +38,7 @@ class Upkeep:
             self._warnings.append(warning)
 
     def take_warning(self) -> str:
-        """What is to be told and was not yet."""
+        """Return what is to be told and was not yet."""
         told = "; ".join(self._warnings)
         self._warnings.clear()
         return told

@@ -41,7 +41,7 @@ class ArchiveRecord:
         return sum(digest.size_bytes for digest in self.files.values())
 
     def encode(self) -> bytes:
-        """The content of `archive.json`."""
+        """Return the content of `archive.json`."""
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -72,7 +72,7 @@ class ArchiveRecord:
 
 
 def store_files(manifest: Manifest) -> dict[str, FileDigest]:
-    """The files of a store with the digests of their bytes, by name and in the manifest's order."""
+    """Return the files of a store with the digests of their bytes, by name and in the manifest's order."""
     return {
         f"{shard.name}.{kind}": digest
         for shard in manifest.shards

@@ -27,7 +27,10 @@ class FileThreads:
         self._num_bytes, self._lock = 0, Lock()
 
     def map(self, work: Callable[[File], Result], files: Sequence[File], report: Report) -> list[Result]:
-        """The results in the files' order; after a fault no file is begun, and it is raised once all threads rest."""
+        """Return the results in the files' order.
+
+        After a fault no file is begun, and it is raised once all threads rest.
+        """
 
         def work_unless_ended(file: File) -> Result:
             if self._ended.is_set():
@@ -54,7 +57,10 @@ class FileThreads:
         return [future.result() for future in futures]
 
     def until_ended(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-        """The blocks of one file's work, which are counted; Ended between two of them once the work on all ends."""
+        """Yield the blocks of one file's work, which are counted.
+
+        Ended between two of them once the work on all ends.
+        """
         for block in blocks:
             if self._ended.is_set():
                 raise Ended

@@ -75,7 +75,7 @@ class SeekableReader:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of the content, of which only the frames that they lie in are read."""
+        """Return the bytes [start, stop) of the content, of which only the frames that they lie in are read."""
         if not 0 <= start <= stop <= self.size_bytes:
             raise IndexError(f"bytes [{start}, {stop}) of {self.size_bytes} in {self.name}")
         if start == stop:
@@ -87,7 +87,7 @@ class SeekableReader:
         return content[before : before + stop - start]
 
     def packed_frames(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        """The frames [first, last) as they are stored, each with its number, read READ_BYTES at a time."""
+        """Yield the frames [first, last) as they are stored, each with its number, read READ_BYTES at a time."""
         starts, last = self._packed_starts, self.num_frames if last is None else last
         while first < last:
             begin = int(starts[first])
@@ -99,7 +99,7 @@ class SeekableReader:
             first = stop
 
     def unpack(self, number: int, packed: memoryview) -> bytes:
-        """The content of one frame, checked; CheckFailed where it is damaged."""
+        """Return the content of one frame, checked; CheckFailed where it is damaged."""
         size_bytes = int(self._starts[number + 1] - self._starts[number])
         try:
             # the frame's own header decides how much is allocated
@@ -138,7 +138,7 @@ class SeekableReader:
 
 
 def _cut(blocks: Iterable[bytes], frame_bytes: int) -> Iterator[bytes | memoryview]:
-    """The same bytes in pieces of `frame_bytes`, the last one shorter where they do not divide."""
+    """Yield the same bytes in pieces of `frame_bytes`, the last one shorter where they do not divide."""
     rest = b""
     for block in blocks:
         joined = rest + block if rest else block
@@ -151,5 +151,5 @@ def _cut(blocks: Iterable[bytes], frame_bytes: int) -> Iterator[bytes | memoryvi
 
 
 def _check(content: bytes | memoryview) -> int:
-    """The low 32 bits of XXH64 with seed 0, which is also what zstd writes behind a frame's content."""
+    """Return the low 32 bits of XXH64 with seed 0, which is also what zstd writes behind a frame's content."""
     return xxhash.xxh64_intdigest(content) & 0xFFFFFFFF

@@ -70,7 +70,10 @@ class StoreSource:
         return f"{self.storage.url}/{_key(file)}"
 
     def blocks(self, file: SourceFile) -> Iterator[bytes]:
-        """The bytes of a file, a few MiB at a time; once they are all given, CheckFailed where a checksum fails."""
+        """Yield the bytes of a file, a few MiB at a time.
+
+        Once they are all given, CheckFailed where a checksum fails.
+        """
         hasher = xxhash.xxh3_64()
         for block in self._packed_blocks(file) if file.packed else self._plain_blocks(file):
             hasher.update(block)
@@ -122,7 +125,7 @@ class StoreSource:
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
-    """A whole record, None where it is missing."""
+    """Return a whole record, None where it is missing."""
     info = storage.info(key)
     if info is None:
         return None

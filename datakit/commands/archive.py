@@ -25,7 +25,8 @@ class Options(Reporting):
 def run(options: Options) -> int:
     """Compress each file of a token store as seekable zstd into a folder or object storage: any zstd tool decompresses
     them, and ranges can be read without the rest. Every byte is checked against the store's manifest. The bytes are the
-    same with any number of workers, and the same command continues after a kill."""
+    same with any number of workers, and the same command continues after a kill.
+    """
     from datakit.archives.archiving import archive
 
     found = archive(options.store, options.output, level=options.level, num_workers=options.workers, report=log)

@@ -25,7 +25,8 @@ class Options(Reporting):
 
 def run(options: Options) -> int:
     """Name the first document whose tokens differ in two stores and its first token that does, whatever the stores'
-    shards; the exit code is then 1."""
+    shards; the exit code is then 1.
+    """
     from datakit.reports.difference import find_difference
     from datakit.store.token_store import TokenStore
 

@@ -33,7 +33,8 @@ class Options(OfStored):
 
 def run(options: Options) -> int:
     """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
-    from."""
+    from.
+    """
     from datakit.archives.store_source import StoreSource
     from datakit.store.manifest import is_plain_folder
     from datakit.store.token_store import TokenStore
@@ -86,7 +87,7 @@ def run(options: Options) -> int:
 
 
 def asks_for_excerpt(options: Options) -> bool:
-    """Whether `inspect` is to show a document or sample; UserError where its flags do not fit each other."""
+    """Return whether `inspect` is to show a document or sample; UserError where its flags do not fit each other."""
     if (options.sample is None) != (options.seq_length is None):
         raise UserError("--sample and --seq-length go together", hint="--sample 0 --seq-length 4096")
     found = options.document is not None or options.sample is not None

@@ -20,7 +20,8 @@ class Options(Linking):
 
 def run(options: Options) -> int:
     """Make one store of all shards of some stores, in the order given, without tokenizing again; documents keep their
-    sources."""
+    sources.
+    """
     from datakit.store.merging import merge
 
     store = merge(options.stores, options.output, copy=options.copy)

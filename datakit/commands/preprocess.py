@@ -80,7 +80,8 @@ class Options(OfInput, Reporting):
 
 def run(options: Options) -> int:
     """Make a token store of all documents of the input. The bytes are the same with any number of workers, memory is
-    flat in the size of the input, and the same command continues after a kill."""
+    flat in the size of the input, and the same command continues after a kill.
+    """
     from datakit.preprocessing.preprocess import preprocess
     from datakit.preprocessing.recipe import Recipe
 

@@ -21,7 +21,8 @@ class Options(Reporting):
 
 def run(options: Options) -> int:
     """Make a local token store of an archive, or of a store that lies in a folder or on object storage. Every byte is
-    checked against the manifest, and the same command continues after a kill."""
+    checked against the manifest, and the same command continues after a kill.
+    """
     from datakit.archives.unarchiving import unarchive
 
     store = unarchive(options.source, options.output, num_workers=options.workers, report=log)

@@ -17,7 +17,8 @@ class Options(OfStored):
 
 def run(options: Options) -> int:
     """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
-    local store their documents, in an archive the frames."""
+    local store their documents, in an archive the frames.
+    """
     from datakit.reports.verification import Fault, verify
     from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME
 

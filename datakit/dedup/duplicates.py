@@ -45,13 +45,13 @@ class ItemHashes:
     xxh3_64: str
 
     def blocks(self) -> Iterator[UInt64s]:
-        """The hashes in order, as rows of two numbers, some MiB at a time."""
+        """Yield the hashes in order, as rows of two numbers, some MiB at a time."""
         for block in self.output.blocks(self.key):
             yield np.frombuffer(block, "<u8").reshape(-1, 2)
 
 
 def find_repeats(hashes: UInt64s) -> npt.NDArray[np.bool_]:
-    """Which rows (of two numbers) equal a row before them."""
+    """Return which rows (of two numbers) equal a row before them."""
     found = np.zeros(len(hashes), bool)
     first = np.ascontiguousarray(hashes[:, 0])
     order = np.argsort(first)
@@ -96,7 +96,7 @@ def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
 
 
 def are_duplicates_of(output: Output, items: Sequence[ItemHashes]) -> bool:
-    """Whether a file of duplicates is there, and of these hashes."""
+    """Return whether a file of duplicates is there, and of these hashes."""
     is_there = (output.size_of(_KEY) or 0) >= _HEADER.size
     wanted = _HEADER.pack(_MAGIC, _identity(items), len(items))
     return is_there and output.read_range(_KEY, 0, _HEADER.size) == wanted
@@ -112,7 +112,7 @@ class Duplicates:
         self._begin = _HEADER.size + num_items * _ITEM.itemsize
 
     def of_item(self, number: int) -> "ItemDuplicates":
-        """The duplicates of one item, to be left out once."""
+        """Return the duplicates of one item, to be left out once."""
         at = _HEADER.size + number * _ITEM.itemsize
         [item] = np.frombuffer(self._output.read_range(_KEY, at, at + _ITEM.itemsize), _ITEM)
         begin, end = int(item["begin"]), int(item["begin"]) + int(item["num_duplicates"])
@@ -135,7 +135,7 @@ class ItemDuplicates:
         self.num_left_out = 0
 
     def leave_out(self, documents: Documents) -> Documents:
-        """Those of the item's next documents that are the first of their text."""
+        """Return those of the item's next documents that are the first of their text."""
         begin, self._passed = self._passed, self._passed + len(documents)
         is_first = np.ones(len(documents), np.bool_)
         while self._next is not None and self._next < self._passed:
@@ -145,7 +145,7 @@ class ItemDuplicates:
         return documents.where(is_first)
 
     def require_all(self, path: str) -> None:
-        """UserError where the documents were not as many as were hashed; `path` names the item."""
+        """Raise UserError if the documents were not as many as were hashed; `path` names the item."""
         if self._passed != self._num_documents:
             raise UserError(
                 f"{path} changed while it was read: {self._num_documents} documents, then {self._passed}",
@@ -154,7 +154,7 @@ class ItemDuplicates:
 
 
 def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Iterator[UInt64s]:
-    """The numbers, in the whole corpus, of the documents that repeat an earlier one."""
+    """Yield the numbers, in the whole corpus, of the documents that repeat an earlier one."""
     num_buckets = _groups(int(starts[-1]), _BUCKET_BYTES // _ROW_BYTES)
     with Shuffle(folder, num_buckets, 3, run_bytes=_HASH_RUN_BYTES) as shuffle:
         for item, start in zip(items, starts.tolist()):
@@ -174,12 +174,12 @@ def _repeats(folder: Path, items: Sequence[ItemHashes], starts: Int64s) -> Itera
 
 
 def _buckets(hashes: UInt64s, num_buckets: int) -> UInt64s:
-    """The bucket of each hash: its high 32 bits, as a fraction, of the buckets."""
+    """Return the bucket of each hash: its high 32 bits, as a fraction, of the buckets."""
     return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
 
 
 def _groups(count: int, group: int) -> int:
-    """How many groups of a size some things make, at least one and no more than a shuffle can have."""
+    """Return how many groups of a size some things make, at least one and no more than a shuffle can have."""
     return min(max(-(-count // group), 1), MAX_BUCKETS)
 
 

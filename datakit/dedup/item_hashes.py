@@ -46,7 +46,7 @@ class ItemHasher:
         self._output.write(record_key, orjson.dumps(content))
 
     def _blocks(self, item: WorkItem, report: Callable[[Progress], None]) -> Iterator[bytearray]:
-        """The hashes of an item's documents, some at a time."""
+        """Yield the hashes of an item's documents, some at a time."""
         block, input_bytes = bytearray(), 0
         for number, part in enumerate(item.slices):
             report(Progress(input_bytes, 0, slice=number))
@@ -62,7 +62,7 @@ class ItemHasher:
 
 
 def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | None]:
-    """The hashes of items, None where an item's are not there, or of other input."""
+    """Return the hashes of items, None where an item's are not there, or of other input."""
     sizes = output.sizes(FOLDER)
     records = [record for _, record in map(_names, items)]
     contents = output.read_many([record for record in records if record in sizes])
@@ -83,5 +83,5 @@ def _parse(content: bytes, output: Output, item: WorkItem, sizes: dict[str, int]
 
 
 def _names(item: WorkItem) -> tuple[str, str]:
-    """The name of an item's file of hashes, and the key of its record."""
+    """Return the name of an item's file of hashes, and the key of its record."""
     return f"{item.number:06}.xxh3", f"{FOLDER}/{item.number:06}.json"

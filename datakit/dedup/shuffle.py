@@ -58,7 +58,7 @@ class Shuffle:
         self._rows, self._buckets = self._rows[:0].copy(), self._buckets[:0].copy()
 
     def read(self, bucket: int, max_bytes: int) -> Iterator[UInt64s]:
-        """The rows of a bucket, in the order they were put in, at most `max_bytes` at a time."""
+        """Yield the rows of a bucket, in the order they were put in, at most `max_bytes` at a time."""
         max_rows = max(max_bytes // self._row_bytes, 1)
         left = sum(int(begins[bucket + 1] - begins[bucket]) for _, begins in self._runs)
         rows, filled = self._room(min(left, max_rows)), 0

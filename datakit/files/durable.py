@@ -1,6 +1,7 @@
 """Durable files: written whole, flushed to the disk and named last; what the system refuses is a StorageError.
 
-Nothing here knows what a file holds. Memory is one block of 8 MiB."""
+Nothing here knows what a file holds. Memory is one block of 8 MiB.
+"""
 
 import errno
 import os

@@ -92,7 +92,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names an object behind a URL, not a local file."""
+    """Return whether a path names an object behind a URL, not a local file."""
     return "://" in path
 
 

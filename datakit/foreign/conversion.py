@@ -38,7 +38,7 @@ def convert_to_store(
 
 
 def detect(source: str | os.PathLike[str]) -> str:
-    """The format of one source; UserError where it is of none that can be told."""
+    """Return the format of one source; UserError where it is of none that can be told."""
     path = Path(source)
     prefix = os.fspath(path).removesuffix(".bin").removesuffix(".idx")
     if os.path.isfile(f"{prefix}.idx"):

@@ -39,7 +39,7 @@ def from_datatrove(
 
 
 def ds_files(source: Path) -> list[Path]:
-    """The `.ds` files that a file or folder names; UserError where there are none."""
+    """Return the `.ds` files that a file or folder names; UserError where there are none."""
     if source.suffix == SUFFIX and source.is_file():
         return [source]
     found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
@@ -130,7 +130,10 @@ class _DsFile:
         return size_bytes // 8
 
     def _dtype_of_index(self, size_bytes: int) -> str | None:
-        """The dtype of which the file has as many tokens as the index; None where there is no index or no token."""
+        """Return the dtype of which the file has as many tokens as the index.
+
+        None where there is no index or no token.
+        """
         if self.index is None or not (num_documents := self._num_documents()):
             return None
         with self.index.open("rb") as file:
@@ -140,7 +143,7 @@ class _DsFile:
 
 
 def _metadata_dtype(path: Path) -> str | None:
-    """The dtype that a `.ds.metadata` tells; None where there is none, or one of an age that does not tell."""
+    """Return the dtype that a `.ds.metadata` tells; None where there is none, or one of an age that does not tell."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -155,7 +158,7 @@ def _metadata_dtype(path: Path) -> str | None:
 
 
 def _refuse_masks(path: Path) -> None:
-    """UserError where a loss mask (one byte a token) hides any token; a mask that hides none is passed over."""
+    """Raise UserError if a loss mask (one byte a token) hides any token; a mask that hides none is passed over."""
     if path.exists() and any(block.count(1) != len(block) for block in blocks_of(path)):
         raise UserError(
             f"{path} masks tokens from the loss, a store cannot",

@@ -37,7 +37,7 @@ class ExactReader:
         self._hashers = {name: hasher for name in self._expected if (hasher := _hasher(name)) is not None}
 
     def read(self, size_bytes: int) -> bytes:
-        """The next bytes, so many of them."""
+        """Return the next bytes, so many of them."""
         if size_bytes > MAX_PIECE_BYTES:
             raise CheckFailed(
                 f"{self.path}: {size_bytes} bytes in one piece at byte {self.at}, more than {MAX_PIECE_BYTES}",
@@ -51,11 +51,11 @@ class ExactReader:
             pass
 
     def unpacking(self, size_bytes: int) -> "ExactReader":
-        """A reader of what the next bytes hold, which zstd packed."""
+        """Return a reader of what the next bytes hold, which zstd packed."""
         return ExactReader(self.path, _unpacked(self.read(size_bytes)))
 
     def unpack(self, size_bytes: int) -> "tuple[ExactReader, int]":
-        """A reader of what the next bytes hold, which zstd packed, and its size."""
+        """Return a reader of what the next bytes hold, which zstd packed, and its size."""
         packed, content = self.unpacking(size_bytes), bytearray()
         while (block := packed._take(_BLOCK_BYTES)) and len(content) <= MAX_PIECE_BYTES:
             content += block
@@ -70,7 +70,7 @@ class ExactReader:
                 raise CheckFailed(f"{self.path} is damaged: its {name} does not hold", hint=AGAIN)
 
     def offsets(self, count: int) -> Int64s:
-        """A table of u32 offsets; its count must have been checked against the size of the file."""
+        """Return a table of u32 offsets; its count must have been checked against the size of the file."""
         return np.frombuffer(self.read(4 * count), "<u4").astype(np.int64)
 
     def _blocks(self, size_bytes: int) -> Iterator[bytes]:

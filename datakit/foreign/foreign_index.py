@@ -30,7 +30,7 @@ class ForeignIndex(Fields):
         return cls.parse(path, data)
 
     def file(self, name: str) -> Path:
-        """A file beside the index or in a folder there; a name that leads elsewhere is refused."""
+        """Return a file beside the index or in a folder there; a name that leads elsewhere is refused."""
         text = self.text(name)
         path = PurePosixPath(text)
         if path.is_absolute() or ".." in path.parts or not path.name or "\0" in text:

@@ -40,7 +40,8 @@ Fill = Callable[[Assembly, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What the user says of a conversion: the tokenizer's file and end-of-document token, and what the sources do not
-    tell: "items" (one document a sample), "eod" (one stream, cut after that token) or "auto"; the column; the dtype."""
+    tell: "items" (one document a sample), "eod" (one stream, cut after that token) or "auto"; the column; the dtype.
+    """
 
     tokenizer: str
     eod_token: str = DEFAULT_EOD

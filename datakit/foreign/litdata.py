@@ -104,7 +104,7 @@ def _layout(config: ForeignIndex, choices: Choices, has_dim: bool) -> _Layout:
 
 
 def _leaf_names(config: ForeignIndex, num_leaves: int) -> list[str]:
-    """The keys of items that are flat dictionaries, else the leaves' numbers."""
+    """Return the keys of items that are flat dictionaries, else the leaves' numbers."""
     names: Any = None
     try:
         _, tree = orjson.loads(config.raw.get("data_spec") or "null")
@@ -117,7 +117,7 @@ def _leaf_names(config: ForeignIndex, num_leaves: int) -> list[str]:
 
 
 def _choose_leaf(place: str, names: list[str], formats: list[str], choices: Choices) -> _Leaf:
-    """The leaf named by `choices`, else the only one that may hold tokens."""
+    """Return the leaf named by `choices`, else the only one that may hold tokens."""
     leaves = list(zip(names, formats))
     number = choose_column(place, "leaf", leaves, _fits, choices, kinds="tensors, arrays or bytes", how=_HOW)
     form, _, code = formats[number].partition(":")

@@ -96,7 +96,8 @@ class _Dataset:
 
     def windows(self) -> Iterator[tuple[int, Int64s]]:
         """The first document and the lengths of windows of documents; UserError where one is not one sequence, and
-        CheckFailed where the index contradicts itself."""
+        CheckFailed where the index contradicts itself.
+        """
         index, itemsize = self.shard.index, self.shard.dtype.itemsize
         at_bytes = 0
         for start in range(0, max(index.num_documents, index.num_sequences), _WINDOW_DOCUMENTS):

@@ -39,7 +39,7 @@ def from_mds(sources: Sequence[str | os.PathLike[str]], output: str | os.PathLik
 
 
 def index_of(source: Path) -> Path:
-    """The index.json of a folder, or itself."""
+    """Return the index.json of a folder, or itself."""
     return source if source.name == FILE_NAME else source / FILE_NAME
 
 
@@ -159,7 +159,7 @@ class _MdsFile:
         return tokens, at + len(data) - tokens.nbytes
 
     def _decode(self, number: int, data: bytes) -> Tokens:
-        """The array in a column's bytes: its dtype and shape first where they are not fixed, then its values."""
+        """Return the array in a column's bytes: its dtype and shape first where they are not fixed, then its values."""
         head, column = 0, self.column
         dtype, shape = column.dtype, column.shape
         try:
@@ -184,7 +184,7 @@ class _MdsFile:
 
 
 def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _Column:
-    """The column named by `choices`, else the only one that may hold tokens."""
+    """Return the column named by `choices`, else the only one that may hold tokens."""
     place = f"{shard.path}: {shard.place.rstrip('.')}"
     columns = list(zip(names, encodings))
     number = choose_column(place, "column", columns, _fits, choices, kinds="ndarray or bytes", how=_ANEW)
@@ -196,7 +196,7 @@ def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], 
 
 
 def _fits(encoding: str) -> bool:
-    """Whether a column may hold tokens: raw bytes, or arrays of integers of one or more dimensions."""
+    """Return whether a column may hold tokens: raw bytes, or arrays of integers of one or more dimensions."""
     kind, _, rest = encoding.partition(":")
     dtype, _, shape = rest.partition(":")
     sound = dtype in ("", *TOKEN_DTYPES) and all(dim.isdecimal() and len(dim) < 10 for dim in shape.split(",") if shape)

@@ -16,7 +16,7 @@ def choose_column(
     kinds: str,
     how: str,
 ) -> int:
-    """The number of the column that `choices` names, else of the only one that may hold tokens by its encoding.
+    """Return the number of the column that `choices` names, else of the only one that may hold tokens by its encoding.
 
     `columns` are names and encodings, `kinds` the encodings that will do, `how` the hint where none does. UserError
     says at which `place` there is no such column, and what there is.
@@ -44,7 +44,7 @@ def choose_column(
 
 
 def require_dtype(what: str, found: str, choices: Choices, *, is_raw: bool) -> None:
-    """UserError where raw bytes lack a dtype in `choices`, or where it is not the one that was `found`."""
+    """Raise UserError if raw bytes lack a dtype in `choices`, or where it is not the one that was `found`."""
     if is_raw and choices.dtype is None:
         raise UserError(
             f"{what} is raw bytes, which do not tell the tokens' dtype",

@@ -83,7 +83,10 @@ class ItemEncoder:
         self._output.write(record_key(item), orjson.dumps(record))
 
     def _encode(self, part: FileSlice, batch: Documents, skipped: Counter[str]) -> tuple[Documents, Encoded]:
-        """The documents and their ids; one on which the tokenizer gives up leaves the batch where invalid ones may."""
+        """Return the documents and their ids.
+
+        One on which the tokenizer gives up leaves the batch where invalid ones may.
+        """
         while True:
             try:
                 return batch, self._encoder.encode_batch(batch.texts)
@@ -95,7 +98,7 @@ class ItemEncoder:
                 batch = batch[: fault.number] + batch[fault.number + 1 :]
 
     def _shares(self, batch: Documents, encoded: Encoded) -> Iterator[tuple[str, Documents, Encoded]]:
-        """What of a batch goes to each store."""
+        """Yield what of a batch goes to each store."""
         if self._recipe.split is None:
             yield WHOLE, batch, encoded
             return
@@ -167,6 +170,6 @@ def _batches(runs: Iterable[Documents]) -> Iterator[Documents]:
 
 
 def _room(documents: Documents) -> int:
-    """How many of the next documents belong into one batch: at least one."""
+    """Return how many of the next documents belong into one batch: at least one."""
     ends = np.cumsum([len(text) for text in documents.texts[:_BATCH_DOCUMENTS]])
     return max(1, int(np.searchsorted(ends, _BATCH_CHARACTERS, side="right")))

@@ -48,7 +48,10 @@ class Meter:
         return self._read / max(sum(self._sizes.values()), 1)
 
     def line(self) -> str:
-        """How far the items are; speeds until all are sealed, as then the summary of the whole job says its speed."""
+        """Return how far the items are.
+
+        Speeds until all are sealed, as then the summary of the whole job says its speed.
+        """
         elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
         megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
         line = f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB"

@@ -90,7 +90,7 @@ class RayPool:
         self._starting[actor.is_placed.remote()] = actor
 
     def _placed(self, told: Any, task: Task) -> list[Any]:
-        """The actor that told so; none, but another one on its way, where it died of it."""
+        """Return the actor that told so; none, but another one on its way, where it died of it."""
         actor = self._starting.pop(told)
         try:
             self._ray.get(told)

@@ -58,13 +58,16 @@ class Recipe:
         return (WHOLE,) if self.split is None else (TRAIN, VALID)
 
     def part_of(self, text: str) -> str:
-        """The store that a document goes to: its hash against the fraction, so equal texts go together."""
+        """Return the store that a document goes to: its hash against the fraction, so equal texts go together."""
         if self.split is None:
             return WHOLE
         return TRAIN if xxhash.xxh3_64_intdigest(text.encode()) < self.split[0] * 2**64 else VALID
 
     def settings(self, part: str) -> dict[str, Any]:
-        """What a store's manifest says of its making, paths and machine left out; of options, only what is on."""
+        """Return what a store's manifest says of its making, paths and machine left out.
+
+        Of options, only what is on.
+        """
         options = {
             "skip_invalid": self.skip_invalid,
             "skip_empty": self.skip_empty,

@@ -38,7 +38,7 @@ class Task:
     terms: Terms = NO_TERMS
 
     def sealer(self) -> Sealer:
-        """What seals the run's items, in the process that calls this."""
+        """Return what seals the run's items, in the process that calls this."""
         output = Output(self.output)
         if self.backend == HASH:
             return ItemHasher(output, self.recipe.rules)
@@ -46,12 +46,12 @@ class Task:
         return ItemEncoder(output, self.recipe, encoder, self.identity)
 
     def to_line(self) -> bytes:
-        """The task as one line of JSON."""
+        """Return the task as one line of JSON."""
         return orjson.dumps(self) + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "Task":
-        """The task of such a line."""
+        """Return the task of such a line."""
         raw = orjson.loads(line)
         split, tags = raw["recipe"]["split"], raw["recipe"]["tags"]
         recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split), "tags": tuple(Tag(**tag) for tag in tags)})

@@ -109,7 +109,7 @@ class _Worker:
         return item is not None
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived; raises the worker's error, or what its death is to the user."""
+        """Return the messages that have arrived; raises the worker's error, or what its death is to the user."""
         data = os.read(self.answers.fileno(), 1 << 16)
         if not data:
             raise self._death()

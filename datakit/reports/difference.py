@@ -41,7 +41,7 @@ class Difference:
 
 
 def find_difference(left: TokenStore, right: TokenStore) -> Difference | None:
-    """The first difference of two stores, None where they hold the same documents."""
+    """Return the first difference of two stores, None where they hold the same documents."""
     streams = _Stream(left), _Stream(right)
     try:
         document = _first_unequal_document(*streams)
@@ -72,7 +72,7 @@ def _first_unequal_document(left: "_Stream", right: "_Stream") -> int | None:
 
 
 def _first_unequal_token(left: "_Stream", right: "_Stream", start: int, stop: int) -> int | None:
-    """The address of the first token in [start, stop) that differs, None where none does."""
+    """Return the address of the first token in [start, stop) that differs, None where none does."""
     first, second = left.tokens(start, stop), right.tokens(start, stop)
     unequal = first != second
     return start + int(np.argmax(unequal)) if unequal.any() else None
@@ -103,7 +103,10 @@ class _Stream:
         self._file: BinaryIO | None = None
 
     def lengths(self, document: int, token: int) -> Int64s:
-        """The lengths of documents from this one on, which begins at this token: a window, or what the shard has."""
+        """Return the lengths of documents from this one on, which begins at this token.
+
+        A window, or what the shard has.
+        """
         number = bisect_right(self.store.document_starts, document) - 1
         if number != self._number:
             self._open(number)
@@ -116,7 +119,7 @@ class _Stream:
         return lengths
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """The tokens at addresses [start, stop), which lie in the open shard."""
+        """Return the tokens at addresses [start, stop), which lie in the open shard."""
         assert self._file is not None, "lengths opens the shard"
         dtype = self._index.dtype
         with reading(Path(self._file.name)):

@@ -36,7 +36,7 @@ class Excerpt:
     parts: tuple[Part, ...]
 
     def part_tokens(self) -> Iterator[tuple[Part, Tokens]]:
-        """Each part with its tokens."""
+        """Yield each part with its tokens."""
         at = 0
         for part in self.parts:
             yield part, self.tokens[at : at + part.num_tokens]
@@ -44,7 +44,7 @@ class Excerpt:
 
 
 def document_excerpt(store: TokenStore, number: int) -> Excerpt:
-    """One document; UserError where the store has none of this number."""
+    """Return one document; UserError where the store has none of this number."""
     if not 0 <= number < store.num_documents:
         raise UserError(
             f"there is no document {number}: {store.path} has {store.num_documents} documents, counted from 0",
@@ -55,7 +55,10 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
 
 
 def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
-    """One sample in the store's own order: tokens [K L, K L + L]; UserError where there is none of this number."""
+    """Return one sample in the store's own order.
+
+    Tokens [K L, K L + L]; UserError where there is none of this number.
+    """
     if seq_length < 1:
         raise UserError(f"a sequence length of {seq_length} tokens", hint="--seq-length 4096")
     num_samples = max(store.num_tokens - 1, 0) // seq_length
@@ -71,7 +74,7 @@ def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
 
 
 def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
-    """The tokenizer of a file, UserError where it is not the one that made the store."""
+    """Return the tokenizer of a file, UserError where it is not the one that made the store."""
     tokenizer, made_with = open_tokenizer(path), store.manifest.tokenizer
     if tokenizer.fingerprint != made_with.fingerprint:
         recorded = f"one of fingerprint {made_with.fingerprint}" if made_with.fingerprint else "one that is not known"
@@ -84,7 +87,8 @@ def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
 
 def pieces(tokenizer: Tokenizer, ids: Tokens) -> list[str]:
     """The text of each token, so that all of them joined are the text of all; a character that is split over several
-    tokens is given whole, at the last of them. One piece where a decoder's text cannot be told apart by token."""
+    tokens is given whole, at the last of them. One piece where a decoder's text cannot be told apart by token.
+    """
     whole = tokenizer.decode(ids)
     found: list[str] = []
     before = start = 0  # ids[before:start] are the tokens of the last piece: a decoder may need them to place a space

@@ -21,7 +21,7 @@ svg { max-width: 100%; height: auto } td:first-child { overflow-wrap: anywhere }
 
 
 def require_plots() -> None:
-    """UserError where plots cannot be drawn here."""
+    """Raise UserError if plots cannot be drawn here."""
     require("matplotlib", "a report")
 
 
@@ -35,7 +35,7 @@ def write_report(statistics: Statistics, path: str | os.PathLike[str]) -> None:
 
 
 def render_report(statistics: Statistics) -> str:
-    """The report's HTML."""
+    """Return the report's HTML."""
     buckets = [bucket for bucket in statistics.histogram if bucket.num_documents]
     ranges = [_range(bucket.min_length, bucket.max_length) for bucket in statistics.histogram]
     sources = [(source.path or "no source", source.num_documents, source.num_tokens) for source in statistics.sources]
@@ -77,7 +77,7 @@ def render_report(statistics: Statistics) -> str:
 
 
 def _tags(statistics: Statistics) -> list[str]:
-    """The part on tags, where there are any."""
+    """Return the part on tags, where there are any."""
     rows = [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in statistics.tags]
     return ["<h2>Tokens by tag</h2>", _table(["tag", "documents", "tokens"], rows)] if rows else []
 
@@ -91,7 +91,7 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[str | int]]) -> str:
 
 
 def _bars(title: str, names: Sequence[str], values: Sequence[int], *, lying: bool = False) -> str:
-    """One bar chart as an SVG element, the same bytes for the same values."""
+    """Return one bar chart as an SVG element, the same bytes for the same values."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

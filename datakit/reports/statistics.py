@@ -99,7 +99,7 @@ class Statistics:
 
 
 def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
-    """The statistics of these stores, together; damage that shows in an index is a CheckFailed."""
+    """Return the statistics of these stores, together; damage that shows in an index is a CheckFailed."""
     stores = [TokenStore.open(path) for path in paths]
     lengths, sources = _LengthCounts(), _SourceCounts()
     for store in stores:
@@ -153,7 +153,7 @@ class _LengthCounts:
         self._beyond.update(lengths[~is_short].tolist())
 
     def order(self) -> Lengths | None:
-        """The order statistics, None where there is no document."""
+        """Return the order statistics, None where there is no document."""
         lengths, counts = self._columns()
         if not len(lengths):
             return None
@@ -177,7 +177,7 @@ class _LengthCounts:
             yield Bucket(low, high, int(counts[first:last].sum()), num_tokens)
 
     def _columns(self) -> tuple[Int64s, Int64s]:
-        """The lengths that occur, ascending, and how often each does."""
+        """Return the lengths that occur, ascending, and how often each does."""
         short, beyond = np.flatnonzero(self.table), sorted(self._beyond)
         lengths = np.concatenate([short, np.array(beyond, np.int64)])
         counts = np.concatenate([self.table[short], np.array([self._beyond[length] for length in beyond], np.int64)])
@@ -209,7 +209,7 @@ class _SourceCounts:
             self._tag_tokens[tags[number]] += num_tokens
 
     def ranked(self) -> tuple[tuple[SourceCounts, ...], OtherSources]:
-        """The sources of most tokens, the first by name among equals, and the sum of the others."""
+        """Return the sources of most tokens, the first by name among equals, and the sum of the others."""
         order = sorted(self._tokens, key=lambda path: (-self._tokens[path], path))
         named = tuple(
             SourceCounts(path, self._documents[path], self._tokens[path]) for path in order[:MAX_NAMED_SOURCES]
@@ -222,7 +222,7 @@ class _SourceCounts:
         return named, others
 
     def tags(self) -> tuple[TagCounts, ...]:
-        """The tags of most tokens first, the first by name among equals; what has none last."""
+        """Return the tags of most tokens first, the first by name among equals; what has none last."""
         names = sorted(filter(None, self._tag_tokens), key=lambda name: (-self._tag_tokens[name], name))
         every = [*names, *([None] if names and None in self._tag_tokens else [])]
         return tuple(TagCounts(name, self._tag_documents[name], self._tag_tokens[name]) for name in every)

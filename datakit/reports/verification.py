@@ -46,7 +46,8 @@ class Fault:
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
     """All faults of a store or archive, in a folder or at a URL, none for a sound one; CheckFailed where its manifest
-    is damaged."""
+    is damaged.
+    """
     if not is_plain_folder(os.fspath(path)):
         source = StoreSource.open(os.fspath(path))
         with _threads() as pool:
@@ -65,7 +66,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
 
 
 def _record_faults(storage: Storage) -> Iterator[Fault]:
-    """What stands beside the JSON object of a record, which no checksum covers."""
+    """Yield what stands beside the JSON object of a record, which no checksum covers."""
     for name in (FILE_NAME, ARCHIVE_NAME):
         content = storage.read(name) if storage.info(name) else b"\n"
         expected = content.strip() + b"\n"
@@ -111,7 +112,10 @@ class _Largest:
 
 
 def _file_fault(file: Path, digest: FileDigest, largest: _Largest | None) -> str | None:
-    """What is wrong with the bytes of a file, None if nothing; in that pass the tokens of a `.bin` are looked at."""
+    """Return what is wrong with the bytes of a file, None if nothing.
+
+    In that pass the tokens of a `.bin` are looked at.
+    """
     with reading(file):
         try:
             size_bytes = file.stat().st_size
@@ -129,7 +133,7 @@ def _file_fault(file: Path, digest: FileDigest, largest: _Largest | None) -> str
 
 
 def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix: str) -> list[int]:
-    """The documents of a shard that lie in damaged bytes of one of its files; none where that cannot be told."""
+    """Return the documents of a shard that lie in damaged bytes of one of its files; none where that cannot be told."""
     try:
         if suffix == ".idx":
             return _damaged_in_index(ShardIndex(store.path / f"{entry.name}.idx"), entry)
@@ -144,7 +148,7 @@ def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix
 
 
 def _damaged_in_index(index: ShardIndex, entry: ShardEntry) -> list[int]:
-    """The documents whose entries disagree with the rest of an index."""
+    """Return the documents whose entries disagree with the rest of an index."""
     if not index.num_sequences == index.num_documents == entry.num_documents:
         return []
     size_bytes = index.lengths.astype(np.int64) * (entry.bin.size_bytes // max(entry.num_tokens, 1))
@@ -159,7 +163,7 @@ def _damaged_in_index(index: ShardIndex, entry: ShardEntry) -> list[int]:
 
 
 def _content_faults(store: TokenStore, number: int, entry: ShardEntry, largest: int) -> Iterator[Fault]:
-    """Whether files with sound checksums also fit each other and the vocabulary."""
+    """Yield whether files with sound checksums also fit each other and the vocabulary."""
     try:
         shard = store.shard(number)
         store.origins(number)
@@ -176,7 +180,7 @@ def _content_faults(store: TokenStore, number: int, entry: ShardEntry, largest: 
 
 
 def _source_fault(source: StoreSource, file: SourceFile) -> Fault | None:
-    """What is wrong with a file that is streamed; of a damaged compressed one, all damaged frames."""
+    """Return what is wrong with a file that is streamed; of a damaged compressed one, all damaged frames."""
     place = source.place_of(file)
     try:
         for _ in source.blocks(file):
@@ -192,7 +196,7 @@ def _source_fault(source: StoreSource, file: SourceFile) -> Fault | None:
 
 
 def _damaged_frames(source: StoreSource, file: SourceFile) -> list[int]:
-    """The damaged frames of a compressed file, none where even its table is damaged."""
+    """Return the damaged frames of a compressed file, none where even its table is damaged."""
     damaged = []
     try:
         reader = source.open_packed(file)

@@ -32,7 +32,8 @@ class Assembly:
 
     def place(self, source: Path, name: str, digest: FileDigest) -> None:
         """Give the output a file of these bytes; one that an earlier run placed is kept. A copy is checked against its
-        digest, a link by its size alone."""
+        digest, a link by its size alone.
+        """
         if self.has(name, digest):
             return
         target = self.output / name

@@ -23,55 +23,55 @@ class Fields:
 
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> Self:
-        """The object that these bytes of a file are."""
+        """Return the object that these bytes of a file are."""
         try:
             return cls(path, orjson.loads(data))
         except orjson.JSONDecodeError as error:
             raise CheckFailed(f"{path} is damaged: {error}", hint=cls.hint) from None
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.raw.get(name)
         if not isinstance(value, str):
             raise self._unexpected(name, "a string")
         return value
 
     def number(self, name: str) -> int:
-        """A whole number from 0 that fits into 63 bits."""
+        """Return a whole number from 0 that fits into 63 bits."""
         value = self.raw.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
             raise self._unexpected(name, "a number from 0")
         return value
 
     def values(self, name: str) -> list[Any]:
-        """A list of anything."""
+        """Return a list of anything."""
         value = self.raw.get(name)
         if not isinstance(value, list):
             raise self._unexpected(name, "a list")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of strings."""
+        """Return a list of strings."""
         found = self.values(name)
         if not all(isinstance(value, str) for value in found):
             raise self.fault(f"{self.place}{name} is no list of strings")
         return found
 
     def table(self, name: str) -> Self:
-        """An object inside."""
+        """Return an object inside."""
         return type(self)(self.path, self.raw.get(name), f"{self.place}{name}.")
 
     def tables(self, name: str) -> list[Self]:
-        """A list of objects inside."""
+        """Return a list of objects inside."""
         return [type(self)(self.path, raw, f"{self.place}{name}[{i}].") for i, raw in enumerate(self.values(name))]
 
     def counts(self, name: str) -> dict[str, int]:
-        """A table of numbers, empty where it is left out."""
+        """Return a table of numbers, empty where it is left out."""
         table = self.table(name) if name in self.raw else None
         return {key: table.number(key) for key in table.raw} if table else {}
 
     def fault(self, what: str) -> CheckFailed:
-        """A fault of the file."""
+        """Return a fault of the file."""
         return CheckFailed(f"{self.path}: {what}", hint=self.hint)
 
     def _unexpected(self, name: str, expected: str) -> CheckFailed:

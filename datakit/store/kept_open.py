@@ -54,7 +54,7 @@ class KeptOpen(Generic[Value]):
         self._values: dict[int, Value] = {}
 
     def get(self, number: int, open_value: Callable[[int], Value]) -> Value:
-        """The value of a shard, opened if it is not kept.
+        """Return the value of a shard, opened if it is not kept.
 
         If the address space is full, for instance by `ulimit -v`, what is kept makes room for it.
         """

@@ -167,7 +167,8 @@ def _fault(message: str) -> CheckFailed:
 
 def content_checksum(content: dict[str, Any]) -> str | None:
     """XXH3-64 of a JSON object as compact JSON with sorted keys, without its checksum field; None for an object that
-    is nested deeper than any that was written."""
+    is nested deeper than any that was written.
+    """
     rest = {key: value for key, value in content.items() if key != "checksum"}
     try:
         return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))

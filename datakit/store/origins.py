@@ -87,7 +87,7 @@ class Origins:
         return Origin(sources[source], int(self.offsets[number]), self.first_line + int(self.lines[number]) + 1)
 
     def holds(self, number: int, tokens: bytes) -> bool:
-        """Whether a document's tokens and origin are those that were written."""
+        """Return whether a document's tokens and origin are those that were written."""
         row = int(self.offsets[number]), int(self.source_numbers[number]), int(self.lines[number])
         return int(self.checks[number]) == document_check(tokens, *row)
 
@@ -114,7 +114,7 @@ class OriginsWriter:
         self._checks.extend(_document_checks(tokens, sizes, offsets, source, lines))
 
     def encode(self) -> bytes:
-        """The content of the `.origin` file."""
+        """Return the content of the `.origin` file."""
         columns = [
             np.frombuffer(column, column.typecode).astype(kind).tobytes()
             for column, kind in (
@@ -125,21 +125,21 @@ class OriginsWriter:
 
 
 def origins_head(num_documents: int, sources: list[str]) -> bytes:
-    """The beginning of an `.origin` file: its header and the table of sources."""
+    """Return the beginning of an `.origin` file: its header and the table of sources."""
     table = orjson.dumps(sources)
     table += b" " * (-len(table) % 8)
     return HEADER.pack(MAGIC, VERSION, 0, num_documents, len(table)) + table
 
 
 def document_check(tokens: bytes, offset_bytes: int, source: int, line: int) -> int:
-    """The low 32 bits of XXH3-64 over a document's origin (offset u64, source u32, line u32) and its tokens."""
+    """Return the low 32 bits of XXH3-64 over a document's origin (offset u64, source u32, line u32) and its tokens."""
     return xxhash.xxh3_64_intdigest(_ROW.pack(offset_bytes, source, line) + tokens) & 0xFFFFFFFF
 
 
 def _document_checks(
     tokens: bytes, sizes: Sequence[int], offsets: Sequence[int], source: int, lines: Sequence[int]
 ) -> list[int]:
-    """The checks of documents of one source, in half the time that they take one by one."""
+    """Return the checks of documents of one source, in half the time that they take one by one."""
     table = np.empty(len(offsets), _ROWS)
     table["f0"], table["f1"], table["f2"] = offsets, source, lines
     rows, ends, digest = table.view(f"V{_ROWS.itemsize}").tolist(), accumulate(sizes), xxhash.xxh3_64_intdigest

@@ -80,7 +80,7 @@ class TokenShard:
         return len(self.tokens)
 
     def document(self, number: int) -> Tokens:
-        """The tokens of one document, 0 <= number < num_documents."""
+        """Return the tokens of one document, 0 <= number < num_documents."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self.idx_path}")
         first, last = (int(boundary) for boundary in self.index.document_index[number : number + 2])
@@ -155,7 +155,7 @@ class ShardWriter:
 
 
 def encode_index(lengths: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> bytes:
-    """The `.idx` file of documents of these lengths, one sequence each."""
+    """Return the `.idx` file of documents of these lengths, one sequence each."""
     boundaries = np.arange(len(lengths) + 1, dtype="<i8")
     ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
     pointers = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
@@ -175,7 +175,8 @@ def map_file(path: Path) -> memoryview:
 
 class _Mapping:
     """A file's bytes in memory. An `mmap.mmap` would keep a descriptor, and a store has more shards than a process
-    may open files."""
+    may open files.
+    """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         address = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)

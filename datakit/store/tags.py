@@ -30,14 +30,17 @@ class Tag:
 
     @classmethod
     def parse(cls, text: str) -> "Tag":
-        """The tag of `NAME=GLOB`, its pattern in the form that paths of inputs have; ValueError where it is none."""
+        """Return the tag of `NAME=GLOB`, its pattern in the form that paths of inputs have.
+
+        ValueError where it is none.
+        """
         name, _, pattern = text.partition("=")
         if not name or not pattern:
             raise ValueError(f"{text!r} is no tag like code=corpus/code")
         return cls(name, pattern if is_url(pattern) else plain_path(pattern))
 
     def matches(self, path: str) -> bool:
-        """Whether a source file has this tag, where no earlier one matches it."""
+        """Return whether a source file has this tag, where no earlier one matches it."""
         parts = path.split("/")
         reached = {0}  # how many parts of the path what was seen of the pattern may stand for
         for pattern in self.pattern.split("/"):
@@ -51,12 +54,12 @@ class Tag:
 
 
 def tag_of(tags: Iterable[Tag], path: str) -> str | None:
-    """The name of the first tag that matches a path."""
+    """Return the name of the first tag that matches a path."""
     return next((tag.name for tag in tags if tag.matches(path)), None)
 
 
 def require_matches(tags: Sequence[Tag], paths: Sequence[str]) -> None:
-    """UserError where a tag matches none of these paths."""
+    """Raise UserError if a tag matches none of these paths."""
     for tag in tags:
         if not any(map(tag.matches, paths)):
             raise UserError(
@@ -85,12 +88,12 @@ class StoreTags:
         return any(self._tags)
 
     def of(self, shard: int, path: str) -> str | None:
-        """The tag of a source file of a shard, None where it has none."""
+        """Return the tag of a source file of a shard, None where it has none."""
         return tag_of(self._tags[bisect_right(self._ends, shard)], path)
 
 
 def _parts(settings: Any, inherited: tuple[Tag, ...], num_shards: int) -> Iterator[tuple[int, tuple[Tag, ...]]]:
-    """The tags of each run of shards; a merge keeps what its parts share once for all of them."""
+    """Yield the tags of each run of shards; a merge keeps what its parts share once for all of them."""
     tags = tuple(_tag(*pair) for pair in settings["tags"]) if "tags" in settings else inherited
     if "merged" not in settings:
         yield num_shards, tags

@@ -22,7 +22,7 @@ MAX_SHARD_BYTES = 1 << 30
 
 
 def store_dtype(vocab_size: int) -> str:
-    """The dtype of a store's tokens: uint16 for vocabularies below 65,500, as in Megatron, else int32."""
+    """Return the dtype of a store's tokens: uint16 for vocabularies below 65,500, as in Megatron, else int32."""
     return "uint16" if vocab_size < MAX_UINT16_VOCAB else "int32"
 
 
@@ -40,7 +40,7 @@ class StoreShardWriter:
         return self.room([0]) == 0
 
     def room(self, lengths: Sequence[int]) -> int:
-        """How many of the next documents, of these many tokens each, belong into this shard."""
+        """Return how many of the next documents, of these many tokens each, belong into this shard."""
         shard = self._tokens
         sizes_before = (shard.num_tokens + np.cumsum(lengths) - lengths) * shard.dtype.itemsize
         return min(int(np.count_nonzero(sizes_before < MAX_SHARD_BYTES)), MAX_SHARD_DOCUMENTS - shard.num_documents)

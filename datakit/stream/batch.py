@@ -29,7 +29,7 @@ class HostBatch:
 
     @classmethod
     def allocate(cls, num_rows: int, seq_length: int) -> "HostBatch":
-        """An uninitialised batch of shape [num_rows, seq_length]."""
+        """Return an uninitialised batch of shape [num_rows, seq_length]."""
         shape = num_rows, seq_length
         size = num_rows * seq_length
         buffer = np.empty(size * BYTES_A_TOKEN, np.uint8)
@@ -37,6 +37,6 @@ class HostBatch:
         return cls(buffer, tokens, labels, positions, np.ndarray(shape, np.float32, buffer, 24 * size))
 
     def reshaped(self, *shape: int, first_sample: int, epochs: tuple[int, ...] = ()) -> "HostBatch":
-        """The same memory in another shape, with its place in the stream."""
+        """Return the same memory in another shape, with its place in the stream."""
         tokens, labels, positions = [array.reshape(shape) for array in (self.tokens, self.labels, self.positions)]
         return HostBatch(self.buffer, tokens, labels, positions, self.loss_mask.reshape(shape), first_sample, epochs)

@@ -97,7 +97,7 @@ class Blend:
         return xxhash.xxh3_64_hexdigest(orjson.dumps(segments))
 
     def check(self, cursor: Cursor) -> None:
-        """UserError where this stream does not continue the cursor's."""
+        """Raise UserError if this stream does not continue the cursor's."""
         for name in ("seed", "seq_length"):
             if getattr(cursor, name) != getattr(self, name):
                 raise UserError(
@@ -117,14 +117,14 @@ class Blend:
                 )
 
     def counts(self, num_samples: int) -> Int64s:
-        """How many of the stream's first samples come from each store."""
+        """Return how many of the stream's first samples come from each store."""
         if not 0 <= num_samples <= MAX_SAMPLES:
             raise UserError(f"the stream has no first {num_samples} samples, from 0 to 2^62 can be counted")
         number = bisect_right(self._begins, num_samples) - 1
         return self._bases[number] + self._rotations[number].counts(num_samples - self._begins[number])
 
     def epochs(self, num_samples: int) -> tuple[int, ...]:
-        """How many whole epochs of each store the stream's first samples make."""
+        """Return how many whole epochs of each store the stream's first samples make."""
         return tuple((self.counts(num_samples) // self._epoch_samples).tolist())
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
@@ -146,14 +146,14 @@ class Blend:
         return np.array(sources, np.int64), np.array(starts, np.int64)
 
     def batch(self, samples: npt.ArrayLike, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
-        """The given global samples as one batch [samples, seq_length]; UserError where there are none."""
+        """Return the given global samples as one batch [samples, seq_length]; UserError where there are none."""
         pieces = Pieces(self.seq_length)
         for source, start in zip(*self._starts(samples)):
             pieces.add(self.stores[source], start)
         return gather(pieces, mask_eod_loss=mask_eod_loss, reset_positions=reset_positions)
 
     def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
-        """What `addresses` returns, as lists: for single samples, arrays cost more than what they hold."""
+        """Return what `addresses` returns, as lists: for single samples, arrays cost more than what they hold."""
         found, numbers = self.locate(samples)
         sources: list[int] = found.tolist()
         places = []
@@ -163,7 +163,7 @@ class Blend:
         return sources, [element * self.seq_length for element in elements_at(places)]
 
     def _order(self, source: int, epoch: int) -> Permutation:
-        """The order of a store's rows in one epoch of it; the last few are kept."""
+        """Return the order of a store's rows in one epoch of it; the last few are kept."""
         order = self._orders.get((source, epoch))
         if order is None:
             if len(self._orders) >= _MAX_KEPT_ORDERS:
@@ -194,7 +194,7 @@ class Blend:
                     )
 
     def _check_tokenizers(self) -> None:
-        """UserError where two stores name different tokenizers; one made of tokens alone names none."""
+        """Raise UserError if two stores name different tokenizers; one made of tokens alone names none."""
         named = [(store, found) for store in self.stores if (found := store.manifest.tokenizer.fingerprint)]
         for store, fingerprint in named[1:]:
             first, expected = named[0]

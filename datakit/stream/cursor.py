@@ -35,11 +35,11 @@ class Cursor:
 
     @classmethod
     def start(cls, blend: Stream, num_samples: int = 0) -> "Cursor":
-        """The cursor of a blend after its first samples."""
+        """Return the cursor of a blend after its first samples."""
         return cls(num_samples, blend.seed, blend.seq_length, len(blend.segments), blend.digest())
 
     def to_json(self) -> dict[str, int | str]:
-        """A JSON object of less than 1 KB."""
+        """Return a JSON object of less than 1 KB."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod

@@ -72,7 +72,7 @@ def gather(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool
 
 
 def gather_reference(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
-    """What `gather` does, in numpy."""
+    """Return what `gather` does, in numpy."""
     batch = HostBatch.allocate(pieces.num_rows, pieces.seq_length)
     rows: list[list[Tokens]] = [[] for _ in range(pieces.num_rows)]
     for row, shard, start, count in pieces.table:

@@ -68,7 +68,7 @@ class Loader:
         return Cursor.start(self._blend, self._num_samples)
 
     def next_step(self) -> HostBatch:
-        """The next step's rows of this rank, arrays [num_microbatches, micro_batch_size, seq_length]."""
+        """Return the next step's rows of this rank, arrays [num_microbatches, micro_batch_size, seq_length]."""
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
         ahead = self._ahead or self._thread.submit(self._step, self._num_samples)

@@ -35,7 +35,7 @@ class Permutation:
 
 
 def elements_at(places: Sequence[tuple[Permutation, int]]) -> list[int]:
-    """The element at each of these positions of permutations."""
+    """Return the element at each of these positions of permutations."""
     table, elements = array("q"), array("q", bytes(8 * len(places)))
     for order, position in places:
         assert 0 <= position < order.size, "positions are below the size"

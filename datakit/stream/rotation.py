@@ -48,7 +48,7 @@ class Rotation:
         return table[1], table[2]
 
     def counts(self, num_samples: int) -> Int64s:
-        """How many of the first samples come from each source."""
+        """Return how many of the first samples come from each source."""
         below = np.empty(len(self._edges), np.int64)
         stream_library().dk_rotation_counts(
             self._theta, self._edges_address, len(below), num_samples, address_of(below)

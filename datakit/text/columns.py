@@ -33,13 +33,13 @@ def read_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[bytes]]
 
 
 def rows_before(part: FileSlice, names: Sequence[str]) -> int:
-    """The number of rows of the file that come before a slice."""
+    """Return the number of rows of the file that come before a slice."""
     before = FileSlice(part.file, 0, part.start)
     return sum(len(columns[0]) for columns in _columns(before, names)) if part.start else 0
 
 
 def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes | None]]]:
-    """The columns of 64 rows after 64 rows; what pyarrow raises is told in our words."""
+    """Yield the columns of 64 rows after 64 rows; what pyarrow raises is told in our words."""
     from pyarrow import ArrowException
 
     path = part.file.path
@@ -56,7 +56,7 @@ def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes 
 
 
 def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
-    """The row groups that begin in the slice, if all rows of the file were equally large."""
+    """Yield the row groups that begin in the slice, if all rows of the file were equally large."""
     from pyarrow.parquet import ParquetFile
 
     remote = is_url(part.file.path)
@@ -84,7 +84,7 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
 
 
 def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
-    """The record batches of the slice in pieces of 64 rows."""
+    """Yield the record batches of the slice in pieces of 64 rows."""
     import pyarrow
 
     mapped: mmap.mmap | None = None
@@ -100,7 +100,7 @@ def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]
 
 
 def _pieces(batches: Iterator[tuple[list[Path], Any]], mapped: mmap.mmap | None) -> Iterator[list[Any]]:
-    """Columns of 64 rows; of a mapped file, the pages that were read are let go of."""
+    """Yield columns of 64 rows; of a mapped file, the pages that were read are let go of."""
     num_bytes = 0
     for paths, batch in batches:
         columns = [_as_bytes(_column(batch, path)) for path in paths]
@@ -114,8 +114,9 @@ def _pieces(batches: Iterator[tuple[list[Path], Any]], mapped: mmap.mmap | None)
 
 
 def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[tuple[list[Path], Any]]:
-    """The record batches that begin in the slice, with the paths in them; those of a file with an index count as
-    equally large."""
+    """Yield the record batches that begin in the slice, with the paths in them; those of a file with an index count as
+    equally large.
+    """
     from pyarrow import ipc
 
     if source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC:
@@ -143,7 +144,7 @@ def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Itera
 
 
 def _column(batch: Any, path: Path) -> Any:
-    """The column of a batch that a path leads to; null where what it lies in is null."""
+    """Return the column of a batch that a path leads to; null where what it lies in is null."""
     column = batch.column(path[0])
     for name in path[1:]:
         column = column.flatten()[column.type.get_field_index(name)]
@@ -151,7 +152,10 @@ def _column(batch: Any, path: Path) -> Any:
 
 
 def _as_bytes(column: Any) -> Any:
-    """A column as bytes, its offsets checked (damage would be a crash), its UTF-8 not: that is a matter of a row."""
+    """Return a column as bytes, its offsets checked (damage would be a crash), its UTF-8 not.
+
+    That is a matter of a row.
+    """
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
@@ -199,21 +203,21 @@ def _type_of(fields: dict[str, Any], path: Path) -> Any:
 
 
 def _text_paths(fields: dict[str, Any]) -> Iterator[Path]:
-    """The paths to all texts, those that lie right in the table first."""
+    """Yield the paths to all texts, those that lie right in the table first."""
     yield from ((name,) for name, kind in fields.items() if _is_text(kind))
     for name, kind in fields.items():
         yield from ((name, *path) for path in _text_paths(_fields_of(kind)))
 
 
 def _fields_of(kind: Any) -> dict[str, Any]:
-    """The fields of a struct by name, none of another type."""
+    """Return the fields of a struct by name, none of another type."""
     from pyarrow import types
 
     return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a type is text or bytes, also where each distinct text is stored once."""
+    """Return whether a type is text or bytes, also where each distinct text is stored once."""
     from pyarrow import types
 
     return str(kind.value_type if types.is_dictionary(kind) else kind) in _TEXT_TYPES

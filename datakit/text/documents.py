@@ -130,7 +130,10 @@ class DocumentReader:
         self._finish()
 
     def _read_at_once(self, offset: int, lines: bytes) -> Documents | None:
-        """The documents of whole lines, in half the time that single lines take; None if any line is not plain."""
+        """Return the documents of whole lines, in half the time that single lines take.
+
+        None if any line is not plain.
+        """
         texts = self._json.find_all(lines)
         if texts is None:
             return None
@@ -162,7 +165,7 @@ class DocumentReader:
         yield Documents.of(run)
 
     def _documents(self, contents: Iterable[tuple[int, bytes]]) -> Iterator[Document]:
-        """The documents one by one."""
+        """Yield the documents one by one."""
         find_text, is_json = self._json.find, self._part.file.kind == "jsonl"
         mark = "" if self._part.file.kind in COLUMN_KINDS.values() else BOM
         ends = b"\r\n" if self._is_text_lines() else b""
@@ -199,7 +202,7 @@ class DocumentReader:
         return self._part.file.kind == "txt" and self._rules.txt_split == "line"
 
     def _whole_text(self) -> bytes:
-        """The content of a text file that is one document."""
+        """Return the content of a text file that is one document."""
         size_bytes = self._part.stop - self._part.start
         if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             raise self._too_large(size_bytes)
@@ -224,7 +227,7 @@ class DocumentReader:
         return None
 
     def _placed(self, fault: Fault, offset: int, line: int, content: bytes) -> UserError:
-        """A fault with its place; what comes before the slice is counted only now, when one is named."""
+        """Return a fault with its place; what comes before the slice is counted only now, when one is named."""
         part, message, hint = self._part, fault.message, fault.hint
         if not is_lines(part.file.kind):
             row = rows_before(part, self._keys) + line + 1

@@ -46,12 +46,12 @@ def matches_of(pattern: str) -> list[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name, or a part of a path, begins with a point."""
+    """Return whether a name, or a part of a path, begins with a point."""
     return name.startswith(".") or "/." in name
 
 
 def is_through_link(path: str) -> bool:
-    """Whether a link is on the way of a path, or is the path itself."""
+    """Return whether a link is on the way of a path, or is the path itself."""
     return os.path.realpath(path) != os.path.abspath(path)
 
 
@@ -114,7 +114,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder or a link to one; a link that leads nowhere or to itself is not."""
+    """Return whether an entry is a folder or a link to one; a link that leads nowhere or to itself is not."""
     try:
         return entry.is_dir()
     except OSError:

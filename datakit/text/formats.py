@@ -25,7 +25,7 @@ def format_of(name: str) -> tuple[str, str] | None:
 
 
 def is_lines(kind: str) -> bool:
-    """Whether files of a kind are text of lines, not tables of columns."""
+    """Return whether files of a kind are text of lines, not tables of columns."""
     return kind in LINE_KINDS.values()
 
 

@@ -63,13 +63,13 @@ class InputFile:
             return file.read(stop - start)
 
     def differs_from(self, other: "InputFile") -> bool:
-        """Whether size, ETag or time of change differ; what one of the two does not know does not count."""
+        """Return whether size, ETag or time of change differ; what one of the two does not know does not count."""
         if self.size_bytes != other.size_bytes or (self.etag and other.etag):
             return (self.size_bytes, self.etag) != (other.size_bytes, other.etag)
         return 0 not in (self.modified_ns, other.modified_ns) and self.modified_ns != other.modified_ns
 
     def require_unchanged(self) -> None:
-        """UserError if the file is no longer the one that was found."""
+        """Raise UserError if the file is no longer the one that was found."""
         if self.spooled:
             return
         if is_url(self.path):

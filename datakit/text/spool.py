@@ -67,7 +67,10 @@ class Spool:
 
 
 def is_pipe(path: str) -> bool:
-    """Whether a path names standard input, a pipe, or a device: what can be read once, and from the begin only."""
+    """Return whether a path names standard input, a pipe, or a device.
+
+    What can be read once, and from the begin only.
+    """
     if path == STANDARD_INPUT:
         return True
     try:

@@ -27,7 +27,7 @@ _NEWER = (
 
 
 def is_doubtful(text: str) -> bool:
-    """Whether a text holds such a character, or one that is assigned in no Unicode that Python knows."""
+    """Return whether a text holds such a character, or one that is assigned in no Unicode that Python knows."""
     if text.isascii():
         return False
     table = _table()

@@ -65,13 +65,13 @@ def open_encoder(path: str | os.PathLike[str], backend: str, terms: Terms | None
 
 
 def require_backend(asked: str, path: str, reference: Tokenizer) -> None:
-    """UserError where a backend cannot read a tokenizer file for its kind alone."""
+    """Raise UserError if a backend cannot read a tokenizer file for its kind alone."""
     if asked not in (AUTO, FAST, reference.kind):
         raise UserError(f"{path} is read by {reference.kind}, not by {asked}", hint=f"--tokenizer-backend {AUTO}")
 
 
 def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[str]) -> Choice:
-    """The backend for a tokenizer file: what was asked for, or for "auto" the fastest that passes the probe.
+    """Return the backend for a tokenizer file: what was asked for, or for "auto" the fastest that passes the probe.
 
     `texts` are some of the input's own. UserError where the backend that was asked for reads no such file, or fails.
     """
@@ -126,7 +126,7 @@ def _open_fast(path: str, terms: Terms) -> GigatokenEncoder:
 
 
 def _encode_each(encoder: Encoder | Tokenizer, texts: Sequence[str]) -> list[Ids | None]:
-    """The ids of each text, None where the encoder gives up on one."""
+    """Return the ids of each text, None where the encoder gives up on one."""
     try:
         return list(encoder.encode_batch(texts))
     except TextFault:
@@ -137,7 +137,7 @@ def _encode_each(encoder: Encoder | Tokenizer, texts: Sequence[str]) -> list[Ids
 
 
 def _exceptions(terms: Terms, reference: Tokenizer) -> str:
-    """What is said of the documents that the reference will have."""
+    """Return what is said of the documents that the reference will have."""
     if not terms.doubted and not terms.characters:
         return ""
     names = [token for token in reference.added_tokens() if reference.token_id(token) in terms.doubted]

@@ -104,12 +104,12 @@ class GigatokenEncoder:
         return self._join([self._encode(n, texts[n]) if n in doubted else (ids, True) for n, ids in enumerate(found)])
 
     def _join(self, documents: list[tuple[Ids, bool]]) -> Encoded:
-        """All documents' ids, framed, from each one's bare ids and whether they are the engine's."""
+        """Return all documents' ids, framed, from each one's bare ids and whether they are the engine's."""
         encoded = Encoded.of([ids for ids, _ in documents], sum(not is_engines for _, is_engines in documents))
         return encoded.framed(self._terms.before, self._terms.after)
 
     def _run(self, texts: list[str]) -> Encoded:
-        """What the engine makes of texts, without a frame."""
+        """Return what the engine makes of texts, without a frame."""
         size = sum(map(len, texts))
         if size >= _SHORT_CHARACTERS * len(texts) or not self._engine.takes_batches:
             return Encoded.of([self._engine.encode(text) for text in texts])
@@ -123,21 +123,21 @@ class GigatokenEncoder:
         return Encoded(rows[np.arange(rows.shape[1]) < lengths[:, None]], lengths)
 
     def _numbers_of_doubted(self, texts: list[str], found: Encoded) -> set[int]:
-        """Which documents the reference has to see."""
+        """Return which documents the reference has to see."""
         doubted = self._numbers_of_wrong(texts, found)
         if is_doubtful("".join(texts)):
             doubted.update(number for number, text in enumerate(texts) if is_doubtful(text))
         return doubted
 
     def _numbers_of_wrong(self, texts: list[str], found: Encoded) -> set[int]:
-        """Which documents hold what the terms name."""
+        """Return which documents hold what the terms name."""
         wrong = set(found.holding(self._doubted).tolist()) if self._terms.doubted else set[int]()
         if characters := self._terms.characters:
             wrong.update(n for n, text in enumerate(texts) if any(character in text for character in characters))
         return wrong
 
     def _encode(self, number: int, text: str) -> tuple[Ids, bool]:
-        """The bare ids of one text, the reference's where they are doubted or the engine gives up; and which."""
+        """Return the bare ids of one text, the reference's where they are doubted or the engine gives up; and which."""
         try:
             whole: Ids = self._engine.encode(text)
             if not self._numbers_of_wrong([text], Encoded.of([whole])):
@@ -158,7 +158,8 @@ class GigatokenEncoder:
 
     def _encode_lines(self, text: str, whole: Ids) -> Ids | None:
         """The ids of a doubtful text, only of its doubtful lines by the slow reference; None where lines do not stand
-        apart, which the engine tells: what it gives for the whole text must be what it gives for the lines."""
+        apart, which the engine tells: what it gives for the whole text must be what it gives for the lines.
+        """
         for cut in _CUTS:
             lines = cut.split(text)
             ids: list[Ids] = [self._engine.encode(line) for line in lines]
@@ -174,7 +175,7 @@ class GigatokenEncoder:
             return None
 
     def _encode_surely(self, text: str) -> Ids:
-        """The reference's ids of a text, without the frame."""
+        """Return the reference's ids of a text, without the frame."""
         [ids] = self._open_reference().encode_batch([text])
         return ids[len(self._terms.before) : len(ids) - len(self._terms.after)]
 
@@ -201,12 +202,12 @@ class _Engine:
         )  # for the other, a batch is slower than its texts
 
     def encode(self, text: str) -> Ids:
-        """The ids of one text."""
+        """Return the ids of one text."""
         ids: Ids = self._library.backend.encode(text)
         return ids + np.uint32(self._first_id) if self._first_id else ids
 
     def encode_rows(self, texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """A row of ids for each text, padded to the longest, and how many ids each has; on this thread."""
+        """Return a row of ids for each text, padded to the longest, and how many ids each has; on this thread."""
         rows, lengths = self._library.encode_batch_padded(texts, 0, parallel=False)
         return rows + np.uint32(self._first_id) if self._first_id else rows, lengths
 
@@ -226,7 +227,7 @@ def _open_engine(path: Path) -> _Engine:
 
 
 def _open_tekken(library: Any, file: RankFile) -> _Engine:
-    """The engine over ranks that it takes as a file of its own form, from 0."""
+    """Return the engine over ranks that it takes as a file of its own form, from 0."""
     splitter = _splitter(file.encoding.pattern)
     with tempfile.NamedTemporaryFile(suffix=".tiktoken") as lines:
         lines.writelines(base64.b64encode(token) + b" %d\n" % (id - file.first_id) for token, id in file.ranks.items())
@@ -241,6 +242,6 @@ def _splitter(pattern: str) -> str:
 
 
 def resident_bytes() -> int:
-    """The memory that this process has resident."""
+    """Return the memory that this process has resident."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -25,7 +25,7 @@ PROBE = (
 
 
 def texts_of_tokens(tokens: Sequence[str]) -> Iterator[str]:
-    """Each token by itself, beside text, space and marks, in other letters and cut in two; and where two overlap.
+    """Yield each token by itself, beside text, space and marks, in other letters and cut in two; and where two overlap.
 
     Of more than some thousand tokens, the later ones are only put beside text and space.
     """

@@ -84,7 +84,7 @@ class RankFile:
 
 
 def is_rank_file(path: Path, content: bytes) -> bool:
-    """Whether a file is one of ranks: by its name, or where it is a `.model` by its first line."""
+    """Return whether a file is one of ranks: by its name, or where it is a `.model` by its first line."""
     return path.suffix == SUFFIX or (path.suffix == ".model" and _FIRST_LINE.match(content) is not None)
 
 
@@ -130,7 +130,7 @@ def _read_encoding(path: Path, content: bytes) -> Encoding:
 
 
 def _parse_sidecar(raw: Any) -> Encoding:
-    """The encoding that a sidecar's JSON says; ValueError where it does not."""
+    """Return the encoding that a sidecar's JSON says; ValueError where it does not."""
     if not isinstance(raw, dict) or raw.keys() - {"special_tokens"} != {"pattern"}:
         raise ValueError('it must be an object of "pattern" and "special_tokens"')
     pattern, tokens = raw["pattern"], raw.get("special_tokens", {})

@@ -52,7 +52,7 @@ def read_tekken(path: Path, content: bytes) -> RankFile:
 
 
 def _special_tokens(raw: Any, count: int, version: str) -> dict[str, int]:
-    """The ids of the special tokens by name; those that the file leaves out have names of their number."""
+    """Return the ids of the special tokens by name; those that the file leaves out have names of their number."""
     if raw is None:
         if version not in _WITHOUT_SPECIAL_TOKENS:
             raise ValueError(f'it has no "special_tokens", which version {version} needs')
@@ -73,7 +73,7 @@ def _special_tokens(raw: Any, count: int, version: str) -> dict[str, int]:
 
 
 def _ranks(vocab: list[Any], count: int, first_id: int) -> dict[bytes, int]:
-    """The ids of the first tokens by their bytes."""
+    """Return the ids of the first tokens by their bytes."""
     if len(vocab) < count:
         raise ValueError(f"vocab has {len(vocab)} tokens, {count} are needed")
     ranks: dict[bytes, int] = {}

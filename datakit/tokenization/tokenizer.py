@@ -38,19 +38,22 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, on one thread when TOKENIZERS_PARALLELISM is false."""
+        """Return the ids of each text, on one thread when TOKENIZERS_PARALLELISM is false."""
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids that are put before and after each text."""
+        """Return the ids that are put before and after each text."""
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
     def added_tokens(self) -> list[str]:
-        """The tokens that are no parts of words: found in text before it is cut into words, or by their ids alone."""
+        """Return the tokens that are no parts of words.
+
+        Found in text before it is cut into words, or by their ids alone.
+        """
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token, None where the vocabulary has none of this name."""
+        """Return the id of a token, None where the vocabulary has none of this name."""
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -84,7 +87,7 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool) -> TokenizerIdentity:
-    """The tokenizer's entry in a manifest; UserError where its end-of-document token is missing but required."""
+    """Return the tokenizer's entry in a manifest; UserError where its end-of-document token is missing but required."""
     eod_id = tokenizer.token_id(eod_token)
     if eod_id is None and required:
         own = [token for token in tokenizer.added_tokens() if token]
@@ -255,7 +258,7 @@ def _told(kind: str, number: int, text: str) -> Iterator[None]:
 
 
 def gave_up(error: BaseException) -> bool:
-    """Whether what a library raised is about the text that it was given: an Exception, or a panic of Rust."""
+    """Return whether what a library raised is about the text that it was given: an Exception, or a panic of Rust."""
     is_panic = type(error).__name__ == "PanicException"  # it is no Exception, and no module exports it
     return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
 

@@ -80,13 +80,13 @@ class Storage(Protocol):
         """Size and time of one object, None if it is missing."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose key starts with prefix, sorted by key."""
+        """Return all objects whose key starts with prefix, sorted by key."""
 
     def list_keys(self, prefix: str = "") -> Iterator[str]:
         """The keys that start with prefix, in no order and without a look at each object, so cheaper than `list`."""
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        """Names of the folders immediately in folder `prefix`, sorted, without descending.
+        """Return names of the folders immediately in folder `prefix`, sorted, without descending.
 
         A folder whose objects were all deleted may still be named for a while.
         """
@@ -98,7 +98,7 @@ class Storage(Protocol):
         """Copy one object within this storage."""
 
     def local_path(self, key: str) -> Path | None:
-        """The file behind a key where there is one (C++ reads and writes it directly), else None."""
+        """Return the file behind a key where there is one (C++ reads and writes it directly), else None."""
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
@@ -144,7 +144,7 @@ def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
 
 
 def _folder_of(url: str) -> str:
-    """The folder of a file:// URL, which has no query and no fragment: a "?" or "#" is of the name."""
+    """Return the folder of a file:// URL, which has no query and no fragment: a "?" or "#" is of the name."""
     host, slash, path = url.partition("://")[2].partition("/")
     if host not in ("", "localhost") or not slash:
         meant = Path(host, path).absolute()
@@ -153,12 +153,12 @@ def _folder_of(url: str) -> str:
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:
-    """Whether two storages hold the same objects, as far as URLs and this machine's links and mounts tell."""
+    """Return whether two storages hold the same objects, as far as URLs and this machine's links and mounts tell."""
     return _place_of(one) == _place_of(other)
 
 
 def _place_of(storage: Storage) -> object:
-    """The URL, or of a folder the file behind the part of its path that is there, and the rest of it."""
+    """Return the URL, or of a folder the file behind the part of its path that is there, and the rest of it."""
     path = storage.local_path("any")
     if path is None:
         return storage.url
@@ -169,27 +169,27 @@ def _place_of(storage: Storage) -> object:
 
 
 def check_key(key: str) -> str:
-    """The key, if it is one: relative, normal, no empty, "." or ".." part."""
+    """Return the key, if it is one: relative, normal, no empty, "." or ".." part."""
     assert not any(part in ("", ".", "..") for part in key.split("/")), f"{key!r} is not a storage key"
     return key
 
 
 def buffers_of(data: Buffer | Iterable[Buffer]) -> Iterable[Buffer]:
-    """The buffers to write one after the other: data itself, or what it gives."""
+    """Return the buffers to write one after the other: data itself, or what it gives."""
     return [data] if isinstance(data, bytes | bytearray | memoryview) else data
 
 
 def temporary_name(name: str) -> str:
-    """A hidden name, unique to this write, that `is_temporary` tells and no listing shows."""
+    """Return a hidden name, unique to this write, that `is_temporary` tells and no listing shows."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def written_name(temporary: str) -> str | None:
-    """The name that a file under a `temporary_name` was to get, None for a name that was made otherwise."""
+    """Return the name that a file under a `temporary_name` was to get, None for a name that was made otherwise."""
     match = _TEMPORARY.fullmatch(temporary)
     return match[1] if match else None
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is hidden from listings as those of `temporary_name` are."""
+    """Return whether a file name is hidden from listings as those of `temporary_name` are."""
     return name.startswith(".") and name.endswith(".tmp")

@@ -35,7 +35,7 @@ class Fault:
         assert not unknown, f"{sorted(unknown)} are not operations of a storage"
 
     def strikes(self, request: Request) -> bool:
-        """Whether a request fails; it is counted."""
+        """Return whether a request fails; it is counted."""
         if request.operation not in self.operations or not any(fnmatchcase(key, self.keys) for key in request.keys):
             return False
         if self.after > 0:

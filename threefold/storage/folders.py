@@ -44,7 +44,7 @@ class Folder:
             raise
 
     def refuse_link(self, name: str) -> None:
-        """StorageError where a name in the folder is a link."""
+        """Raise StorageError if a name in the folder is a link."""
         if _is_link(name, self._descriptor):
             raise _link_in_the_way(self.path / name)
 
@@ -82,13 +82,13 @@ class Folder:
 
 
 def local_root(storage: Storage) -> Path | None:
-    """The folder that a storage's keys are below, None where it is no local one."""
+    """Return the folder that a storage's keys are below, None where it is no local one."""
     path = storage.local_path("any")
     return None if path is None else path.parent
 
 
 def linked_folder(storage: Storage, folder: str) -> str | None:
-    """The first link on the way to a folder of a local disk, itself included; None where there is none."""
+    """Return the first link on the way to a folder of a local disk, itself included; None where there is none."""
     root = local_root(storage)
     if root is None:
         return None
@@ -117,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def surviving_races(work: Callable[[], T]) -> T:
-    """What some work gives that makes folders, though others may remove them while they are empty."""
+    """Do some work that makes folders, though others may remove them while they are empty."""
     for _ in range(MAX_RACES - 1):
         with contextlib.suppress(FileNotFoundError):
             return work()
@@ -180,7 +180,7 @@ def _is_link(name: str, descriptor: int) -> bool:
 
 
 def _sync(descriptor: int) -> None:
-    """fsync of a folder that is open as a place alone."""
+    """Fsync of a folder that is open as a place alone."""
     readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=descriptor)
     try:
         os.fsync(readable)

@@ -123,7 +123,7 @@ class LocalStorage:
                 yield from self._walk(f"{key}/", prefix)
 
     def _leads_back(self, link: os.DirEntry[str], folder: Path) -> bool:
-        """Whether a link in a folder leads to one on the way to that folder, or to one above."""
+        """Return whether a link in a folder leads to one on the way to that folder, or to one above."""
         target = os.path.realpath(link.path)
         return any((self.folder / each).resolve().is_relative_to(target) for each in (folder, *folder.parents))
 
@@ -202,7 +202,7 @@ def sync_name(storage: Storage, key: str) -> None:
 
 
 def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
-    """A system error of a local file as a StorageError with a hint that fits its cause."""
+    """Return a system error of a local file as a StorageError with a hint that fits its cause."""
     if isinstance(error, FileNotFoundError) and doing == "read":
         return StorageError(f"{path} does not exist")
     # a failed save removes the folders that it made: a hint names what stays
@@ -232,7 +232,7 @@ def system_failure(error: OSError) -> StorageError:
 
 
 def _hint_for(error: OSError, places: Sequence[Path]) -> str | None:
-    """What to try after a system error in the first of some folders and files that is there."""
+    """Return what to try after a system error in the first of some folders and files that is there."""
     there = next((each for each in places if os.path.exists(each)), Path("/"))
     disk = next(each for each in (there, *there.parents) if os.path.ismount(each))
     return {
@@ -246,7 +246,7 @@ def _hint_for(error: OSError, places: Sequence[Path]) -> str | None:
 
 
 def _temporary_folders() -> list[str]:
-    """The folders that Python's tempfile tries."""
+    """Return the folders that Python's tempfile tries."""
     named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     return [folder for folder in (*named, "/tmp", "/var/tmp", "/usr/tmp") if folder and os.path.isdir(folder)]
 
@@ -257,7 +257,7 @@ def _is_full(folder: str) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """The entries of a folder in the order of their keys, a folder's key ending in "/"."""
+    """Return the entries of a folder in the order of their keys, a folder's key ending in "/"."""
     try:
         with os.scandir(folder) as found:
             entries = [entry for entry in found if not is_temporary(entry.name)]
@@ -269,7 +269,10 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder or a link to one; a link that leads nowhere, or where nobody may look, is not."""
+    """Return whether an entry is a folder or a link to one.
+
+    A link that leads nowhere, or where nobody may look, is not.
+    """
     try:
         return entry.is_dir()
     except OSError:

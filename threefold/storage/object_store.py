@@ -226,7 +226,7 @@ class ObjectStorage:
             raise self._failure(error, doing, key) from shown_cause(error)
 
     def _failure(self, error: Exception, doing: str, key: str) -> StorageError:
-        """What obstore said, in one sentence: its message repeats itself over twenty lines."""
+        """Return what obstore said, in one sentence: its message repeats itself over twenty lines."""
         service, text = self._service, str(error)
         place = f"{self.url}/{key}".rstrip("/")
         code = match[1] if (match := re.search(r"<Code>(\w+)</Code>", text)) else ""
@@ -266,7 +266,7 @@ def part_plan(size_bytes: int | None, write_memory_bytes: int | None) -> tuple[i
 
 
 def _emptying(buffers: list[Buffer]) -> Iterator[Buffer]:
-    """The buffers one after the other, each let go once it was given out."""
+    """Yield the buffers one after the other, each let go once it was given out."""
     buffers.reverse()
     while buffers:
         yield buffers.pop()

@@ -50,7 +50,7 @@ class Service:
 
 
 def open_service(url: str) -> Service:
-    """The service behind a URL of one of OBJECT_STORES; nothing is contacted yet."""
+    """Return the service behind a URL of one of OBJECT_STORES; nothing is contacted yet."""
     with needed_for(url):
         from obstore.exceptions import BaseError
     bucket, path = split_url(url)
@@ -80,17 +80,17 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def request_timeout_s() -> float:
-    """The deadline of one request."""
+    """Return the deadline of one request."""
     return _number("THREEFOLD_STORAGE_TIMEOUT_S", DEFAULT_TIMEOUT_S, least=0.001)
 
 
 def s3_endpoint() -> str | None:
-    """The S3 server that the environment names, None for AWS."""
+    """Return the S3 server that the environment names, None for AWS."""
     return _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def s3_region() -> str:
-    """The region that the environment names."""
+    """Return the region that the environment names."""
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
 
 
@@ -170,7 +170,7 @@ def _client(endpoint: str | None, attempts: int) -> Mapping[str, Any]:
 
 
 def _endpoint(*variables: str) -> str | None:
-    """The URL of a server that the first variable which is set names."""
+    """Return the URL of a server that the first variable which is set names."""
     for variable in variables:
         endpoint = os.environ.get(variable)
         if endpoint:

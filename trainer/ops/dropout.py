@@ -80,7 +80,7 @@ def dropout_reference(
     first_position: int = 0,
     first_feature: int = 0,
 ) -> Tensor:
-    """The same in plain torch, bit for bit."""
+    """Return the same in plain torch, bit for bit."""
     _check(x, p, (seed, step, layer, site, first_sample, first_position, first_feature))
     key0, key1, _, _ = philox4x32([step & MASK, step >> 32, layer, site], seed & MASK, seed >> 32)
     firsts = (first_sample, first_position, first_feature)

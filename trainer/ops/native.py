@@ -43,23 +43,23 @@ _calls: Counter[str] = Counter()
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library with its signatures; UserError says how to build it."""
+    """Return the loaded library with its signatures; UserError says how to build it."""
     native = bind(load_library("trainer"), PROTOTYPES)
     return bind(native, CUDA_PROTOTYPES) if native.op_has_cuda() else native
 
 
 def has_cuda() -> bool:
-    """Whether the library was built with its CUDA kernels."""
+    """Return whether the library was built with its CUDA kernels."""
     return bool(library().op_has_cuda())
 
 
 def simd() -> str:
-    """The instruction set of the CPU kernels: base, avx2 or avx512."""
+    """Return the instruction set of the CPU kernels: base, avx2 or avx512."""
     return SIMD_NAMES[library().op_simd()]
 
 
 def csrc_calls() -> dict[str, int]:
-    """How often each native op was called in this process, by its C name without `op_`; tests assert on it."""
+    """Return how often each native op was called in this process, by its C name without `op_`; tests assert on it."""
     return dict(_calls)
 
 
@@ -82,7 +82,7 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
 
 
 def rmsnorm_partials(x: torch.Tensor, num_rows: int) -> int:
-    """How many rows of scratch memory the RMSNorm backward needs on the tensor's device."""
+    """Return how many rows of scratch memory the RMSNorm backward needs on the tensor's device."""
     if x.device.type == "cpu":
         return int(library().op_rmsnorm_partials(num_rows))
     with torch.cuda.device(x.device):
@@ -90,7 +90,7 @@ def rmsnorm_partials(x: torch.Tensor, num_rows: int) -> int:
 
 
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
-    """The library's code of the tensor's dtype, after checking that it can run on the tensor."""
+    """Return the library's code of the tensor's dtype, after checking that it can run on the tensor."""
     device = tensor.device.type
     if device not in ("cpu", "cuda"):
         raise UserError(f"{op} runs on cpu and cuda, not on {tensor.device}")

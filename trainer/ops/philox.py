@@ -58,7 +58,7 @@ def normal_(
 def normal_reference(
     seed: int, name: str, global_shape: Sequence[int], box_offset: Sequence[int], box_shape: Sequence[int]
 ) -> Tensor:
-    """The same standard normals in plain torch, bit for bit, as float64 on the CPU."""
+    """Return the same standard normals in plain torch, bit for bit, as float64 on the CPU."""
     index = torch.zeros(tuple(box_shape), dtype=torch.int64)
     for dim, (start, size) in enumerate(zip(box_offset, box_shape, strict=True)):
         stride = math.prod(global_shape[dim + 1 :])
@@ -68,7 +68,7 @@ def normal_reference(
 
 
 def tensor_key(seed: int, name: str) -> int:
-    """The 64-bit key of a tensor: the first two words of Philox(counter = blake2b-128(name), key = seed)."""
+    """Return the 64-bit key of a tensor: the first two words of Philox(counter = blake2b-128(name), key = seed)."""
     if not 0 <= seed < 1 << 64:
         raise UserError(f"the seed is {seed}, not in [0, 2^64)")
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
@@ -93,7 +93,7 @@ def philox4x32(counter: Sequence[Word], key0: int, key1: int) -> tuple[Word, Wor
 
 
 def _normals(index: Tensor, key: int) -> Tensor:
-    """Standard normals of flat indices: the operations of csrc/ops/normal.inc in the same order."""
+    """Return standard normals of flat indices: the operations of csrc/ops/normal.inc in the same order."""
     zero = torch.zeros_like(index)
     w0, w1, w2, w3 = philox4x32([index & MASK, index >> 32, zero, zero], key & MASK, key >> 32)
     u = (2.0 * (w1 << 20 | w0 >> 12).double() + 1.0) * 2.0**-53

@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """The same in plain torch, in the same precision."""
+    """Return the same in plain torch, in the same precision."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
