@@ -49,7 +49,7 @@ class Saver:
         self._pieces, self._tensors = engine.pieces(), engine.tensors()
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
-        self._tiers = tiers
+        self._run = Run(tiers.own_urls[0]) if tiers is not None else None
         if tiers is not None:
             self._checkpointer = Checkpointer(
                 tiers.own_urls[0],
@@ -211,8 +211,7 @@ class Saver:
 
     def _is_committed(self, step: int) -> bool:
         """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
-        assert self._tiers is not None, "asked of saves only"
         try:
-            return Run(self._tiers.own_urls[0]).is_committed(step, durably=True)
+            return self._run is not None and self._run.is_committed(step, durably=True)
         except StorageError:
             return False
