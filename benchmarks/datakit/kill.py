@@ -149,18 +149,23 @@ def make_cases(folder: Path) -> list[Case]:
     def archive(output: str) -> list[object]:
         return ["archive", store, "--output", output, *workers]
 
+    def convert(output: str) -> list[object]:
+        return ["convert", *prefixes, "--output", output, "--tokenizer", tokenizer, "--copy"]
+
+    def merge(output: str) -> list[object]:
+        return ["merge", store, store, "--output", output, "--copy"]
+
     return [
         Case("preprocess", "local", preprocess),
         Case("preprocess", "s3", preprocess),
         Case("archive", "local", archive),
         Case("archive", "s3", archive),
         Case("unarchive", "local", lambda output: ["unarchive", archived, "--output", output, *workers]),
-        Case(
-            "convert", "local",
-            lambda output: ["convert", *prefixes, "--output", output, "--tokenizer", tokenizer, "--copy"],
-        ),
-        Case("merge", "local", lambda output: ["merge", store, store, "--output", output, "--copy"]),
-    ]  # fmt: skip
+        Case("convert", "local", convert),
+        Case("convert", "s3", convert),
+        Case("merge", "local", merge),
+        Case("merge", "s3", merge),
+    ]
 
 
 def contents(output: str) -> dict[str, str]:

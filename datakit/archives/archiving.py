@@ -8,22 +8,20 @@ destination, a note there for each whole file keeps its digest, and `archive.jso
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import orjson
 import xxhash
 
-from datakit.archives.archive_record import PLAN_KEY, SUFFIX, ArchiveRecord, digest_of, store_files
+from datakit.archives.archive_record import SUFFIX, ArchiveRecord, digest_of, store_files
 from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.seekable_zstd import FRAME_BYTES, pack
 from datakit.archives.store_source import StoreSource
-from datakit.files.durable import FileDigest, blocks_of
+from datakit.files.durable import FileDigest, blocks_of, checked_blocks
+from datakit.store.claim import claim
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
-from datakit.store.output import abort_uploads
+from datakit.store.output import LOCK, Output
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
-from threefold.storage import Storage, is_temporary
-from threefold.storage.repeating import open_repeating, repeating
 
 DEFAULT_LEVEL, MAX_LEVEL = 3, 19
 _MAX_NOTE_BYTES = 4096
@@ -60,15 +58,14 @@ def archive(
             f"{store} is no token store in a local folder", hint=f"datakit unarchive {store} --output STORE"
         )
     opened = TokenStore.open(store)
-    work = _Archiving(opened, open_repeating(destination), level, threads, report)
-    return work.run()
+    return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, threads, report).run()
 
 
 class _Archiving:
     """One run of `archive`."""
 
-    def __init__(self, store: TokenStore, storage: Storage, level: int, threads: FileThreads, report: Report) -> None:
-        self._folder, self._storage, self._level = store.path, storage, level
+    def __init__(self, store: TokenStore, output: Output, level: int, threads: FileThreads, report: Report) -> None:
+        self._folder, self._output, self._level = store.path, output, level
         self._threads, self._report = threads, report
         self._files = store_files(store.manifest)
         self._manifest_bytes = b"".join(blocks_of(store.path / FILE_NAME))
@@ -76,39 +73,42 @@ class _Archiving:
 
     def run(self) -> ArchiveSummary:
         """Make what is missing, then commit."""
-        if self._storage.info(ARCHIVE_NAME):
+        if self._output.size_of(ARCHIVE_NAME):
             record, num_kept = self._complete_record(), len(self._files)
+            self._output.remove_work()
         else:
-            sizes = self._claim()
-            kept = {name: digest for name in self._files if (digest := self._kept(name, sizes))}
-            missing = [name for name in self._files if name not in kept]
-            made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
-            files = {f"{name}{SUFFIX}": made[name] for name in self._files}
-            record, num_kept = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files), len(kept)
-            if files:
-                prefix = os.path.commonprefix(list(files))  # noqa: RUF071 - the begin of keys, not a folder
-                abort_uploads(self._storage, prefix, self._report)
-            self._storage.write(FILE_NAME, self._manifest_bytes)
-            self._storage.write(ARCHIVE_NAME, record.encode())
-        self._storage.delete([PLAN_KEY, *map(_note_key, self._files)])
+            plan = {"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": FRAME_BYTES}
+            with claim(self._output, plan, keeps=(UserError,)):
+                record, num_kept = self._make()
         return ArchiveSummary(
-            self._storage.url,
+            self._output.storage.url,
             len(self._files),
             num_kept,
             sum(digest.size_bytes for digest in self._files.values()),
             record.packed_bytes,
         )
 
+    def _make(self) -> tuple[ArchiveRecord, int]:
+        """Compress the files that are missing, and commit; also return how many were kept."""
+        sizes = self._own_sizes()
+        kept = {name: digest for name in self._files if (digest := self._kept(name, sizes))}
+        missing = [name for name in self._files if name not in kept]
+        made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
+        files = {f"{name}{SUFFIX}": made[name] for name in self._files}
+        record = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files)
+        self._output.commit({FILE_NAME: self._manifest_bytes, ARCHIVE_NAME: record.encode()}, self._report)
+        return record, len(kept)
+
     def _complete_record(self) -> ArchiveRecord:
-        """The record of the complete archive that is there; UserError where it is another one."""
-        url = self._storage.url
-        record = StoreSource.open(self._storage.address).record
+        """Return the record of the complete archive that is there; raise UserError if it is another one."""
+        url = self._output.storage.url
+        record = StoreSource.open(self._output.place).record
         assert record
         if (record.manifest, record.level, record.frame_bytes) != (self._manifest, self._level, FRAME_BYTES):
             raise UserError(
                 f"{url} holds an archive of another store or made in another way", hint="choose another --output"
             )
-        sizes = {found.key: found.size_bytes for found in self._storage.list()}
+        sizes = self._output.sizes()
         for name, digest in record.files.items():
             if sizes.get(name) != digest.size_bytes:
                 raise CheckFailed(
@@ -117,94 +117,44 @@ class _Archiving:
                 )
         return record
 
-    def _claim(self) -> dict[str, int]:
-        """Take an empty destination or one that the same command has begun; gives the sizes of what is there."""
-        url = self._storage.url
-        plan = orjson.dumps({"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": FRAME_BYTES})
-        begun, ours, sizes = self._storage.info(PLAN_KEY), {PLAN_KEY}, {}
-        if begun:
-            if begun.size_bytes != len(plan) or self._storage.read(PLAN_KEY) != plan:
-                raise UserError(
-                    f"{url} was begun of another store or in another way",
-                    hint="rerun the command it was begun with, or choose another --output",
-                )
-            ours |= {FILE_NAME} | {key for name in self._files for key in (f"{name}{SUFFIX}", _note_key(name))}
-        for found in self._storage.list():
-            if found.key not in ours:
-                raise UserError(f"{url} is not empty: it holds {found.key}", hint="choose another --output")
-            sizes[found.key] = found.size_bytes
-        if not begun:
-            self._storage.write(PLAN_KEY, plan, if_absent=True)
-        elif (plan_file := self._storage.local_path(PLAN_KEY)) is not None:
-            names = {key.rpartition("/")[2] for key in (*ours, ARCHIVE_NAME)}
-            for folder in (plan_file.parent, plan_file.parent.parent):
-                _remove_temporaries(folder, names)
+    def _own_sizes(self) -> dict[str, int]:
+        """Return the sizes of what is there; raise UserError if some of it is not of this archive."""
+        ours = {self._output.note_key, f"{WORK_FOLDER}/{LOCK}", FILE_NAME}
+        ours |= {key for name in self._files for key in (f"{name}{SUFFIX}", _note_key(name))}
+        sizes = self._output.sizes()
+        if strange := next((key for key in sizes if key not in ours), None):
+            raise UserError(f"{self._output.place} is not empty: it holds {strange}", hint="choose another --output")
         return sizes
 
     def _kept(self, name: str, sizes: dict[str, int]) -> FileDigest | None:
-        """The digest of a file that an earlier run has stored whole and noted, else None."""
+        """Return the digest of a file that an earlier run has stored whole and noted, else None."""
         key, note_key = f"{name}{SUFFIX}", _note_key(name)
         if key not in sizes or not 0 < sizes.get(note_key, 0) <= _MAX_NOTE_BYTES:
             return None
         try:
-            digest = FileDigest(**orjson.loads(self._storage.read(note_key)))
+            digest = FileDigest(**orjson.loads(self._output.storage.read(note_key)))
         except (orjson.JSONDecodeError, TypeError):
             return None
         return digest if digest.size_bytes == sizes[key] else None
 
     def _pack(self, name: str) -> FileDigest:
         """Store one file compressed, then note its digest."""
-        digest = repeating(lambda: self._write_packed(name))
-        self._storage.write(_note_key(name), orjson.dumps(asdict(digest)))
-        return digest
+        digest = FileDigest(0, "")
 
-    def _write_packed(self, name: str) -> FileDigest:
-        stream = _PackedStream(self._folder / name, self._files[name], self._level, self._threads)
-        try:
-            self._storage.write(f"{name}{SUFFIX}", iter(stream))
-        except Exception:
-            if stream.fault:  # a client library may have made an error of its own of it
-                raise stream.fault from None
-            raise
-        return FileDigest(stream.size_bytes, stream.hasher.hexdigest())
-
-
-class _PackedStream:
-    """The bytes of one file's compressed form, made as they are taken; `fault` is what ended them early."""
-
-    def __init__(self, source: Path, digest: FileDigest, level: int, threads: FileThreads) -> None:
-        self._source, self._digest, self._level, self._threads = source, digest, level, threads
-        self.hasher, self.size_bytes = xxhash.xxh3_64(), 0
-        self.fault: Exception | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        try:
-            for buffer in pack(self._checked_blocks(), self._level, FRAME_BYTES):
-                self.hasher.update(buffer)
-                self.size_bytes += len(buffer)
+        def packed() -> Iterator[bytes]:
+            nonlocal digest
+            hasher, size_bytes = xxhash.xxh3_64(), 0
+            blocks = self._threads.until_ended(checked_blocks(self._folder / name, self._files[name]))
+            for buffer in pack(blocks, self._level, FRAME_BYTES):
+                hasher.update(buffer)
+                size_bytes += len(buffer)
                 yield buffer
-        except Exception as fault:
-            self.fault = fault
-            raise
+            digest = FileDigest(size_bytes, hasher.hexdigest())
 
-    def _checked_blocks(self) -> Iterator[bytes]:
-        """The file's bytes; CheckFailed before the stream can end where they are not the manifest's."""
-        hasher = xxhash.xxh3_64()
-        for block in self._threads.until_ended(blocks_of(self._source)):
-            hasher.update(block)
-            yield block
-        if hasher.hexdigest() != self._digest.xxh3_64:
-            raise CheckFailed(
-                f"{self._source} is damaged: its checksum does not hold", hint=f"datakit verify {self._source.parent}"
-            )
+        self._output.upload(f"{name}{SUFFIX}", packed)
+        self._output.write(_note_key(name), orjson.dumps(asdict(digest)))
+        return digest
 
 
 def _note_key(name: str) -> str:
     return f"{WORK_FOLDER}/{name}{SUFFIX}.json"
-
-
-def _remove_temporaries(folder: Path, names: set[str]) -> None:
-    """Remove what a killed run has half written of these files: a local file gets its name once it is whole."""
-    for path in folder.iterdir():
-        if is_temporary(path.name) and path.name[1:].rsplit(".", 2)[0] in names:
-            path.unlink(missing_ok=True)

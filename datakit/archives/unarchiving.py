@@ -11,11 +11,12 @@ from pathlib import Path
 from datakit.archives.archive_record import digest_of
 from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.store_source import SourceFile, StoreSource
-from datakit.files.durable import blocks_of, durable_file, replace_durably
-from datakit.store.assembly import Assembly, assembling, remove_work
+from datakit.files.durable import durable_file, url_behind
+from datakit.store.claim import claim
 from datakit.store.manifest import FILE_NAME, is_plain_folder
+from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed, StorageError, UserError
 
 
 def unarchive(
@@ -27,27 +28,26 @@ def unarchive(
     """
     threads = FileThreads(num_workers)
     opened, folder = StoreSource.open(source), Path(output)
-    manifest = folder / FILE_NAME
-    is_store = manifest.is_file() and is_plain_folder(os.fspath(output))  # not an archive, whose files have other names
-    if is_store and b"".join(blocks_of(manifest)) == opened.manifest_bytes:
-        remove_work(folder)
+    if url := url_behind(folder):
+        raise UserError(
+            f"{url} is no local folder, and only there can this be made",
+            hint=f"choose a folder as --output; for a store, then datakit archive FOLDER --output {url}",
+        )
+    place = Output(os.fspath(output), ASSEMBLY_NOTE)
+    # an archive has such a manifest too, and files of other names
+    if is_plain_folder(os.fspath(output)) and place.read(FILE_NAME) == opened.manifest_bytes:
+        place.remove_work()
         return TokenStore.open(folder)
+
+    def fetch(file: SourceFile) -> None:
+        if not place.has(file.name, file.digest):
+            target = place.scratch / file.name
+            with durable_file(target) as stream:
+                stream.writelines(threads.until_ended(opened.blocks(file)))
+            place.adopt("", [target])
+
     made_of = {"manifest": asdict(digest_of(opened.manifest_bytes))}
-    with assembling(folder, made_of, copy=True, keep_after=(StorageError, CheckFailed)) as assembly:
-
-        def fetch(file: SourceFile) -> None:
-            if not assembly.has(file.name, file.digest):
-                _fetch(opened, file, assembly, threads)
-
+    with claim(place, made_of, keeps=(StorageError, CheckFailed)):
         threads.map(fetch, opened.files, report)
-        assembly.sync()
-        replace_durably(manifest, opened.manifest_bytes)
+        place.commit({FILE_NAME: opened.manifest_bytes})
     return TokenStore.open(folder)
-
-
-def _fetch(source: StoreSource, file: SourceFile, assembly: Assembly, threads: FileThreads) -> None:
-    target = assembly.work / file.name
-    with durable_file(target) as stream:
-        for block in threads.until_ended(source.blocks(file)):
-            stream.write(block)
-    assembly.adopt(target)

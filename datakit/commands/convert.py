@@ -23,7 +23,7 @@ class Options(Linking):
     source_format: Literal["megatron", "datatrove", "mds", "litdata"] | None = option(
         None, "what the sources are, else found out", flag="--from"
     )
-    output: str = option(..., "folder to make; a rerun continues in it", metavar="DIR")
+    output: str = option(..., "folder or URL to make; a rerun continues in it", metavar="DIR")
     tokenizer: str | None = option(None, "the tokenizer that made the datasets; for --to store", metavar="FILE")
     eod_token: str | None = option(None, "its end-of-document token, else <|endoftext|>", metavar="TOKEN")
     documents: Literal["auto", "items", "eod"] = option(
@@ -42,6 +42,7 @@ def run(options: Options) -> int:
     """
     if options.to == "store":
         return _convert_to_store(options)
+    from datakit.files.durable import url_behind
     from datakit.foreign.megatron import to_megatron
 
     into_store = ("tokenizer", "eod_token", "source_format", "column", "dtype")
@@ -50,7 +51,8 @@ def run(options: Options) -> int:
         raise UserError(
             "--to megatron takes one store and no tokenizer", hint="datakit convert STORE --to megatron --output DIR"
         )
-    prefixes = [str(prefix) for prefix in to_megatron(options.sources[0], options.output, copy=options.copy)]
+    made = to_megatron(options.sources[0], options.output, copy=options.copy)
+    prefixes = [url_behind(prefix) or str(prefix) for prefix in made]
     if options.json:
         print_json({"path": options.output, "prefixes": prefixes})
     else:

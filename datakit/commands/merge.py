@@ -15,7 +15,7 @@ class Options(Linking):
     """Options of `datakit merge`."""
 
     stores: tuple[str, ...] = argument("STORE", "stores of one tokenizer, in this order")
-    output: str = option(..., "folder of the store; a rerun continues in it", metavar="STORE")
+    output: str = option(..., "folder or URL of the store; a rerun continues in it", metavar="STORE")
 
 
 def run(options: Options) -> int:

@@ -71,6 +71,7 @@ def print_store(store: "TokenStore", as_json: bool) -> None:
     num_shards = len(store.manifest.shards)
     counts = {"num_documents": store.num_documents, "num_tokens": store.num_tokens, "num_shards": num_shards}
     if as_json:
-        print_json({"path": str(store.path), **counts, "fingerprint": store.fingerprint})
+        print_json({"path": store.place, **counts, "fingerprint": store.fingerprint})
     else:
-        print_line(f"{store.path}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {num_shards} shards")
+        documents, tokens = f"{store.num_documents:,} documents", f"{store.num_tokens:,} tokens"
+        print_line(f"{store.place}: {documents}, {tokens}, {num_shards} shards")

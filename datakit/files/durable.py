@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from threefold.errors import StorageError
+from threefold.errors import CheckFailed, StorageError
 from threefold.storage.folders import sync_folder
 
 _LIMITS = {  # what to look at when it is a limit of the process or the machine that is reached, not the file's fault
@@ -50,6 +50,16 @@ def blocks_of(path: Path) -> Iterator[bytes]:
     with reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             yield block
+
+
+def checked_blocks(path: Path, digest: FileDigest) -> Iterator[bytes]:
+    """The bytes of a file; before they can end, raise CheckFailed if they are not those of its digest."""
+    hasher = xxhash.xxh3_64()
+    for block in blocks_of(path):
+        hasher.update(block)
+        yield block
+    if hasher.hexdigest() != digest.xxh3_64:
+        raise CheckFailed(f"{path} is damaged: its checksum does not hold", hint=f"datakit verify {path.parent}")
 
 
 def write_durably(path: Path, content: bytes) -> None:

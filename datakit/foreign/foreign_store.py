@@ -18,13 +18,13 @@ import numpy as np
 import orjson
 import xxhash
 
-from datakit.files.durable import replace_durably
 from datakit.foreign.exact_reader import MAX_PIECE_BYTES
-from datakit.store.assembly import Assembly, assembling, remove_work
+from datakit.store.claim import claim
 from datakit.store.fields import Fields
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, shard_entry
+from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry, shard_entry
+from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import Tokens
-from datakit.store.token_store import TokenStore
+from datakit.store.token_store import TokenStore, open_made
 from datakit.store.writer import StoreShardWriter, store_dtype
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
@@ -34,7 +34,7 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32",
 ANEW = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
 _GROUP_BYTES = 256 << 20
 _PROBED_SAMPLES, _MIN_EQUAL_SAMPLES, _MIN_ZEROS = 100, 16, 16
-Fill = Callable[[Assembly, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
+Fill = Callable[[Output, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,12 @@ def make_store(
     fill: Fill,
     *,
     settings: dict[str, Any] | None = None,
-    copy: bool = False,
 ) -> TokenStore:
-    """Make the store that `fill` puts together (it gives the dtype and the shards) of what these files hold.
+    """Make the store of what these files hold; `fill` puts its shards into the output, and returns the dtype and them.
 
-    The same call continues after a kill, and gives the store where that is complete.
+    The same call continues after a kill, and returns the store if that is complete.
     """
-    identity, folder = identify_tokenizer(choices), Path(output)
+    identity, place = identify_tokenizer(choices), Output(os.fspath(output), ASSEMBLY_NOTE)
     stats = [file.stat() for file in files]
     sizes = [[str(file), stat.st_size] for file, stat in zip(files, stats)]
     settings = {
@@ -103,18 +102,17 @@ def make_store(
             "xxh3_64": xxhash.xxh3_64_hexdigest(orjson.dumps(sizes)),
         },
     }
-    if (folder / FILE_NAME).exists():
-        found = Manifest.read(folder)
-        if (found.tokenizer, found.settings) == (identity, settings):
-            remove_work(folder)
-            return TokenStore.open(folder)
+    found = place.manifest()
+    if found and (found.tokenizer, found.settings) == (identity, settings):
+        place.remove_work()
+        return open_made(place.place, found)
     times = [stat.st_mtime_ns for stat in stats]
     made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}
-    with assembling(folder, made_of, copy=copy) as assembly:
-        dtype, entries = fill(assembly, identity)
-        assembly.sync()
-        Manifest(dtype, identity, tuple(entries), settings).write(folder)
-    return TokenStore.open(folder)
+    with claim(place, made_of):
+        dtype, entries = fill(place, identity)
+        manifest = Manifest(dtype, identity, tuple(entries), settings)
+        place.commit({FILE_NAME: manifest.encode()})
+    return open_made(place.place, manifest)
 
 
 def store_of_files(
@@ -127,19 +125,14 @@ def store_of_files(
     settings = {"documents": "eod" if joins else "items"}
     settings |= {name: value for name in ("column", "dtype") if (value := getattr(choices, name)) is not None}
 
-    def fill(assembly: Assembly, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
+    def fill(output: Output, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
         groups = _streams(files) if joins else _groups(files)
         eod_id = identity.eod_id if joins else None
         entries = [
             entry
             for number, group in enumerate(groups)
-            for entry in _sealed(assembly, number, group, identity.vocab_size, eod_id)
+            for entry in _sealed(output, number, group, identity.vocab_size, eod_id)
         ]
-        for entry in entries:
-            for suffix in (".bin", ".idx", ".origin"):
-                file = assembly.work / f"{entry.name}{suffix}"
-                if file.exists():  # else a run before this one was killed after it had moved it
-                    assembly.adopt(file)
         return store_dtype(identity.vocab_size), entries
 
     return make_store(kind, inputs, output, choices, fill, settings=settings)
@@ -226,13 +219,15 @@ def _groups(files: Sequence[ForeignFile]) -> Iterator[list[ForeignFile]]:
 
 
 def _sealed(
-    assembly: Assembly, number: int, group: Sequence[ForeignFile], vocab_size: int, eod_id: int | None
+    output: Output, number: int, group: Sequence[ForeignFile], vocab_size: int, eod_id: int | None
 ) -> list[ShardEntry]:
-    """The shards of one group, written and durable in the work folder; those of an earlier run are kept."""
-    note = assembly.work / f"group-{number:06}.json"
-    if note.exists():
+    """Put the shards of one group into the output, then note them; those that an earlier run noted are kept."""
+    note = f"{WORK_FOLDER}/group-{number:06}.json"
+    if found := output.read(note):
         with suppress(CheckFailed):  # a damaged note: the group is made again
-            return [shard_entry(fields) for fields in Fields.parse(note, note.read_bytes()).tables("shards")]
+            kept = [shard_entry(fields) for fields in Fields.parse(note, found).tables("shards")]
+            if all(output.has(name, digest) for entry in kept for name, digest in entry.files().items()):
+                return kept
     documents = _joined(group, eod_id) if eod_id is not None else _single(group)
     entries: list[ShardEntry] = []
     writer: StoreShardWriter | None = None
@@ -243,7 +238,7 @@ def _sealed(
             if writer is None or writer.is_full:
                 if writer is not None:
                     entries.append(writer.finish())
-                writer = StoreShardWriter(assembly.work / f"shard-{number:06}-{len(entries):03}", dtype)
+                writer = StoreShardWriter(output.scratch / f"shard-{number:06}-{len(entries):03}", dtype)
             tokens = document.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
             writer.add(tokens, str(document.path), document.offset_bytes, document.number)
         if writer is not None:
@@ -252,7 +247,8 @@ def _sealed(
         if writer is not None:
             writer.abandon()
         raise
-    replace_durably(note, orjson.dumps({"shards": [asdict(entry) for entry in entries]}))
+    output.adopt("", [output.scratch / name for entry in entries for name in entry.files()])
+    output.write(note, orjson.dumps({"shards": [asdict(entry) for entry in entries]}))
     return entries
 
 

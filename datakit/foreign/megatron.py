@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from datakit.files.durable import FileDigest, digest_file, durable_file, writing
 from datakit.foreign.foreign_store import ANEW, Choices, check_tokens, make_store
-from datakit.store.assembly import Assembly, assembling, remove_work
+from datakit.store.claim import claim
 from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry
 from datakit.store.origins import document_check, origins_head
+from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import HEADER, Int64s, TokenShard
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
@@ -40,35 +40,29 @@ def from_megatron(
     dtype = _common_dtype(datasets)
     files = [file for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)]
 
-    def fill(assembly: Assembly, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
-        return dtype, [_add(assembly, number, dataset, identity) for number, dataset in enumerate(datasets)]
+    def fill(output: Output, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
+        return dtype, [_add(output, number, dataset, identity, copy) for number, dataset in enumerate(datasets)]
 
-    return make_store("megatron", files, output, choices, fill, copy=copy)
+    return make_store("megatron", files, output, choices, fill)
 
 
 def to_megatron(path: str | os.PathLike[str], output: str | os.PathLike[str], *, copy: bool = False) -> list[Path]:
-    """Put a store's shards into a folder of indexed datasets and nothing else; gives their prefixes, in order.
+    """Put a store's shards into a folder or URL of indexed datasets and nothing else; return their prefixes, in order.
 
-    The same call continues after a kill, and changes nothing where that is complete.
+    The same call continues after a kill, and changes nothing if that is complete. `copy` is for a folder.
     """
-    store, folder = TokenStore.open(path), Path(output)
-    prefixes = [folder / entry.name for entry in store.manifest.shards]
+    store, place = TokenStore.open(path), Output(os.fspath(output), ASSEMBLY_NOTE)
+    prefixes = [Path(place.place) / entry.name for entry in store.manifest.shards]
     pairs = [pair for entry in store.manifest.shards for pair in store.files(entry)[:2]]
-    if _holds(folder, {source.name: digest.size_bytes for source, digest in pairs}):
-        remove_work(folder)
+    sizes = {key: size for key, size in place.sizes().items() if not key.startswith(f"{WORK_FOLDER}/")}
+    if sizes and sizes == {source.name: digest.size_bytes for source, digest in pairs}:
+        place.remove_work()
         return prefixes
-    made_of: dict[str, Any] = {"to": "megatron", "shards": [asdict(entry) for entry in store.manifest.shards]}
-    with assembling(folder, made_of, copy=copy) as assembly:
+    with claim(place, {"to": "megatron", "shards": [asdict(entry) for entry in store.manifest.shards]}):
         for source, digest in pairs:
-            assembly.place(source, source.name, digest)
+            place.place_file(source, source.name, digest, copy=copy)
+        place.commit({})
     return prefixes
-
-
-def _holds(folder: Path, size_bytes: dict[str, int]) -> bool:
-    """Whether a folder holds files of these names and sizes, and no others."""
-    if not folder.is_dir():
-        return False
-    return {file.name: file.stat().st_size for file in folder.iterdir() if file.name != WORK_FOLDER} == size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +131,10 @@ def _common_dtype(datasets: Sequence[_Dataset]) -> str:
     raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them anew: {ANEW}")
 
 
-def _add(assembly: Assembly, number: int, dataset: _Dataset, identity: TokenizerIdentity) -> ShardEntry:
+def _add(output: Output, number: int, dataset: _Dataset, identity: TokenizerIdentity, copy: bool) -> ShardEntry:
     """Read one dataset, write its `.origin`, and place its files."""
     name, shard = f"shard-{number:06}-000", dataset.shard
-    origin = assembly.work / f"{name}.origin"
+    origin = output.scratch / f"{name}.origin"
     with writing(origin):
         bin_digest, origin_digest = _read(dataset, identity.vocab_size, origin)
     entry = ShardEntry(
@@ -152,9 +146,9 @@ def _add(assembly: Assembly, number: int, dataset: _Dataset, identity: Tokenizer
         idx=digest_file(shard.idx_path),
         origin=origin_digest,
     )
-    assembly.place(shard.bin_path, f"{name}.bin", entry.bin)
-    assembly.place(shard.idx_path, f"{name}.idx", entry.idx)
-    assembly.adopt(origin)
+    output.place_file(shard.bin_path, f"{name}.bin", entry.bin, copy=copy)
+    output.place_file(shard.idx_path, f"{name}.idx", entry.idx, copy=copy)
+    output.adopt("", [origin])
     return entry
 
 

@@ -23,9 +23,10 @@ from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, difference
 from datakit.preprocessing.sources import Sources, require_unchanged
 from datakit.preprocessing.task import HASH, Task
 from datakit.preprocessing.worker_pool import WorkerPool
+from datakit.store.claim import PATIENCE_S, claim
 from datakit.store.item_records import ItemRecord, read_records
 from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry
-from datakit.store.output import NOTE, Output, key_of
+from datakit.store.output import Output, key_of
 from datakit.store.tags import require_matches
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader
@@ -113,8 +114,8 @@ def preprocess(
     if job.is_complete(report):
         report(f"{output} is complete already")
         return job.summary([], [], 0.0)
-    with job.output.locked() as lock:
-        open_pool = partial(_open_pool, engine, num_workers, lock, ray_address)
+    with claim(job.output, keeps=(UserError,), patience_s=PATIENCE_S) as held:
+        open_pool = partial(_open_pool, engine, num_workers, held.lock, ray_address)
         if recipe.dedup or engine != "local":
             job.begin(backend)
         if recipe.dedup:
@@ -252,7 +253,7 @@ class _Job:
         """Compare with what was begun here, or note what is begun now; UserError where the backend cannot serve."""
         require_backend(backend, self.recipe.tokenizer, self.tokenizer)
         wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
-        place = f"{self.output.place}/{NOTE}"
+        place = f"{self.output.place}/{self.output.note_key}"
         note = self.output.begin(orjson.dumps(wanted))
         try:
             found = orjson.loads(note)
@@ -284,15 +285,16 @@ class _Job:
                 hint=f"head -c 300 {self.items[0].slices[0].file.path}",
             )
         Sources.of(self._files, records).write(self.output)
+        manifests = {}
         for part, entries in shards.items():
             if not entries:
                 report(f"{self.output.part(part)} holds no document: none of {num_documents} fell to it by its hash")
             self.output.remove_shards(part, but={entry.name for entry in entries})  # of input that has changed since
-            self.output.abort_uploads(part, report)
             dtype = store_dtype(self.identity.vocab_size)
-            manifest = Manifest(dtype, self.identity, tuple(entries), self._settings(part), skipped)
-            self.output.write(key_of(part, FILE_NAME), manifest.encode())
-        self.output.remove_work()
+            manifests[key_of(part, FILE_NAME)] = Manifest(
+                dtype, self.identity, tuple(entries), self._settings(part), skipped
+            ).encode()
+        self.output.commit(manifests, report)
 
     def summary(self, records: list[ItemRecord], sealed: list[ItemRecord], elapsed_s: float) -> Summary:
         """What the stores hold, and how fast those of their items were sealed that this run sealed."""

@@ -41,6 +41,10 @@ class ShardEntry:
     idx: FileDigest
     origin: FileDigest
 
+    def files(self) -> dict[str, FileDigest]:
+        """Return the digests of its files by name."""
+        return {f"{self.name}.bin": self.bin, f"{self.name}.idx": self.idx, f"{self.name}.origin": self.origin}
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -91,8 +95,7 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Read and check a store's manifest."""
         path = folder / FILE_NAME
-        if url := url_behind(folder):
-            raise UserError(f"{url} is no local folder", hint=f"datakit unarchive {url} --output STORE")
+        require_folder(folder)
         with reading(path):
             try:
                 with path.open("rb") as file:
@@ -186,6 +189,12 @@ def _not_a_store(folder: Path) -> UserError:
             hint="rerun the same `datakit` command to continue it",
         )
     return UserError(f"{folder} is no token store: it has no {FILE_NAME}", hint=f"ls {folder}")
+
+
+def require_folder(path: Path) -> None:
+    """Raise UserError if the path of a store is a URL: only files of this machine can be mapped."""
+    if url := url_behind(path):
+        raise UserError(f"{url} is no local folder", hint=f"datakit unarchive {url} --output STORE")
 
 
 def is_plain_folder(place: str) -> bool:

@@ -1,42 +1,41 @@
 """Merge: one store of the shards of several, in the order given, without tokenizing again.
 
-Costs a hard link a file, whatever its size, or with `copy` one read and one write. Shards keep their bytes, so
-documents keep their sources and lines; they get new names that sort in the new order.
+Costs a hard link a file, whatever its size, or with `copy` one read and one write; to a URL one upload. Shards keep
+their bytes, so documents keep their sources and lines; they get new names that sort in the new order.
 """
 
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from datakit.store.assembly import assembling, remove_work
+from datakit.store.claim import claim
 from datakit.store.manifest import FILE_NAME, Manifest
-from datakit.store.token_store import TokenStore
+from datakit.store.output import ASSEMBLY_NOTE, Output
+from datakit.store.token_store import TokenStore, open_made
 from threefold.errors import UserError
 
 
 def merge(
     stores: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, copy: bool = False
 ) -> TokenStore:
-    """Make the store of all shards of these stores; UserError where their dtypes or tokenizers differ.
+    """Make the store of all shards of these stores in a folder or URL; raise UserError if dtypes or tokenizers differ.
 
-    The same call continues after a kill, and gives the store where that is complete.
+    The same call continues after a kill, and returns the store if that is complete. `copy` is for a folder.
     """
-    opened, folder = [TokenStore.open(path) for path in stores], Path(output)
+    opened, place = [TokenStore.open(path) for path in stores], Output(os.fspath(output), ASSEMBLY_NOTE)
     manifest = plan_merge([(str(store.path), store.manifest) for store in opened])
     sources = [files for store in opened for entry in store.manifest.shards for files in store.files(entry)]
     names = [(entry.name, suffix) for entry in manifest.shards for suffix in (".bin", ".idx", ".origin")]
-    if (folder / FILE_NAME).exists() and Manifest.read(folder) == manifest:
-        remove_work(folder)
-        return TokenStore.open(folder)
-    with assembling(folder, asdict(manifest), copy=copy) as assembly:
+    if place.manifest() == manifest:
+        place.remove_work()
+        return open_made(place.place, manifest)
+    with claim(place, asdict(manifest)):
         for (source, digest), (name, suffix) in zip(sources, names, strict=True):
-            assembly.place(source, f"{name}{suffix}", digest)
-        assembly.sync()
-        manifest.write(folder)
-    return TokenStore.open(folder)
+            place.place_file(source, f"{name}{suffix}", digest, copy=copy)
+        place.commit({FILE_NAME: manifest.encode()})
+    return open_made(place.place, manifest)
 
 
 def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from datakit.files.durable import FileDigest
+from datakit.files.durable import FileDigest, url_behind
 from datakit.store.kept_open import Bound, KeptOpen
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, is_plain_folder
+from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
 from datakit.store.shard import Tokens, TokenShard
 from datakit.store.tags import StoreTags
@@ -58,6 +58,11 @@ class TokenStore:
                     what = f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
                     raise CheckFailed(what, hint=f"datakit verify {folder}")
         return store
+
+    @property
+    def place(self) -> str:
+        """The store's path, or the URL of one that was made behind it."""
+        return url_behind(self.path) or str(self.path)
 
     @property
     def num_tokens(self) -> int:
@@ -162,6 +167,7 @@ class TokenStore:
         return [(self.path / f"{entry.name}.{kind}", digest) for kind, digest in kinds.items()]
 
     def _open_origins(self, number: int) -> Origins:
+        require_folder(self.path)
         entry = self.manifest.shards[number]
         origins = Origins(self.path / f"{entry.name}.origin", entry.first_line)
         if origins.num_documents != entry.num_documents:
@@ -170,6 +176,7 @@ class TokenStore:
         return origins
 
     def _open_shard(self, number: int) -> TokenShard:
+        require_folder(self.path)
         entry = self.manifest.shards[number]
         shard = TokenShard(self.path / entry.name)
         found = shard.dtype.name, shard.num_documents, shard.index.num_sequences, shard.num_tokens
@@ -187,6 +194,11 @@ class TokenStore:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
         return _locate(self.document_starts, number)
+
+
+def open_made(place: str, manifest: Manifest) -> TokenStore:
+    """Open the store that was just made in a folder; of one behind a URL there are the manifest and its counts."""
+    return TokenStore(Path(place), manifest) if url_behind(Path(place)) else TokenStore.open(place)
 
 
 def _reopen(path: str, fingerprint: str) -> TokenStore:

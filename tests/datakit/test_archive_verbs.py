@@ -83,7 +83,7 @@ FAULTS = {
     "no place": (["archive", "s", "--output", "nosuch://x"], 2, "cannot open nosuch://x"),
     "no bucket": (["archive", "s", "--output", "s3://"], 2, "names no bucket"),
     "no source": (["unarchive", "nothing", "--output", "u"], 2, "is no token store or archive"),
-    "output is a file": (["unarchive", "s", "--output", "s/manifest.json"], 2, "is no folder"),
+    "output is a file": (["unarchive", "s", "--output", "s/manifest.json"], 2, "is not a folder"),
 }
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_killed_commands_run_again_make_the_same_bytes_and_leave_nothing() -> None:
     if find_weed() is None:
         pytest.skip("the S3 server is not installed")
-    program = [sys.executable, "benchmarks/datakit/kill.py", "--rounds", "7", "--seed", "3"]
+    program = [sys.executable, "benchmarks/datakit/kill.py", "--rounds", "9", "--seed", "3"]
     environment = os.environ | {"PYTHONPATH": "."}
     done = subprocess.run(
         program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False

@@ -17,7 +17,7 @@ from datakit import archive, unarchive, verify, write_store
 from datakit.archives import archiving as module
 from datakit.archives.store_source import StoreSource
 from tests.datakit.conftest import begin_upload, files_of
-from tests.datakit.support.archived import FRAME_BYTES, Killed, failing, make_archive, make_store
+from tests.datakit.support.archived import FRAME_BYTES, Killed, kill_after, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from threefold.storage.stale_uploads import abort_stale_uploads
@@ -94,14 +94,14 @@ def test_an_archive_killed_at_any_write_is_continued(
     make_archive(store, str(whole))
     with monkeypatch.context() as patch:
         # a plan, nine files with a note each, the manifest, the record
-        patch.setattr(module, "open_repeating", lambda url: failing(url, "write", after=skip, error=Killed))
+        kill_after(skip, patch)
         with pytest.raises(Killed):
             archive(store, place)
     if skip:
         for reader in (StoreSource.open, verify, lambda place: unarchive(place, tmp_path / "u")):
             with pytest.raises(UserError, match="is unfinished"):
                 reader(place)
-        with pytest.raises(UserError, match="begun of another store or in another way"):
+        with pytest.raises(UserError, match="begun from other sources or in another way"):
             archive(store, place, level=5)
     left = {name: os.stat(tmp_path / "a" / name).st_ino for name in files_of(tmp_path / "a") if name.endswith(".zst")}
     summary = archive(store, place)
@@ -112,8 +112,11 @@ def test_an_archive_killed_at_any_write_is_continued(
 
 
 def test_a_kill_after_the_commit_is_tidied(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: object) -> None:
+        raise Killed
+
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_repeating", lambda url: failing(url, "delete", error=Killed))
+        patch.setattr("datakit.store.output.Output.remove_work", kill)
         with pytest.raises(Killed):
             archive(store, str(tmp_path / "a"))
     assert (tmp_path / "a" / ".work").is_dir()
@@ -157,7 +160,7 @@ def test_a_file_without_a_fitting_note_is_made_again(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_repeating", lambda url: failing(url, "write", after=20, error=Killed))
+        kill_after(20, patch)
         with pytest.raises(Killed):
             archive(store, str(tmp_path / "a"))
     file = tmp_path / "a" / "shard-000001-000.bin.zst"
@@ -192,7 +195,7 @@ def test_a_destination_that_holds_something_else_is_refused_and_kept(store: Path
     with pytest.raises(UserError, match=r"is not empty: it holds a/archive\.json"):
         archive(store, str(tmp_path))
     assert files_of(tmp_path) == before | {"mine/shard-000000-000.bin.zst": b"mine"}
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(UserError, match="is not a folder"):
         archive(store, str(tmp_path / "mine" / "shard-000000-000.bin.zst"))
 
 
@@ -200,7 +203,7 @@ def test_foreign_content_in_an_unfinished_archive_is_refused(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_repeating", lambda url: failing(url, "write", after=4, error=Killed))
+        kill_after(4, patch)
         with pytest.raises(Killed):
             archive(store, str(tmp_path / "a"))
     (tmp_path / "a" / "thesis.txt").write_text("x")

@@ -5,14 +5,14 @@ import shutil
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from datakit import TokenStore, archive, unarchive, verify
-from datakit.archives import unarchiving as module
 from datakit.archives.store_source import StoreSource
-from datakit.store.assembly import Assembly
+from datakit.store.output import Output
 from tests.datakit.conftest import files_of
 from tests.datakit.support.archived import Killed, failing, make_archive, make_store
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -57,24 +57,21 @@ def test_one_killed_after_any_file_is_continued(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """Begun from the archive, it may be continued from the store: the bytes are the same."""
-    adopt, left, output = Assembly.adopt, steps, tmp_path / "u"
+    adopt, left, output = Output.adopt, steps, tmp_path / "u"
 
-    def adopt_some(self: Assembly, file: Path) -> None:
+    def adopt_some(self: Output, folder: str, files: Sequence[Path]) -> None:
         nonlocal left
         if not left:
             raise Killed
         left -= 1
-        adopt(self, file)
+        adopt(self, folder, files)
 
     def kill(*_: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Assembly, "adopt", adopt_some)
-        if steps < 10:
-            patch.setattr(module, "replace_durably", kill)
-        else:
-            patch.setattr("datakit.store.assembly.shutil.rmtree", kill)
+        patch.setattr(Output, "adopt", adopt_some)
+        patch.setattr(Output, "write" if steps < 10 else "remove_work", kill)
         with pytest.raises(Killed):
             unarchive(str(folder / "archive"), output)
     placed = {path.name: path.stat().st_ino for path in output.glob("shard*")}

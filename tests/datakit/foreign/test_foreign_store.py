@@ -1,8 +1,10 @@
 """ForeignStore: samples become documents alone or joined, in groups that a killed run keeps, every token checked."""
 
 import json
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from datakit.foreign import foreign_store
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.mosaic import from_mds
 from datakit.store import writer as store_writer
-from datakit.store.assembly import Assembly
+from datakit.store.output import Output
 from tests.datakit.conftest import documents_of, files_of
 from tests.datakit.foreign.test_mosaic import write_mds
 from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import open_storage
 
 
 def write_rows(folder: Path, rows: Sequence[Sequence[int]], shard_samples: int = 3) -> Path:
@@ -113,7 +116,7 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, m
     monkeypatch.setattr(foreign_store, "_GROUP_BYTES", 1)
     source = write_rows(tmp_path / "in", [[i, i + 1] for i in range(9)])
     whole = files_of(from_mds([source], tmp_path / "whole", Choices(tokenizer_path)).path)
-    replace, adopt, left, steps_taken = foreign_store.replace_durably, Assembly.adopt, 0, 0
+    write, adopt, left, steps_taken = Output.write, Output.adopt, 0, 0
 
     def step() -> None:
         nonlocal left, steps_taken
@@ -121,33 +124,76 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, m
             raise KeyboardInterrupt
         left, steps_taken = left - 1, steps_taken + 1
 
-    def replace_some(path: Path, content: bytes) -> None:
+    def write_some(self: Output, key: str, content: bytes) -> None:
         step()
-        replace(path, content)
+        write(self, key, content)
 
-    def adopt_some(self: Assembly, file: Path) -> None:
+    def adopt_some(self: Output, folder: str, files: Sequence[Path]) -> None:
         step()
-        adopt(self, file)
+        adopt(self, folder, files)
 
-    for steps in range(12):  # 3 groups are noted, 9 files moved
+    for steps in range(7):  # 3 groups are moved, then noted, each; the manifest
         output = tmp_path / str(steps)
         left = steps
         with monkeypatch.context() as patch:
-            patch.setattr(foreign_store, "replace_durably", replace_some)
-            patch.setattr(Assembly, "adopt", adopt_some)
+            patch.setattr(Output, "write", write_some)
+            patch.setattr(Output, "adopt", adopt_some)
             with pytest.raises(KeyboardInterrupt):
                 from_mds([source], output, Choices(tokenizer_path))
-            with pytest.raises(UserError, match="was begun of other sources"):
+            with pytest.raises(UserError, match="was begun from other sources"):
                 from_mds([source], output, Choices(tokenizer_path, documents="eod"))
             left, steps_taken = 99, 0
             from_mds([source], output, Choices(tokenizer_path))
-            assert steps_taken == 12 - steps  # what was noted or moved is not done again
+            assert steps_taken == 7 - steps // 2 * 2  # a group that was noted is not made again
         assert files_of(output) == whole
         assert documents_of(TokenStore.open(output)) == [[i, i + 1] for i in range(9)]
     before = files_of(tmp_path / "whole")
     (tmp_path / "whole" / ".work").mkdir()  # as a kill after the manifest may leave it
     from_mds([source], tmp_path / "whole", Choices(tokenizer_path))
     assert files_of(tmp_path / "whole") == before
+
+
+@pytest.mark.parametrize("num_uploads", range(7))
+def test_a_conversion_to_s3_that_was_killed_is_continued(
+    tmp_path: Path, tokenizer_path: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, num_uploads: int
+) -> None:
+    monkeypatch.setattr(foreign_store, "_GROUP_BYTES", 1)
+    source, upload, left, uploaded = write_rows(tmp_path / "in", [[i, i + 1] for i in range(6)]), Output.upload, 0, 0
+
+    def upload_some(self: Output, *arguments: Any, **options: Any) -> None:
+        nonlocal left, uploaded
+        if not left:
+            raise KeyboardInterrupt
+        left, uploaded = left - 1, uploaded + 1
+        upload(self, *arguments, **options)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    local = from_mds([source], tmp_path / "local", Choices(tokenizer_path))
+    monkeypatch.setattr(Output, "upload", upload_some)
+    left = num_uploads
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", kill)
+        with pytest.raises(KeyboardInterrupt):
+            from_mds([source], s3_url, Choices(tokenizer_path))
+    assert not open_storage(s3_url).info("manifest.json")
+    left, uploaded = 99, 0
+    found = from_mds([source], s3_url, Choices(tokenizer_path))
+    assert uploaded == 6 - num_uploads // 3 * 3  # a group that was noted is not uploaded again
+    storage = open_storage(s3_url)
+    assert {info.key: storage.read(info.key) for info in storage.list()} == files_of(local.path)
+    assert found.place == s3_url
+    assert from_mds([source], s3_url, Choices(tokenizer_path)).fingerprint == local.fingerprint
+
+
+def test_a_bad_source_leaves_a_url_free(tmp_path: Path, tokenizer_path: str) -> None:
+    url, bad = f"memory://{uuid.uuid4().hex}", write_rows(tmp_path / "bad", [[1, 2], [-3, 4]])
+    with pytest.raises(CheckFailed, match=r"document 1 holds token -3, beyond the vocabulary of"):
+        from_mds([bad], url, Choices(tokenizer_path))
+    assert not list(open_storage(url).list())
+    from_mds([write_rows(tmp_path / "good", [[1, 2]])], url, Choices(tokenizer_path))
+    assert not verify(url)
 
 
 def test_a_full_disk_leaves_the_output_to_be_continued(

@@ -14,10 +14,11 @@ from datakit import TokenShard, TokenStore, verify, write_store
 from datakit.foreign import megatron
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.megatron import from_megatron, to_megatron
-from datakit.store.assembly import Assembly
+from datakit.store.output import Output
 from datakit.store.shard import DTYPE_CODES, HEADER, MAGIC, VERSION, ShardWriter
 from tests.datakit.conftest import Cli, files_of
 from threefold.errors import CheckFailed, UserError
+from threefold.storage import open_storage
 
 DOCUMENTS = [[3, 1, 2], [], [5] * 400, [7], [], [9, 8]]
 
@@ -95,7 +96,7 @@ def test_a_killed_conversion_is_continued(
 ) -> None:
     prefixes = [write_dataset(tmp_path / name, DOCUMENTS) for name in "ab"]
     whole = files_of(from_megatron(prefixes, tmp_path / "whole", Choices(tokenizer_path), copy=copy).path)
-    place, adopt, left = Assembly.place, Assembly.adopt, 0
+    place, adopt, left = Output.place_file, Output.adopt, 0
 
     def step() -> None:
         nonlocal left
@@ -103,23 +104,23 @@ def test_a_killed_conversion_is_continued(
             raise KeyboardInterrupt
         left -= 1
 
-    def place_some(self: Assembly, *arguments: object) -> None:
+    def place_some(self: Output, *arguments: object, **options: object) -> None:
         step()
-        place(self, *arguments)  # type: ignore[arg-type]
+        place(self, *arguments, **options)  # type: ignore[arg-type]
 
-    def adopt_some(self: Assembly, file: Path) -> None:
+    def adopt_some(self: Output, folder: str, files: Sequence[Path]) -> None:
         step()
-        adopt(self, file)
+        adopt(self, folder, files)
 
     for steps in range(4):
         output = tmp_path / str(steps)
         left = steps
         with monkeypatch.context() as patch:
-            patch.setattr(Assembly, "place", place_some)
-            patch.setattr(Assembly, "adopt", adopt_some)
+            patch.setattr(Output, "place_file", place_some)
+            patch.setattr(Output, "adopt", adopt_some)
             with pytest.raises(KeyboardInterrupt):
                 from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
-        with pytest.raises(UserError, match="was begun of other sources"):
+        with pytest.raises(UserError, match="was begun from other sources"):
             from_megatron(prefixes[:1], output, Choices(tokenizer_path), copy=copy)
         from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
         assert files_of(output) == whole
@@ -214,3 +215,23 @@ def test_bad_input_is_one_error_and_one_hint(
     errors = capsys.readouterr().err
     assert errors.count("error: ") == errors.count("hint: ") == 1
     assert not (tmp_path / "o").exists()
+
+
+def test_the_verb_makes_a_store_and_datasets_on_s3(
+    tmp_path: Path, tokenizer_path: str, s3_url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_dataset(tmp_path / "d", DOCUMENTS)
+    for _ in range(2):  # the second finds it complete
+        assert cli("convert", prefix, "--output", f"{s3_url}/s", "--tokenizer", tokenizer_path) == 0
+        assert f"{s3_url}/s: {len(DOCUMENTS)} documents" in capsys.readouterr().out
+    assert cli("verify", f"{s3_url}/s") == 0
+    assert cli("unarchive", f"{s3_url}/s", "--output", tmp_path / "s") == 0
+    assert files_of(tmp_path / "s") == files_of(from_megatron([prefix], tmp_path / "l", Choices(tokenizer_path)).path)
+    for _ in range(2):
+        assert cli("convert", tmp_path / "s", "--to", "megatron", "--output", f"{s3_url}/m") == 0
+        assert capsys.readouterr().out == f"{s3_url}/m/shard-000000-000\n"
+    storage = open_storage(f"{s3_url}/m")
+    found = {info.key: storage.read(info.key) for info in storage.list()}
+    assert found == {f"shard-000000-000.{kind}": Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx")}
+    assert cli("merge", tmp_path / "s", tmp_path / "s", "--output", f"{s3_url}/both", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["path"] == f"{s3_url}/both"

@@ -404,7 +404,7 @@ def test_one_run_at_a_time_writes_into_a_store(
 ) -> None:  # fmt: skip
     import fcntl
 
-    monkeypatch.setattr("datakit.store.output.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("datakit.preprocessing.preprocess.PATIENCE_S", 0.0)
     (tmp_path / "s" / ".work").mkdir(parents=True)
     with (tmp_path / "s" / ".work" / "lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -434,7 +434,7 @@ def test_the_work_of_another_verb_is_left_alone(tmp_path: Path, corpus: Path, to
     work = tmp_path / "s" / ".work"
     work.mkdir(parents=True)
     (work / "assembly.json").write_text("{}")
-    with pytest.raises(UserError, match="is not empty and holds no unfinished store"):
+    with pytest.raises(UserError, match=r"is not empty: it holds \.work/assembly\.json"):
         preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path))
     assert [path.name for path in work.iterdir()] == ["assembly.json"]
     (work / "assembly.json").unlink()

@@ -171,7 +171,7 @@ def test_an_output_that_holds_other_things_is_refused(
 ) -> None:
     open_storage(s3_url).write("mine.txt", b"mine")
     assert cli("preprocess", corpus, "--output", s3_url, "--tokenizer", tokenizer_path) == 2
-    assert f"error: {s3_url} is not empty and holds no unfinished store" in capsys.readouterr().err
+    assert f"error: {s3_url} is not empty: it holds mine.txt" in capsys.readouterr().err
     assert objects_of(s3_url) == {"mine.txt": b"mine"}
 
 

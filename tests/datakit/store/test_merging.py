@@ -5,18 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from datakit import Recipe, TokenStore, preprocess, verify, write_store
-from datakit.store.assembly import Assembly
+from datakit import Recipe, TokenStore, preprocess, unarchive, verify, write_store
 from datakit.store.manifest import Manifest
 from datakit.store.merging import merge, plan_merge
-from tests.datakit.conftest import Cli, files_of, write_jsonl
+from datakit.store.output import Output
+from tests.datakit.conftest import Cli, begin_upload, files_of, write_jsonl
 from threefold.errors import CheckFailed, UserError
+from threefold.storage import open_storage
+from threefold.storage.stale_uploads import abort_stale_uploads
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +83,25 @@ def test_a_merge_killed_after_any_file_is_continued(
     stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: bool
 ) -> None:
     whole = files_of(merge(stores, tmp_path / "whole", copy=copy).path)
-    place, left = Assembly.place, 0
+    place, left = Output.place_file, 0
 
-    def place_some(self: Assembly, *arguments: object) -> None:
+    def place_some(self: Output, *arguments: object, **options: object) -> None:
         nonlocal left
         if not left:
             raise KeyboardInterrupt
         left -= 1
-        place(self, *arguments)  # type: ignore[arg-type]
+        place(self, *arguments, **options)  # type: ignore[arg-type]
 
     for steps in range(0, len(whole) - 1, 4):
         output = tmp_path / str(steps)
         left = steps
         with monkeypatch.context() as patch:
-            patch.setattr(Assembly, "place", place_some)
+            patch.setattr(Output, "place_file", place_some)
             with pytest.raises(KeyboardInterrupt):
                 merge(stores, output, copy=copy)
         with pytest.raises(UserError, match="is unfinished"):
             TokenStore.open(output)
-        with pytest.raises(UserError, match="begun of other sources"):
+        with pytest.raises(UserError, match="begun from other sources"):
             merge(stores[::-1], output, copy=copy)
         merge(stores, output, copy=copy)
         assert files_of(output) == whole
@@ -121,12 +125,79 @@ merge(sys.argv[3:], sys.argv[2], copy=True)
 
 
 def test_a_copy_killed_in_the_middle_of_a_file_is_continued(stores: list[Path], tmp_path: Path) -> None:
-    for num_flushes in (1, 4):  # the first time that of the note too
+    for num_flushes in (0, 4):
         command = [sys.executable, "-c", KILLED, str(num_flushes), tmp_path / "m", *stores]
         done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
         assert done.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "m").glob("shard-*"))) == 4
     assert_merged(merge(stores, tmp_path / "m", copy=True), stores)
+
+
+KILLED_UPLOAD = """
+import os, signal, sys
+from datakit import merge
+from datakit.store.output import Output
+left, upload = int(sys.argv[1]), Output.upload
+def upload_or_die(self, key, blocks, **options):
+    global left
+    left -= 1
+    def until_killed():
+        for block in blocks():
+            yield block
+            os.kill(os.getpid(), signal.SIGKILL)
+    upload(self, key, blocks if left >= 0 else until_killed, **options)
+Output.upload = upload_or_die
+merge(sys.argv[3:], sys.argv[2])
+"""
+
+
+def objects_of(url: str) -> dict[str, bytes]:
+    storage = open_storage(url)
+    return {info.key: storage.read(info.key) for info in storage.list()}
+
+
+def test_a_merge_to_s3_killed_in_an_upload_is_continued(
+    stores: list[Path], tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for num_uploads in (0, 4):
+        command = [sys.executable, "-c", KILLED_UPLOAD, str(num_uploads), s3_url, *stores]
+        done = subprocess.run(command, cwd=Path(__file__).parents[3], check=False)
+        assert done.returncode == -signal.SIGKILL
+    keys = set(objects_of(s3_url))
+    assert len(keys) == 5
+    assert ".work/assembly.json" in keys
+    begin_upload(f"{s3_url}/shard-000001-000.bin")
+    with pytest.raises(UserError, match="begun from other sources"):
+        merge(stores[::-1], s3_url)
+    with pytest.raises(UserError, match="is no token store or archive"):
+        unarchive(s3_url, tmp_path / "u")
+    found = merge(stores, s3_url)
+    local = merge(stores, tmp_path / "m")
+    assert (found.place, found.fingerprint) == (s3_url, local.fingerprint)
+    assert objects_of(s3_url) == files_of(local.path)
+    assert not verify(s3_url)
+    assert not abort_stale_uploads(open_storage(s3_url), older_than_s=-60.0)
+    assert not list(tmp_path.glob("datakit-*"))
+    with pytest.raises(UserError, match="is no local folder"):
+        found.document(0)
+    assert merge(stores, s3_url).fingerprint == local.fingerprint
+    with pytest.raises(UserError, match="is not empty: it holds manifest"):
+        merge(stores[:1], s3_url)
+
+
+def test_damage_is_not_merged_into_a_url(tmp_path: Path) -> None:
+    store, url = write_store(tmp_path / "s", [[1, 2, 3]], vocab_size=9).path, f"memory://{uuid.uuid4().hex}"
+    file = store / "shard-000000-000.bin"
+    sound = file.read_bytes()
+    file.write_bytes(bytes([7]) + sound[1:])
+    with pytest.raises(CheckFailed, match="is damaged"):
+        merge([store], url)
+    assert not objects_of(url)
+    file.write_bytes(sound)
+    merge([store], url)
+    assert not verify(url)
 
 
 def test_a_kill_after_the_manifest_is_continued(
@@ -136,7 +207,7 @@ def test_a_kill_after_the_manifest_is_continued(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("datakit.store.assembly.shutil.rmtree", kill)
+        patch.setattr("datakit.store.output.Output.remove_work", kill)
         with pytest.raises(KeyboardInterrupt):
             merge(stores, tmp_path / "m")
     for _ in range(2):  # the second finds it complete

@@ -6,22 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from datakit.store import output as module
+from datakit.store.claim import claim
 from datakit.store.output import Output
 from threefold.errors import StorageError
 
 
-def test_a_run_that_is_refused_leaves_the_other_runs_unsealed_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LOCK_PATIENCE_S", 0.0)
+def test_a_run_that_is_refused_leaves_the_other_runs_unsealed_shards(tmp_path: Path) -> None:
     output = Output(str(tmp_path / "s"))
-    with output.locked():
+    with claim(output):
         output.begin(b"{}")
         shard = output.scratch / "encoder" / "shard-000000-000.bin"
         shard.parent.mkdir(parents=True)
         shard.write_bytes(b"tokens")
-        with pytest.raises(StorageError, match="another run is writing"), Output(output.place).locked():
+        with pytest.raises(StorageError, match="another run is writing"), claim(Output(output.place)):
             pass
         assert shard.read_bytes() == b"tokens"
     assert not output.scratch.exists()
@@ -34,7 +31,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("fcntl.flock", flock)
     with (
         pytest.raises(StorageError, match=r"cannot lock .*/s/\.work/lock: Function not"),
-        Output(str(tmp_path / "s")).locked(),
+        claim(Output(str(tmp_path / "s"))),
     ):
         pass
 
@@ -49,7 +46,7 @@ def test_folders_are_durable_before_what_is_put_into_them(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "fsync", noted)
     output = Output(str(tmp_path / "a" / "s"))
-    with output.locked():
+    with claim(output):
         assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "s"]
         file = output.work / "shard-000000-000.bin"
         file.write_bytes(b"tokens")
@@ -69,7 +66,7 @@ def test_an_output_and_a_store_in_it_may_be_links_to_other_disks(tmp_path: Path)
     (tmp_path / "out").symlink_to("disk")
     (tmp_path / "out/train").symlink_to(tmp_path / "other")
     output = Output(str(tmp_path / "out"))
-    with output.locked():
+    with claim(output):
         output.begin(b"note")
         shard = tmp_path / "shard-000000-000.bin"
         shard.write_bytes(b"tokens")

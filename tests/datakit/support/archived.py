@@ -35,3 +35,12 @@ def make_archive(store: Path, place: str) -> None:
 def failing(url: str, operation: str, *, after: int = 0, error: type[BaseException] = StorageError) -> Storage:
     """The storage behind a URL, of which one operation fails once it was served so often."""
     return FaultStorage(open_storage(url), Fault(error(f"no {operation} for the test"), (operation,), after=after))
+
+
+def kill_after(num_writes: int, patch: pytest.MonkeyPatch) -> None:
+    """Let the write after this many end the run as a kill does."""
+
+    def opened(url: str, **_: object) -> Storage:
+        return failing(url, "write", after=num_writes, error=Killed)
+
+    patch.setattr("datakit.store.output.open_repeating", opened)

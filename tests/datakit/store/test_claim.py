@@ -1,13 +1,16 @@
-"""Assembly: killed after any step, the same call gives the same folder; any other content is refused and left alone."""
+"""Claim: killed after any step, the same call makes the same output; any other content is refused and left alone."""
 
 import os
 import stat
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from datakit.files.durable import FileDigest, digest_file
-from datakit.store.assembly import Assembly, assembling
+from datakit.store.claim import claim
+from datakit.store.output import ASSEMBLY_NOTE, Output
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 
@@ -28,14 +31,19 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
+def claimed(output: Path, made_of: dict[str, Any] | None = None) -> AbstractContextManager[Output]:
+    return claim(Output(str(output), ASSEMBLY_NOTE), {} if made_of is None else made_of)
+
+
 def assemble(sources: Path, output: Path, *, copy: bool, steps: int = 99) -> None:
-    with assembling(output, {"of": NAMES}, copy=copy) as assembly:
+    with claimed(output, {"of": NAMES}) as held:
         for step, name in enumerate(NAMES):
             if step == steps:
                 raise Killed
-            assembly.place(sources / name, name, digest_file(sources / name))
+            held.place_file(sources / name, name, digest_file(sources / name), copy=copy)
         if steps == len(NAMES):
             raise Killed
+        held.commit({})
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -54,14 +62,15 @@ def test_a_killed_assembly_is_continued(sources: Path, tmp_path: Path, copy: boo
 def test_a_half_written_copy_is_written_again(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "o"
 
-    def kill(self: Assembly, file: Path) -> None:
+    def kill(*_: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Assembly, "adopt", kill)
+        patch.setattr(Output, "adopt", kill)
         with pytest.raises(Killed):
             assemble(sources, output, copy=True)
-    (output / ".work" / NAMES[0]).write_bytes(b"half")
+    (output / ".work" / "shards").mkdir(exist_ok=True)
+    (output / ".work" / "shards" / NAMES[0]).write_bytes(b"half")
     assemble(sources, output, copy=True)
     assert files_of(output) == files_of(sources)
 
@@ -82,26 +91,27 @@ def test_other_content_is_refused_and_kept(sources: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"is not empty: it holds mine\.txt"):
         assemble(sources, output, copy=False)
     (output / "mine.txt").unlink()
-    (output / ".work" / "items").mkdir(parents=True)  # an unfinished preprocess
-    with pytest.raises(UserError, match="is not empty"):
+    (output / ".work").mkdir()
+    (output / ".work" / "recipe.json").write_text("{}")  # an unfinished preprocess
+    with pytest.raises(UserError, match=r"is not empty: it holds \.work/recipe\.json"):
         assemble(sources, output, copy=False)
     assert [path.name for path in output.iterdir()] == [".work"]
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         assemble(sources, sources / NAMES[0], copy=False)
 
 
 def test_an_assembly_of_other_sources_is_refused(sources: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         assemble(sources, tmp_path / "o", copy=False, steps=1)
-    with pytest.raises(UserError, match="was begun of other sources"), assembling(tmp_path / "o", {}, copy=False):
+    with pytest.raises(UserError, match="was begun from other sources"), claimed(tmp_path / "o"):
         pass
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with (
-        assembling(tmp_path / "o", {}, copy=False),
+        claimed(tmp_path / "o"),
         pytest.raises(StorageError, match="another run"),
-        assembling(tmp_path / "o", {}, copy=False),
+        claimed(tmp_path / "o"),
     ):
         pass
 
@@ -110,9 +120,9 @@ def test_a_damaged_source_is_not_copied(sources: Path, tmp_path: Path) -> None:
     digest = FileDigest((sources / NAMES[0]).stat().st_size, "0" * 16)
     with (
         pytest.raises(CheckFailed, match="is damaged"),
-        assembling(tmp_path / "o", {}, copy=True) as assembly,
+        claimed(tmp_path / "o") as held,
     ):
-        assembly.place(sources / NAMES[0], NAMES[0], digest)
+        held.place_file(sources / NAMES[0], NAMES[0], digest, copy=True)
     assert not (tmp_path / "o" / NAMES[0]).exists()
 
 
@@ -139,11 +149,11 @@ def test_sources_that_do_not_do_leave_the_output_free(sources: Path, tmp_path: P
     output = tmp_path / "o"
 
     def assemble_faulty() -> None:
-        with assembling(output, {}, copy=False) as assembly:
-            assembly.place(sources / NAMES[0], NAMES[0], digest_file(sources / NAMES[0]))
+        with claimed(output) as held:
+            held.place_file(sources / NAMES[0], NAMES[0], digest_file(sources / NAMES[0]), copy=False)
             raise fault("no good")
 
     with pytest.raises(fault):
         assemble_faulty()
-    assert bool(list(output.iterdir())) == (fault is StorageError)
+    assert output.exists() == (fault is StorageError)
     assert len(files_of(sources)) == len(NAMES)
