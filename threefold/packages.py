@@ -28,6 +28,7 @@ EXTRA_OF = {
     "gigatoken": "fast",
     "ray": "ray",
     "matplotlib": "plot",
+    "jinja2": "plot",
     "shtab": "completion",
 }
 

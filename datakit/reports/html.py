@@ -1,8 +1,11 @@
-"""Report: the statistics of stores as one HTML file that needs nothing else, with plots as inline SVG."""
+"""Report: the statistics of stores as one HTML file that needs nothing else, with plots as inline SVG.
 
-import html
+The page is the template beside this file, which escapes all that it is given; only the plots are put in as they are.
+"""
+
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,13 @@ from datakit.reports.statistics import Statistics
 from threefold.errors import UserError
 from threefold.packages import require
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd }
-td { text-align: right; font-variant-numeric: tabular-nums } td:first-child, th:first-child { text-align: left }
-svg { max-width: 100%; height: auto } td:first-child { overflow-wrap: anywhere }
-"""
+TEMPLATE = "report.html.j2"
 
 
 def require_plots() -> None:
-    """Raise UserError if plots cannot be drawn here."""
-    require("matplotlib", "a report")
+    """Raise UserError if a report cannot be made here."""
+    for package in ("matplotlib", "jinja2"):
+        require(package, "a report")
 
 
 def write_report(statistics: Statistics, path: str | os.PathLike[str]) -> None:
@@ -36,58 +35,46 @@ def write_report(statistics: Statistics, path: str | os.PathLike[str]) -> None:
 
 def render_report(statistics: Statistics) -> str:
     """Return the report's HTML."""
-    buckets = [bucket for bucket in statistics.histogram if bucket.num_documents]
+    from jinja2 import Environment, StrictUndefined
+
     ranges = [_range(bucket.min_length, bucket.max_length) for bucket in statistics.histogram]
     sources = [(source.path or "no source", source.num_documents, source.num_tokens) for source in statistics.sources]
     others = statistics.other_sources
     if others.num_sources:
         sources.append((f"{others.num_sources:,} others", others.num_documents, others.num_tokens))
-    title = ", ".join(store.path for store in statistics.stores)
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        _table(
-            ["store", "documents", "tokens"],
-            [
-                *((store.path, store.num_documents, store.num_tokens) for store in statistics.stores),
-                ("all", statistics.num_documents, statistics.num_tokens),
-                ("empty documents", statistics.num_empty_documents, 0),
-            ],
+    charts = [
+        _bars("documents by length", ranges, [bucket.num_documents for bucket in statistics.histogram]),
+        _bars("tokens by length of their document", ranges, [bucket.num_tokens for bucket in statistics.histogram]),
+    ] if statistics.lengths else []  # fmt: skip
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(files(__package__).joinpath(TEMPLATE).read_text()).render(
+        title=", ".join(store.path for store in statistics.stores),
+        stores=[
+            *((store.path, store.num_documents, store.num_tokens) for store in statistics.stores),
+            ("all", statistics.num_documents, statistics.num_tokens),
+            ("empty documents", statistics.num_empty_documents, 0),
+        ],
+        lengths=_lengths(statistics),
+        length_charts=charts,
+        buckets=[
+            (name, bucket.num_documents, bucket.num_tokens)
+            for name, bucket in zip(ranges, statistics.histogram, strict=True)
+            if bucket.num_documents
+        ],
+        tags=[(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in statistics.tags],
+        source_chart=_bars(
+            "tokens", [_short(name) for name, _, _ in sources], [tokens for _, _, tokens in sources], lying=True
         ),
-        "<h2>Length of documents, in tokens</h2>",
-    ]
-    if lengths := statistics.lengths:
-        names = ("min", "median", "p90", "p99", "max")
-        body.append(_table([*names, "mean"], [(*(getattr(lengths, name) for name in names), f"{lengths.mean:,.1f}")]))
-        body += [
-            _bars("documents by length", ranges, [bucket.num_documents for bucket in statistics.histogram]),
-            _bars("tokens by length of their document", ranges, [bucket.num_tokens for bucket in statistics.histogram]),
-        ]
-    rows = [
-        (_range(bucket.min_length, bucket.max_length), bucket.num_documents, bucket.num_tokens) for bucket in buckets
-    ]
-    body += [
-        _table(["length", "documents", "tokens"], rows),
-        *_tags(statistics),
-        "<h2>Tokens by source file</h2>",
-        _bars("tokens", [_short(name) for name, _, _ in sources], [tokens for _, _, tokens in sources], lying=True),
-        _table(["source", "documents", "tokens"], sources),
-    ]
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+        sources=sources,
+    )
 
 
-def _tags(statistics: Statistics) -> list[str]:
-    """Return the part on tags, where there are any."""
-    rows = [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in statistics.tags]
-    return ["<h2>Tokens by tag</h2>", _table(["tag", "documents", "tokens"], rows)] if rows else []
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str | int]]) -> str:
-    def row(kind: str, cells: Sequence[str | int]) -> str:
-        texts = (f"{cell:,}" if isinstance(cell, int) else html.escape(cell) for cell in cells)
-        return "<tr>" + "".join(f"<{kind}>{text}</{kind}>" for text in texts) + "</tr>"
-
-    return "<table>" + row("th", names) + "\n".join(row("td", cells) for cells in rows) + "</table>"
+def _lengths(statistics: Statistics) -> tuple[int | str, ...]:
+    """Return min, median, p90, p99, max and mean; nothing for stores without documents."""
+    found = statistics.lengths
+    if found is None:
+        return ()
+    return found.min, found.median, found.p90, found.p99, found.max, f"{found.mean:,.1f}"
 
 
 def _bars(title: str, names: Sequence[str], values: Sequence[int], *, lying: bool = False) -> str:

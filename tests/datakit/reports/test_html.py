@@ -41,10 +41,12 @@ def test_a_report_of_nothing(tmp_path: Path) -> None:
     assert "</html>" in page
 
 
-def test_without_matplotlib_the_hint_installs_it(
-    store: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_a_package_the_hint_installs_it(
+    package: str, store: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, package, None)
     assert cli("stats", store, "--report", tmp_path / "r.html") == 2
     assert 'hint: pip install "threefold[plot]"' in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
