@@ -1,5 +1,6 @@
 """The pages of the documentation: every link leads to a page, a heading or a file, and the site has them all."""
 
+import ast
 import functools
 import re
 import subprocess
@@ -37,6 +38,29 @@ def test_every_link_leads_somewhere() -> None:
             assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {link}"
             num_links += 1
     assert num_links > 20
+
+
+def defined_in(path: Path) -> set[str]:
+    """Return the functions, classes and methods of a source file, methods as `Class.method`."""
+    if path.suffix != ".py":
+        return set(re.findall(r"\b(\w+)\(", path.read_text()))
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return names
+
+
+def test_places_in_code_that_pages_name_exist() -> None:
+    num_places = 0
+    for page in PAGES:
+        for path, name in re.findall(r"`([\w/]+\.(?:py|cpp|h)):\s+([\w.]+)`", page.read_text()):
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+            assert name in defined_in(ROOT / path), f"{page.name}: {path} has no {name}"
+            num_places += 1
+    assert num_places > 25
 
 
 def test_the_sites_contents_list_every_page_once() -> None:
