@@ -18,6 +18,7 @@ class Options(Reporting):
     target: str = argument("DST", "run URL; the step keeps its number")
     all: bool = option(False, "copy all committed steps of a run, oldest first")
     verify: bool = option(False, "read every byte of the copy back before it is committed")
+    dry_run: bool = option(False, "say what would be copied, write nothing")
 
 
 @pointing_to_other_steps
@@ -47,7 +48,7 @@ def run(options: Options) -> int:
     for step in steps:
         try:
             with CheckpointReader(source, step) as reader, shown_bytes() as progress:
-                done = copy_step(reader, target, verify=options.verify, progress=progress)
+                done = copy_step(reader, target, verify=options.verify, progress=progress, dry_run=options.dry_run)
         except CheckFailed as damage:
             if not options.all:
                 raise
@@ -56,8 +57,9 @@ def run(options: Options) -> int:
             continue
         reports.append(asdict(done))
         if not options.json:
+            did = "bytes would be copied" if done.dry_run else f"bytes copied in {done.seconds:.1f} s"
             print_line(
-                f"{done.target}: {done.num_files} files, {done.bytes_copied:,} bytes copied in {done.seconds:.1f} s"
+                f"{done.target}: {done.num_files} files, {done.bytes_copied:,} {did}"
                 + (f", {done.bytes_kept:,} were there" if done.bytes_kept else "")
             )
     if options.json:

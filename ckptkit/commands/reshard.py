@@ -31,6 +31,7 @@ class Options(Reporting):
         flag="--from",
         metavar="LAYOUT",
     )
+    dry_run: bool = option(False, "check the layout, say what would be written, write nothing")
 
 
 @pointing_to_other_steps
@@ -56,7 +57,7 @@ def run(options: Options) -> int:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)
         with shown_bytes() as progress:
-            done = reshard(reader, target, layout, step=target_step, progress=progress)
+            done = reshard(reader, target, layout, step=target_step, progress=progress, dry_run=options.dry_run)
     if options.json:
         print_json(asdict(done))
         return EXIT_OK
@@ -64,9 +65,10 @@ def run(options: Options) -> int:
         print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files")
         return EXIT_OK
     rate = done.bytes_written / max(done.seconds, 1e-9) / 1e6
+    did = "would be written" if done.dry_run else f"in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
     print_line(
         f"{done.url}: {done.source_layout} -> {done.target_layout}, {done.num_files} files, "
-        f"{done.bytes_written:,} bytes in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
+        f"{done.bytes_written:,} bytes {did}"
     )
     return EXIT_OK
 

@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What a copy did; the bytes kept were there already, whole and right."""
+    """What a copy did; the bytes kept were there already, whole and right. Of a dry run: what it would do, by sizes."""
 
     source: str
     target: str
@@ -40,16 +40,23 @@ class CopyReport:
     bytes_copied: int
     bytes_kept: int
     seconds: float
+    dry_run: bool = False
 
 
 def copy_step(
-    source: CheckpointReader, target: Storage, *, verify: bool = False, progress: Progress = lambda done, total: None
+    source: CheckpointReader,
+    target: Storage,
+    *,
+    verify: bool = False,
+    progress: Progress = lambda done, total: None,
+    dry_run: bool = False,
 ) -> CopyReport:
     """Copy the checkpoint of an open reader to the same step of another storage, and commit it there.
 
     UserError where another checkpoint is committed there as that step; CheckFailed where the source is damaged, or the
     copy is: the sizes of its files are always looked up again, with `verify` every byte is read back. `progress` is
-    told the bytes done and the total. After any failure the same call continues.
+    told the bytes done and the total. After any failure the same call continues. With `dry_run` nothing is written and
+    no data read: the report is of what would be.
     """
     started = time.monotonic()
     step = source.root.step
@@ -60,6 +67,10 @@ def copy_step(
             f"{target.url} already holds another checkpoint as step {step}",
             hint=f"ckptkit inspect {target.url}/{step_folder(step)}",
         )
+    num_files, there_url = 2 * len(source.root.parts) + 1, f"{target.url}/{step_folder(step)}"
+    if dry_run:
+        copied, kept = (0, 0) if is_there else _sizes(source, target, len(text))
+        return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started, dry_run)
     if is_there:
         sync_name(target, key)
     copied = kept = 0
@@ -77,8 +88,16 @@ def copy_step(
     if not is_there:
         target.write(key, text, if_absent=True)
         copied += len(text)
-    seconds = time.monotonic() - started
-    return CopyReport(source.url, there.url, step, 2 * len(source.root.parts) + 1, copied, kept, seconds)
+    return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started)
+
+
+def _sizes(source: CheckpointReader, target: Storage, root_bytes: int) -> tuple[int, int]:
+    """Return the bytes to copy, and those of files that an earlier try left in their full size."""
+    parts = [(part.data, part.data_bytes) for part in source.root.parts]
+    parts += [(part.index, part.index_bytes) for part in source.root.parts]
+    there = {info.key: info.size_bytes for info in target.list(f"{source.folder}/")}
+    kept = sum(size for name, size in parts if there.get(f"{source.folder}/{name}") == size)
+    return sum(size for _, size in parts) + root_bytes - kept, kept
 
 
 class _Copying:

@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is 
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What a reshard did; bytes_needed are the bytes of all elements, bytes_read what was read of data files."""
+    """What a reshard did, or would do; bytes_needed are those of all elements, bytes_read are read from data files."""
 
     url: str
     step: int
@@ -55,6 +55,7 @@ class ReshardReport:
     bytes_read: int
     bytes_written: int
     seconds: float
+    dry_run: bool = False
 
 
 @dataclass(eq=False)
@@ -88,28 +89,35 @@ def reshard(
     step: int | None = None,
     slab_bytes: int = SLAB_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    dry_run: bool = False,
 ) -> ReshardReport:
     """Write `source` into `storage` as the ranks of `layout` would have saved it, and commit it.
 
     UserError where the layout does not divide or another step is there; one that the same call made is kept. On a
     failure nothing is committed and what was written is removed, unless it is not known whether the root was put.
-    `progress` is told the bytes done and the total.
+    `progress` is told the bytes done and the total. With `dry_run` all is checked and planned, but no data read and
+    nothing written.
     """
     started = time.monotonic()
-    wanted = replace(source.root, step=source.root.step if step is None else step, layout=layout)
-    _check(wanted, source.url)
+    root, step = source.root, source.root.step if step is None else step
+    wanted = replace(root, step=step, layout=layout, attempt=f"{ATTEMPT}-{secrets.token_hex(6)}", share=None)
+    _check(replace(wanted, share=root.share), source.url)
     made = _made_before(storage, wanted)
     needed = read = written = 0
-    if made is None:
+    if made is not None:
+        num_files = len(made.parts)
+    else:
         partition = Partition(list(wanted.tensors.values()), wanted.num_layers, layout)
-        needed = sum(info.size_bytes for info in partition.tensors)
-        made = _rewrite(
-            source, storage, wanted, partition, slab_bytes=slab_bytes, progress=lambda done: progress(done, needed)
-        )
-        read, written = source.bytes_read, sum(part.data_bytes for part in made.parts)
+        needed = read = sum(info.size_bytes for info in partition.tensors)
+        targets = _target_files(partition, layout, wanted.attempt)
+        num_files, written = len(targets), sum(target.file.size_bytes for target in targets)
+        if not dry_run:
+            batches = slab_batches(partition.tensors, slab_bytes)
+            _rewrite(source, storage, wanted, targets, batches, lambda done: progress(done, needed))
+            read = source.bytes_read
     return ReshardReport(
-        f"{storage.url}/{step_folder(made.step)}", made.step, str(source.root.layout), str(layout), len(made.parts),
-        needed, read, written, time.monotonic() - started,
+        f"{storage.url}/{step_folder(step)}", step, str(root.layout), str(layout), num_files,
+        needed, read, written, time.monotonic() - started, dry_run,
     )  # fmt: skip
 
 
@@ -139,13 +147,11 @@ def _made_before(storage: Storage, wanted: Root) -> Root | None:
 
 
 def _rewrite(
-    source: CheckpointReader, storage: Storage, wanted: Root, partition: Partition,
-    *, slab_bytes: int, progress: Callable[[int], None],
-) -> Root:  # fmt: skip
-    """Write the files of all target ranks, commit them, and return the root."""
-    attempt = f"{ATTEMPT}-{secrets.token_hex(6)}"
+    source: CheckpointReader, storage: Storage, wanted: Root, targets: list[_TargetFile],
+    batches: Iterator[list[Slab]], progress: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Write the files of all target ranks and commit them; on a failure remove what was written."""
     folder = step_folder(wanted.step)
-    targets = _target_files(partition, wanted.layout, attempt)
     largest = max(target.file.size_bytes for target in targets)
     striper = Striper(tell=lambda text: log(f"warning: {text}"))
     striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
@@ -155,7 +161,6 @@ def _rewrite(
     try:
         done = 0
         with ThreadPoolExecutor(1) as ahead:
-            batches = slab_batches(partition.tensors, slab_bytes)
             loading = [ahead.submit(loader.load, batch) for batch in [next(batches, [])]]
             while loading:
                 areas = loading.pop().result()
@@ -165,16 +170,14 @@ def _rewrite(
                 done += writer.append(areas)
                 progress(done)
         writer.finish(targets)
-        made = replace(wanted, attempt=attempt, parts=_parts(targets), share=None)
         is_committing = True
-        commit_root(storage, made)
+        commit_root(storage, replace(wanted, parts=_parts(targets)))
     except BaseException as error:
         writer.abort(targets)
         if not is_committing or isinstance(error, AlreadyExists | NotCommitted):  # else the root may be there
             with contextlib.suppress(StorageError):  # the first failure is the one to report
-                storage.delete(list(storage.list_keys(f"{folder}/{attempt}/")))
+                storage.delete(list(storage.list_keys(f"{folder}/{wanted.attempt}/")))
         raise
-    return made
 
 
 def _is_reshard_of(there: Root, wanted: Root) -> bool:

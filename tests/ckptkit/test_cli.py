@@ -175,6 +175,49 @@ def test_a_target_that_exists(capsys: Capture, run_url: str) -> None:
     assert_refused(call(capsys, "reshard", run_url, run_url, "--tp", "1"), 2, "already holds step 12")
 
 
+def files_of(folder: str) -> dict[str, int]:
+    return {str(path): path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_a_dry_copy_says_what_a_copy_does_and_writes_nothing(capsys: Capture, run_url: str, tmp_path: Path) -> None:
+    target, before = str(tmp_path / "target"), files_of(run_url)
+    flags = ("copy", run_url, target, "--all", "--json")
+    dry = json.loads(call(capsys, *flags, "--dry-run")[1])
+    assert [(row["step"], row["num_files"], row["dry_run"]) for row in dry] == [(3, 9, True), (12, 9, True)]
+    assert sum(row["bytes_copied"] for row in dry) == sum(size for path, size in before.items() if "020" not in path)
+    out = call(capsys, "copy", run_url, target, "--dry-run")[1]
+    assert out == f"{target}/step-000000012: 9 files, {dry[1]['bytes_copied']:,} bytes would be copied\n"
+    assert not Path(target).exists()
+    real = json.loads(call(capsys, *flags)[1])
+    assert real == [row | {"dry_run": False, "seconds": done["seconds"]} for row, done in zip(dry, real, strict=True)]
+    again = json.loads(call(capsys, *flags, "--dry-run")[1])
+    assert [row["bytes_copied"] for row in again] == [0, 0]
+    root, index = Path(target, "step-000000012/root.json"), next(Path(target, "step-000000012").rglob("*.index"))
+    left = root.stat().st_size + index.stat().st_size
+    for path in (root, index):
+        path.unlink()
+    [rest] = json.loads(call(capsys, "copy", run_url, target, "--dry-run", "--json")[1])
+    assert (rest["bytes_copied"], rest["bytes_kept"]) == (left, dry[1]["bytes_copied"] - left)
+    assert not index.exists()
+
+
+def test_a_dry_reshard_says_what_a_reshard_does_and_writes_nothing(
+    capsys: Capture, run_url: str, tmp_path: Path
+) -> None:
+    target = str(tmp_path / "target")
+    flags = ("reshard", run_url, target, "--tp", "4", "--dp", "2", "--json")
+    dry = json.loads(call(capsys, *flags, "--dry-run")[1])
+    assert (dry["source_layout"], dry["target_layout"], dry["num_files"]) == ("tp2-pp2", "tp4-dp2", 8)
+    out = call(capsys, "reshard", run_url, target, "--tp", "4", "--dp", "2", "--dry-run")[1]
+    assert out.endswith(f"8 files, {dry['bytes_written']:,} bytes would be written\n")
+    assert_refused(call(capsys, "reshard", run_url, target, "--tp", "3", "--dry-run"), 2, "into tp=3")
+    assert_refused(call(capsys, "reshard", run_url, run_url, "--dry-run"), 2, "already holds step 12")
+    assert not Path(target).exists()
+    real = json.loads(call(capsys, *flags)[1])
+    assert real["bytes_written"] == sum(size for path, size in files_of(target).items() if path.endswith("tensors"))
+    assert dry == real | {"dry_run": True, "seconds": dry["seconds"], "bytes_read": dry["bytes_needed"]}
+
+
 def test_a_disk_that_fills_up_leaves_no_checkpoint(capsys: Capture, tmp_path: Path) -> None:
     tensors = gpt_tensors(LAYERS, hidden=256, vocab=2001)
     write_checkpoint(open_storage(tmp_path / "run"), 1, ParallelLayout(), LAYERS, tensors, values(tensors))
