@@ -7,98 +7,25 @@ StorageErrors that say what was done, where and what to try; those that another 
 
 import os
 import re
-import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from threefold.debug import is_debugging
-from threefold.errors import StorageError, UserError
+from threefold.errors import UserError
+from threefold.storage.contract import OBJECT_STORES as OBJECT_STORES
+from threefold.storage.contract import AlreadyExists as AlreadyExists
+from threefold.storage.contract import Buffer as Buffer
+from threefold.storage.contract import ObjectInfo as ObjectInfo
+from threefold.storage.contract import Storage as Storage
+from threefold.storage.contract import TemporaryFailure as TemporaryFailure
+from threefold.storage.contract import buffers_of as buffers_of
+from threefold.storage.contract import check_key as check_key
+from threefold.storage.contract import is_temporary as is_temporary
+from threefold.storage.contract import temporary_name as temporary_name
+from threefold.storage.contract import written_name as written_name
 
 # no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
 _BROKEN_URL = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss|hf|http|https):(?!//)")
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
-OBJECT_STORES = {  # URL schemes, and whose client serves them
-    "s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "azure": "azure", "abfs": "azure", "abfss": "azure",
-}  # fmt: skip
-Buffer = bytes | bytearray | memoryview
-
-
-class AlreadyExists(StorageError):
-    """An if-absent write found the key taken by other bytes: another writer won."""
-
-
-class TemporaryFailure(StorageError):
-    """The server did not answer, broke its answer off or asked to come back: the same request may succeed later."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """One stored object; `modified_s` is seconds since the epoch, 0 where a backend does not tell.
-
-    `etag` changes with the content, as far as the backend knows; "" where it has none.
-    """
-
-    key: str
-    size_bytes: int
-    modified_s: float
-    etag: str = ""
-
-
-class Storage(Protocol):
-    """Keys under one base URL; `supports_if_absent` is False where a backend cannot commit once and only once.
-
-    `url` is what is shown and stored. `address` opens the same storage elsewhere: it may hold a password, so it is
-    neither, nor part of a command line.
-    """
-
-    url: str
-    address: str
-    supports_if_absent: bool
-
-    def write(
-        self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
-    ) -> None:
-        """Write one object durably and atomically: after return it is whole, before that it is not listed.
-
-        With if_absent, of all writers of different bytes exactly one returns, the others get AlreadyExists; writing
-        the very bytes that are there succeeds, so that a write whose answer was lost may be repeated. Without
-        supports_if_absent that holds for writers that come one after the other only. `size_bytes` tells the size of an
-        iterable's bytes where it is known: object stores size the parts of an upload by it. Buffers are not copied:
-        they must stay as they are until `write` returns, also those that an iterable gave before its last one.
-        """
-
-    def read(self, key: str) -> bytes:
-        """Read one object whole; StorageError if it is missing."""
-
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """Read several [start, stop) byte ranges of one object; StorageError where one goes past its end."""
-
-    def info(self, key: str) -> ObjectInfo | None:
-        """Size and time of one object, None if it is missing."""
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Return all objects whose key starts with prefix, sorted by key."""
-
-    def list_keys(self, prefix: str = "") -> Iterator[str]:
-        """The keys that start with prefix, in no order and without a look at each object, so cheaper than `list`."""
-
-    def list_folders(self, prefix: str = "") -> Iterator[str]:
-        """Return names of the folders immediately in folder `prefix`, sorted, without descending.
-
-        A folder whose objects were all deleted may still be named for a while.
-        """
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; a missing one is no error."""
-
-    def copy(self, source: str, target: str) -> None:
-        """Copy one object within this storage."""
-
-    def local_path(self, key: str) -> Path | None:
-        """Return the file behind a key where there is one (C++ reads and writes it directly), else None."""
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
@@ -166,30 +93,3 @@ def _place_of(storage: Storage) -> object:
     there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     status = there.stat()
     return status.st_dev, status.st_ino, folder.relative_to(there)
-
-
-def check_key(key: str) -> str:
-    """Return the key, if it is one: relative, normal, no empty, "." or ".." part."""
-    assert not any(part in ("", ".", "..") for part in key.split("/")), f"{key!r} is not a storage key"
-    return key
-
-
-def buffers_of(data: Buffer | Iterable[Buffer]) -> Iterable[Buffer]:
-    """Return the buffers to write one after the other: data itself, or what it gives."""
-    return [data] if isinstance(data, bytes | bytearray | memoryview) else data
-
-
-def temporary_name(name: str) -> str:
-    """Return a hidden name, unique to this write, that `is_temporary` tells and no listing shows."""
-    return f".{name}.{secrets.token_hex(8)}.tmp"
-
-
-def written_name(temporary: str) -> str | None:
-    """Return the name that a file under a `temporary_name` was to get, None for a name that was made otherwise."""
-    match = _TEMPORARY.fullmatch(temporary)
-    return match[1] if match else None
-
-
-def is_temporary(name: str) -> bool:
-    """Return whether a file name is hidden from listings as those of `temporary_name` are."""
-    return name.startswith(".") and name.endswith(".tmp")

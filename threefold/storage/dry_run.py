@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from threefold.errors import StorageError
-from threefold.storage import AlreadyExists, Buffer, Storage, buffers_of, check_key
+from threefold.storage.contract import AlreadyExists, Buffer, Storage, buffers_of, check_key
 from threefold.storage.wrapping import Request, WrappingStorage
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from threefold.storage import Storage
+from threefold.storage.contract import Storage
 from threefold.storage.wrapping import OPERATIONS, Request, WrappingStorage
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from threefold.errors import StorageError
-from threefold.storage import Storage
+from threefold.storage.contract import Storage
 
 MAX_RACES = 5  # with deletions that leave a folder empty
 _WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC  # costs a file system no more than the same component of a path

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from threefold.errors import StorageError, UserError
 from threefold.masking import masked, shown_cause
 from threefold.packages import needed_for
-from threefold.storage import (
+from threefold.storage.contract import (
     AlreadyExists,
     Buffer,
     ObjectInfo,

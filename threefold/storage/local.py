@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from threefold.errors import StorageError
-from threefold.storage import Buffer, ObjectInfo, Storage, buffers_of, check_key, is_temporary
+from threefold.storage.contract import Buffer, ObjectInfo, Storage, buffers_of, check_key, is_temporary
 from threefold.storage.folders import Folder, local_root, sync_folder
 from threefold.storage.new_file import NewFile
 

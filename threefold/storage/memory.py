@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from threefold.errors import StorageError
-from threefold.storage import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key
+from threefold.storage.contract import AlreadyExists, Buffer, ObjectInfo, buffers_of, check_key
 
 
 class MemoryStorage:

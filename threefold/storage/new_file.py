@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from threefold.errors import StorageError
-from threefold.storage import AlreadyExists, Buffer, temporary_name
+from threefold.storage.contract import AlreadyExists, Buffer, temporary_name
 from threefold.storage.folders import Folder, surviving_races
 
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) says on FAT and on some network mounts

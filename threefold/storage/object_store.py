@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from threefold.backoff import Backoff
 from threefold.errors import StorageError
 from threefold.masking import shown_cause
-from threefold.storage import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
+from threefold.storage.contract import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
 from threefold.storage.service import open_service, request_timeout_s
 
 PART_BYTES = 8 << 20

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from threefold.backoff import Backoff
-from threefold.storage import Buffer, Storage, TemporaryFailure, open_storage
+from threefold.storage import open_storage
+from threefold.storage.contract import Buffer, Storage, TemporaryFailure
 from threefold.storage.wrapping import Request, WrappingStorage
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from threefold.storage import Storage
+from threefold.storage.contract import Storage
 from threefold.storage.wrapping import Request, WrappingStorage
 
 T = TypeVar("T")

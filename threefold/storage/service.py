@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from threefold.errors import UserError
 from threefold.masking import shown_cause
 from threefold.packages import needed_for
-from threefold.storage import OBJECT_STORES
+from threefold.storage.contract import OBJECT_STORES
 
 DEFAULT_ATTEMPTS = 8
 DEFAULT_TIMEOUT_S = 60.0

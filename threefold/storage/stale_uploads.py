@@ -10,7 +10,7 @@ from typing import Any
 from threefold.errors import StorageError
 from threefold.masking import shown_cause
 from threefold.packages import needed_for
-from threefold.storage import Storage
+from threefold.storage.contract import Storage
 from threefold.storage.service import CONNECT_TIMEOUT_S, request_timeout_s, s3_endpoint, s3_region, split_url
 
 SAFE_AGE_S = 24 * 3600.0  # no single upload lasts so long

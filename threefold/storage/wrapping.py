@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from threefold.storage import Buffer, ObjectInfo, Storage
+from threefold.storage.contract import Buffer, ObjectInfo, Storage
 
 T = TypeVar("T")
 OPERATIONS = ("write", "read", "read_ranges", "info", "list", "list_keys", "list_folders", "delete", "copy")
