@@ -33,7 +33,6 @@ CYCLES: set[str] = set()  # the first module of each
 TORCH_FILES = {"ckptkit/io/torch_tensors.py"}  # the only one outside trainer that names torch, inside functions
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 8
 LONG_FILES = {
-    "ckptkit/saving/checkpointer.py",
     "tests/ckptkit/saving/test_checkpointer.py",
     "tests/ckptkit/writer/test_copier.py",
     "tests/datakit/preprocessing/test_preprocess.py",

@@ -26,7 +26,6 @@ AREAS = {
 LEFT: dict[str, dict[str, int]] = {  # how many are left; these numbers only shrink
     "threefold": {"tell": 10, "give": 3, "stand": 1, "lie": 1, "is no": 8},
     "datakit": {"tell": 36, "give": 37, "stand": 8, "lie": 17, "anew": 15, "begun of": 2, "is no": 42},
-    "ckptkit": {"tell": 61, "give": 18, "stand": 3, "lie": 15, "anew": 5, "is no": 8},
     "trainer": {"tell": 15, "give": 9, "stand": 5, "lie": 4, "anew": 3, "is no": 3},
     "programs": {"tell": 6, "give": 4, "stand": 1, "lie": 1, "is no": 1},
 }

@@ -16,7 +16,7 @@ class Options(ByMetric, OfRun):
 
 def run(options: Options) -> int:
     """Print the URL of the step whose metric is smallest, or largest with --max; of equal ones the newest. A metric is
-    a number in the metadata of the root, dotted if it lies deeper: config.optim.lr.
+    a number in the metadata of the root, dotted if it is deeper: config.optim.lr.
     """
     from ckptkit.format.keys import step_folder
     from ckptkit.runs.catalogue import listed_steps

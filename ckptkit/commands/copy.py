@@ -43,7 +43,7 @@ def run(options: Options) -> int:
         steps = committed_steps(source)
     target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // FILES_AT_ONCE)
     if target_step not in (None, *steps) or (target_step is not None and options.all):
-        raise UserError(f"a copy keeps its number: {options.target} is no place for it", hint=f"copy to {target.url}")
+        raise UserError(f"a copy keeps its number: {options.target} names another step", hint=f"copy to {target.url}")
     reports, code = [], EXIT_OK
     for step in steps:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from threefold.errors import UserError
 
 ROOT_KEY = "root.json"
-DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found damaged and saved anew
+DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found damaged and saved again
 PIN_KEY = "pin.json"
 MAX_WRITERS, MAX_STEP = 10**9, 10**15 - 1
 MAX_NAMED = 16
@@ -34,7 +34,7 @@ def parse_step_folder(name: str) -> int | None:
 def check_step(step: int) -> int:
     """Return the step itself, refused where no folder name could hold it."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
-        raise UserError(f"step {step!r} is no whole number from 0 to {MAX_STEP}")
+        raise UserError(f"step {step!r} is not a whole number from 0 to {MAX_STEP}")
     return step
 
 

@@ -76,7 +76,7 @@ class Root:
     share: Share | None = None
 
     def check(self) -> None:
-        """Raise UserError if a reader would refuse this root, which is told before anything is saved."""
+        """Raise UserError if a reader would refuse this root, before anything is saved."""
         try:
             check_step(self.step)
             _whole(self.num_layers, MAX_LAYERS, "num_layers ")

@@ -45,7 +45,7 @@ class Saved:
         if at.tzinfo is None:
             raise ValueError(f"{fields['saved_at']!r} has no time zone")
         try:
-            at = at.astimezone(UTC)  # so that it can be told again
+            at = at.astimezone(UTC)  # so that it can be written again
         except OverflowError:
             raise ValueError(f"{fields['saved_at']!r} is in no year of UTC") from None
         return cls(

@@ -1,6 +1,6 @@
-"""Stream: a writer's data files as one sequence of blocks, and which bytes of which piece go where in each.
+"""BlockLayout: a writer's data files as one sequence of blocks, and which bytes of which piece go where in each.
 
-Pure: made once for a structure of the state, in numpy. A block holds bytes of one file only and is whole granules long,
+Pure: made once for a template of saves, in numpy. A block holds bytes of one file only and is whole granules long,
 but for a file's last one.
 """
 
@@ -18,7 +18,7 @@ BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class BlockLayout:
     """Segments, sorted by block: `size` bytes from byte `offset` of source `source` go to byte `at` of block `block`.
 
     Sources are the pieces by number; behind them, source num_pieces + f is the header of file f. Blocks are counted
@@ -38,12 +38,12 @@ class Stream:
         return self.first_blocks[-1]
 
     def between(self, first: int, stop: int) -> slice:
-        """The segments of blocks [first, stop)."""
+        """Return the segments of blocks [first, stop)."""
         return slice(*np.searchsorted(self.block, (first, stop)).tolist())
 
     @classmethod
-    def of(cls, plan: SavePlan, num_pieces: int, block_bytes: int = BLOCK_BYTES) -> "Stream":
-        """The stream of a plan's files."""
+    def of(cls, plan: SavePlan, num_pieces: int, block_bytes: int = BLOCK_BYTES) -> "BlockLayout":
+        """Lay out a plan's files."""
         cuts, first_blocks = [], [0]
         for number, (file, rows) in enumerate(zip(plan.files, plan.rows, strict=True)):
             sources = np.concatenate([[num_pieces + number], rows]).astype(np.int64)

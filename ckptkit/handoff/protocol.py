@@ -1,4 +1,4 @@
-"""What the trainer tells its writer process, and what it hears back; a JSON line each."""
+"""The orders that the trainer sends its writer process, and the outcomes that it gets back: a JSON line each."""
 
 import json
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ class Area:
     size: int
 
     def of(self, memory: Bytes) -> Bytes:
-        """These bytes, not copied."""
+        """Return these bytes, not copied."""
         return memory[self.offset : self.offset + self.size]
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where the blocks of a save lie in the arena: block n in slot n % num_slots, the slots one after the other.
+    """Where the blocks of a save are in the arena: block n in slot n % num_slots, the slots one after the other.
 
-    With a slot for each block nothing is ever overwritten, and a file lies there whole.
+    With a slot for each block nothing is ever overwritten, and a file is there whole.
     """
 
     offset: int
@@ -43,13 +43,16 @@ class Ring:
         return self.num_slots < self.num_blocks
 
     def at(self, blocks: Any) -> Any:
-        """Where a block begins in the arena; numbers or an array of them."""
+        """Return where blocks begin in the arena, for a number or an array of them.
+
+        With blocks of 8 in 3 slots from byte 100, block 4 is in slot 1: it begins at byte 108.
+        """
         return self.offset + blocks % self.num_slots * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """One data file: its size, its first block, and where its part index lies, whose checksums are still zero."""
+    """One data file: its size, its first block, and where its part index is, whose checksums are still zero."""
 
     size_bytes: int
     first_block: int
@@ -57,7 +60,7 @@ class StagedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Promotion:
+class TierCopy:
     """One writer's part in copying a committed step from its seat at `source` to the one at `target`.
 
     `of_node`: the target holds what the source holds, and not the whole step of all nodes.
@@ -73,23 +76,23 @@ class Promotion:
 
 
 @dataclass(frozen=True)
-class PromoteOrder:
+class CopyOrder:
     """Copies of a step that was saved before."""
 
-    promotions: tuple[Promotion, ...]
+    tier_copies: tuple[TierCopy, ...]
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
-        return json.dumps({"promote": [asdict(each) for each in self.promotions]}).encode() + b"\n"
+        """Return one line of JSON."""
+        return json.dumps({"copy": [asdict(each) for each in self.tier_copies]}).encode() + b"\n"
 
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """One save of one writer: what lies where in the arena, and where it goes.
+    """One save of one writer: what is where in the arena, and where it goes.
 
     `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
     `arena_bytes` is the size of the arena now: the writer maps it again when it grew. `abandoned` are the seats of a
-    writer that was killed, whose files are of no use. `promotions` follow the save.
+    writer that was killed, whose files are of no use. `tier_copies` follow the save.
     """
 
     seat: Seat
@@ -109,21 +112,21 @@ class SaveOrder:
     num_threads: int
     abandoned: tuple[Seat, ...] = ()
     share: Share | None = None
-    promotions: tuple[Promotion, ...] = ()
+    tier_copies: tuple[TierCopy, ...] = ()
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "SaveOrder":
-        """The order of a line."""
+        """Return the order of a line."""
         fields = json.loads(line)
         fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
         fields["abandoned"] = tuple(Seat(**seat) for seat in fields["abandoned"])
         fields |= {"seat": Seat(**fields["seat"]), "ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
         fields |= {"retention": Retention(**fields["retention"]), "share": fields["share"] and Share(**fields["share"])}
-        return cls(**fields | {"promotions": tuple(map(_promotion, fields["promotions"]))})
+        return cls(**fields | {"tier_copies": tuple(map(_tier_copy, fields["tier_copies"]))})
 
 
 @dataclass(frozen=True)
@@ -134,19 +137,19 @@ class SkipOrder:
     reason: str
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps({"skip": asdict(self)}).encode() + b"\n"
 
 
-def _promotion(fields: dict[str, Any]) -> Promotion:
+def _tier_copy(fields: dict[str, Any]) -> TierCopy:
     seats = {name: Seat(**fields[name]) for name in ("source", "target")}
-    return Promotion(**fields | seats | {"retention": Retention(**fields["retention"])})
+    return TierCopy(**fields | seats | {"retention": Retention(**fields["retention"])})
 
 
-def order_of(line: bytes) -> SaveOrder | SkipOrder | PromoteOrder:
-    """The order of a line."""
-    if line.startswith(b'{"promote": '):
-        return PromoteOrder(tuple(map(_promotion, json.loads(line)["promote"])))
+def order_of(line: bytes) -> SaveOrder | SkipOrder | CopyOrder:
+    """Return the order of a line."""
+    if line.startswith(b'{"copy": '):
+        return CopyOrder(tuple(map(_tier_copy, json.loads(line)["copy"])))
     if line.startswith(b'{"skip": '):
         fields = json.loads(line)["skip"]
         return SkipOrder(Seat(**fields["seat"]), fields["reason"])
@@ -168,10 +171,10 @@ class SaveOutcome:
     url: str = ""
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "SaveOutcome":
-        """The outcome of a line."""
+        """Return the outcome of a line."""
         return cls(**json.loads(line))

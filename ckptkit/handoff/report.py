@@ -1,4 +1,4 @@
-"""SaveReport and SaveCounts: how saves ended, as the trainer is told."""
+"""SaveReport and SaveCounts: how saves ended, as the trainer sees it."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -34,6 +34,6 @@ class SaveCounts:
     skipped: int = 0
 
     def plus(self, report: SaveReport) -> Self:
-        """These and one more."""
+        """Return these and one more."""
         kind = "ok" if report.ok else "skipped" if report.skipped else "failed"
         return replace(self, **{kind: getattr(self, kind) + 1})

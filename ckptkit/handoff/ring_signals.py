@@ -20,7 +20,7 @@ class HasFile(Protocol):
 
 
 def readable(files: Sequence[HasFile], timeout_s: float) -> list[HasFile]:
-    """Return those of some files that have something to read, or are closed at the other end; waits for the first one.
+    """Return those of some files that have something to read or are closed at the other end; waits for the first one.
 
     Like `select`, and also where a process has more than 1,024 files open.
     """
@@ -35,11 +35,11 @@ class Signal:
     """A shared count behind a file descriptor, at 0."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """A new one, or the one that another process made."""
+        """Make a new one, or open the one that another process made."""
         self.fd = os.eventfd(0, FLAGS) if fd is None else fd
 
     def fileno(self) -> int:
-        """So that `readable` takes a Signal."""
+        """Return the descriptor, so that `readable` takes a Signal."""
         return self.fd
 
     def add(self, count: int = 1) -> None:
@@ -62,13 +62,15 @@ class Signal:
         os.close(self.fd)
 
 
-class Handover:
-    """The three counts of an arena: blocks `staged` by the trainer, blocks `released` by the writer, and whether the
-    trainer gave the save up (`stop`).
+class RingSignals:
+    """The three counts of an arena: blocks `staged` by the trainer, blocks `released` by the writer, and `stop`.
+
+    The trainer's process makes them and adds to `staged` and, if it drops the save, to `stop`. The writer's process
+    opens them by their descriptors and adds to `released`.
     """
 
     def __init__(self, fds: Sequence[int] | None = None) -> None:
-        """New ones, or those behind the descriptors of another process' Handover."""
+        """Make new ones, or open those behind the descriptors of another process' RingSignals."""
         self.staged, self.released, self.stop = map(Signal, fds) if fds else (Signal(), Signal(), Signal())
 
     @property
@@ -76,7 +78,7 @@ class Handover:
         return [signal.fd for signal in self._signals]
 
     def reset(self) -> None:
-        """All counts at 0; while no save runs."""
+        """Set all counts to 0; only while no save runs."""
         for signal in self._signals:
             signal.take()
 

@@ -92,7 +92,7 @@ def place(data: Buffer, offset_bytes: int, ranges: npt.ArrayLike, expected: Colu
     """Verify the bytes of a file from a granule's begin, and copy out what ranges want of them.
 
     `ranges` are rows of file offset, bytes, target address, sorted by offset; `expected` are the checksums of these
-    granules, None copies unverified. Gives the first damaged granule of the file, of which nothing was copied.
+    granules, None copies unverified. Return the first damaged granule of the file, of which nothing was copied.
     """
     address, size = _span(data)
     rows = _rows(ranges, 3)

@@ -12,7 +12,7 @@ from threefold.errors import UserError
 def check_memory(pieces: Sequence[Piece], sizes: Sequence[int], dtypes: Sequence[str]) -> None:
     """Raise UserError if a piece's memory is not its elements, of so many bytes and a dtype, one after the other."""
     data = [piece.data for piece in pieces]
-    with contextlib.suppress(AttributeError, RuntimeError):  # of what is no array, or has no memory
+    with contextlib.suppress(AttributeError, RuntimeError):  # of what is not an array, or has no memory
         pairs = {(each.dtype, dtype) for each, dtype in zip(data, dtypes, strict=True)}
         is_held = all(dtype in held_by(memory) for memory, dtype in pairs)
         if is_held and are_in_memory(data) and [each.nbytes for each in data] == sizes and are_contiguous(data):

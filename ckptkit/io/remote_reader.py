@@ -61,7 +61,7 @@ class RemoteReader:
         """Nothing is held open."""
 
     def _read_span(self, first: int, stop: int, rows: Rows, reach: Rows, requests: threading.Semaphore) -> Buffer:
-        """Fetch granules, verify them and copy out what the ranges want; gives the last one where no range goes on."""
+        """Fetch granules, verify them and copy out what the ranges want; return the last one if no range goes on."""
         start, end = first * GRANULE_BYTES, min(stop * GRANULE_BYTES, self.size_bytes)
         expected = None if self._expected is None else self._expected[first:stop]
         if first == self._kept_granule:
@@ -79,7 +79,7 @@ class RemoteReader:
 def spans_of(rows: Rows, kept_granule: int = -1) -> list[tuple[int, int]]:
     """Return the granules [first, stop) that each request fetches, ascending: those that the rows touch, each once.
 
-    A request lies within a multiple of REQUEST_BYTES and the next one, as the parts do that a file was sent in: servers
+    A request is within a multiple of REQUEST_BYTES and the next one, as the parts do that a file was sent in: servers
     answer fastest from few of them. The kept granule is a span of its own.
     """
     most = REQUEST_BYTES // GRANULE_BYTES

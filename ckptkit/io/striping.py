@@ -1,4 +1,4 @@
-"""Striping: over how many storage targets of a Lustre file system each data file is spread, told before it is written.
+"""Striping: over how many storage targets of a Lustre file system each data file is spread, set before it is written.
 
 A folder's setting holds for the files made in it later. Few writers get several stripes a file, many writers one each:
 together they fill the file system either way, and each stripe costs its server a lock and an object.
@@ -48,16 +48,16 @@ def check_striping(stripe_count: int, stripe_size_bytes: int) -> None:
 
 
 class Striper:
-    """Sets the striping of the folders that get data files where the program `lfs` is there.
+    """Sets the striping of the folders that get data files, if the program `lfs` is there.
 
-    A failure stops nothing: `tell` is told once, and no other folder is tried. Folders on no Lustre file system stay as
-    they are, and nothing is said.
+    A failure stops nothing: `warn` is called once, and no other folder is tried. Folders of other file systems than
+    Lustre stay as they are, and nothing is said.
     """
 
     def __init__(
-        self, stripe_count: int = 0, stripe_size_bytes: int = 0, tell: Callable[[str], None] = lambda text: None
+        self, stripe_count: int = 0, stripe_size_bytes: int = 0, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        self._stripe_count, self._stripe_size_bytes, self._tell = stripe_count, stripe_size_bytes, tell
+        self._stripe_count, self._stripe_size_bytes, self._warn = stripe_count, stripe_size_bytes, warn
         self._lfs = shutil.which("lfs")
 
     def prepare(self, storage: Storage, key: str, file_bytes: int, num_writers: int) -> None:
@@ -76,7 +76,7 @@ class Striper:
         if fault:
             self._lfs = None
             if NOT_LUSTRE not in fault:
-                self._tell(f"cannot set the striping of {path}: {' '.join(command)}: {fault}")
+                self._warn(f"cannot set the striping of {path}: {' '.join(command)}: {fault}")
 
 
 def _fault_of(command: list[str]) -> str:

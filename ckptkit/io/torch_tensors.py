@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def is_tensor(data: Any) -> bool:
-    """Whether data is a torch tensor (else it is a numpy array), told without importing torch."""
+    """Whether data is a torch tensor (else it is a numpy array); torch is not imported for that."""
     return hasattr(data, "data_ptr")
 
 
@@ -171,7 +171,7 @@ class Transfer:
             stream.synchronize()
 
     def lock(self, memory: Bytes) -> Any:
-        """Page-lock host memory, where it is not already; gives it as a torch tensor."""
+        """Page-lock host memory, if it is not already; return it as a torch tensor."""
         import torch
 
         if self._locked is None or self._locked.data_ptr() != memory.ctypes.data or len(self._locked) != len(memory):

@@ -79,7 +79,7 @@ class NodeExchange:
         self.close()
 
     def _publish(self, buffers: Iterable[Buffer], sizes: list[int]) -> list[list[int]]:
-        """Put buffers one after the other into this rank's memory; gives the sizes that every rank has put."""
+        """Put buffers one after the other into this rank's memory; return the sizes that every rank has put."""
         self._sync([])  # nobody reads any more what the last call gave
         own = self._memory[self.rank]
         try:
@@ -130,7 +130,7 @@ class NodeExchange:
         return frames
 
     def _give_up(self, why: str) -> NoReturn:
-        """End this exchange for all ranks; those but rank 0 tell it alone, which tells the others."""
+        """End this exchange for all ranks; the others send word to rank 0, which passes it on."""
         self._broken = why
         for other in self._sockets.values():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""CheckpointReader: one committed checkpoint open for planned, verified reads, whatever storage it lies on.
+"""CheckpointReader: one committed checkpoint open for planned, verified reads, whatever storage holds it.
 
 Every byte handed out was verified against the checksum of its granule. Reads that ascend in each data file over several
 calls (all passes in storage order do) read every granule once.

@@ -45,7 +45,7 @@ def restore(
 def restore_from(
     reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None
 ) -> None:
-    """The same from an open checkpoint, whose `bytes_read` then tells what this rank read."""
+    """The same from an open checkpoint, whose `bytes_read` is then what this rank read."""
     exchange = reader.exchange
     wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
     with Targets(data) as targets:

@@ -78,7 +78,7 @@ def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, 
 
 
 def committed_attempt(storage: Storage, step: int) -> str | None:
-    """Return the attempt that a step's root names, None where there is no root; at most two small requests."""
+    """Return the attempt that a step's root names, None if it is not committed; at most two small requests."""
     key = f"{step_folder(step)}/{ROOT_KEY}"
     info = storage.info(key)
     if info is None:

@@ -1,7 +1,7 @@
 """A read that several ranks make together: each granule is read and verified once, and passed on to all who want it.
 
-Every rank tells which granules it wants. What one rank alone wants it reads straight into place; the rest is read in
-rounds, in which each rank reads a window of its share and gives every other rank what that one wants of it. Memory of a
+Every rank sends which granules it wants. What one rank alone wants it reads straight into place; the rest is read in
+rounds, in which each rank reads a window of its share and sends every other rank what that one wants of it. Memory of a
 round: a window, what is sent of it and what comes in, ROUND_BYTES each (or a granule a rank, past 64 of them).
 """
 
@@ -26,8 +26,8 @@ def read_together(reader: CheckpointReader, plan: LoadPlan, targets: Targets, ex
     An error of any rank is raised on all of them.
     """
     line = Line([part.data_bytes for part in reader.root.parts])
-    told = agreed(exchange, lambda: line.granules(plan).astype("<i8").tobytes())
-    wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in told]
+    sent = agreed(exchange, lambda: line.granules(plan).astype("<i8").tobytes())
+    wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in sent]
     alone, shared = share_reads(wanted)
     reading = _Reading(reader, plan, targets, exchange, line, wanted)
     on_all(exchange, lambda: reading.read_alone(alone[exchange.rank]))
@@ -75,7 +75,7 @@ class _Reading:
         return memory
 
     def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:
-        """What is wanted of the granules in memory, one run after the other; not copied where it lies like that."""
+        """What is wanted of the granules in memory, one run after the other; not copied if it is there like that."""
         spans = self._line.bytes_of(held)
         run, _, begin, end = clipped(spans, self._line.bytes_of(wanted))
         offset, size = _begins(spans)[run] + begin - spans[run, 0], end - begin

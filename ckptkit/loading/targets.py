@@ -38,7 +38,7 @@ class Targets:
     def _fill_devices(self, batch: LoadPlan, read: Read) -> None:
         if not len(self._bounce):
             self._bounce = np.empty(BOUNCE_BYTES, np.uint8)
-        # what ends up side by side in a tensor lies side by side in the buffer, and goes over in one copy
+        # what ends up side by side in a tensor is side by side in the buffer, and goes over in one copy
         order = np.lexsort([batch.target, batch.wanted])
         offset = np.empty_like(batch.size)
         offset[order] = np.cumsum(batch.size[order]) - batch.size[order]

@@ -11,7 +11,7 @@ from threefold.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Coords:
-    """Where one rank stands on the mesh."""
+    """Where one rank is on the mesh."""
 
     tp: int = 0
     cp: int = 0
@@ -74,7 +74,7 @@ class ParallelLayout:
 def check_rank(rank: int, world_size: int) -> None:
     """Raise UserError if there is no such rank."""
     if not 0 <= rank < world_size:
-        raise UserError(f"there is no rank {rank} of {world_size}", hint="ranks count from 0")
+        raise UserError(f"rank {rank} is not one of the {world_size} ranks", hint="ranks count from 0")
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:

@@ -22,7 +22,7 @@ RankChunk = tuple[TensorInfo, Box, int, int]
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """Tensors by number, the box of each, where each lies in the bucket, and the bucket's size."""
+    """Tensors by number, the box of each, where each is in the bucket, and the bucket's size."""
 
     tensors: Ints
     offset: Ints

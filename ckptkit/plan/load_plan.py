@@ -1,7 +1,7 @@
 """Plan a load: cut what is wanted from what is stored, as a list of copies. Pure.
 
 A stored or wanted chunk is a range of row-major positions inside a box. Two boxes share a box; the two chunks share the
-part of it that lies in both ranges, which is a list of runs contiguous on both sides. Row-major positions grow with the
+part of it that is in both ranges, which is a list of runs contiguous on both sides. Row-major positions grow with the
 run's number on both sides, so the runs inside both ranges are found by bisection and no other run is ever made. Cost:
 O(pairs of chunks of one tensor * log runs + runs), in numpy.
 """

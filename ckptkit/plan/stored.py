@@ -15,7 +15,7 @@ from threefold.errors import CheckFailed
 class Bounds:
     """The smallest box around all that is wanted of each tensor of a table: [low, high) in each dim, [D, T] each.
 
-    It tells at once of most stored chunks that none of their elements are wanted.
+    It rules out at once most stored chunks of which no element is wanted.
     """
 
     low: Ints
@@ -66,7 +66,7 @@ class StoredChunks:
 
 
 class PartJoin:
-    """Joins part indexes one by one over a checkpoint's tensor table; what lies out of bounds is never held."""
+    """Joins part indexes one by one over a checkpoint's tensor table; what is out of bounds is never held."""
 
     def __init__(self, tensors: Sequence[TensorInfo], bounds: Bounds | None = None) -> None:
         self.tensors = TensorColumns.of(tensors)

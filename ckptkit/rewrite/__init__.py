@@ -1,1 +1,1 @@
-"""Whole checkpoints written anew: copy and reshard."""
+"""Whole checkpoints written again: copy and reshard."""

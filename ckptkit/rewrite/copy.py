@@ -53,10 +53,10 @@ def copy_step(
 ) -> CopyReport:
     """Copy the checkpoint of an open reader to the same step of another storage, and commit it there.
 
-    UserError where another checkpoint is committed there as that step; CheckFailed where the source is damaged, or the
-    copy is: the sizes of its files are always looked up again, with `verify` every byte is read back. `progress` is
-    told the bytes done and the total. After any failure the same call continues. With `dry_run` nothing is written and
-    no data read: the report is of what would be.
+    Raise UserError if another checkpoint is committed there as that step, CheckFailed if the source or the copy is
+    damaged. The sizes of the copy's files are always looked up again, with `verify` every byte is read back. `progress`
+    is called with the bytes done and the total. After any failure the same call continues. With `dry_run` nothing is
+    written and no data read: the report is of what would be.
     """
     started = time.monotonic()
     step = source.root.step

@@ -95,8 +95,8 @@ def reshard(
 
     UserError where the layout does not divide or another step is there; one that the same call made is kept. On a
     failure nothing is committed and what was written is removed, unless it is not known whether the root was put.
-    `progress` is told the bytes done and the total. With `dry_run` all is checked and planned, but no data read and
-    nothing written.
+    `progress` is called with the bytes done and the total. With `dry_run` all is checked and planned, but no data read
+    and nothing written.
     """
     started = time.monotonic()
     root, step = source.root, source.root.step if step is None else step
@@ -153,7 +153,7 @@ def _rewrite(
     """Write the files of all target ranks and commit them; on a failure remove what was written."""
     folder = step_folder(wanted.step)
     largest = max(target.file.size_bytes for target in targets)
-    striper = Striper(tell=lambda text: log(f"warning: {text}"))
+    striper = Striper(warn=lambda text: log(f"warning: {text}"))
     striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
     writer = _Writer(storage, folder, source.num_threads)
     loader = _Loader(source, targets)

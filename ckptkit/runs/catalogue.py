@@ -96,7 +96,7 @@ def meant_steps(storage: Storage, named: int | None) -> Iterator[int]:
 
 
 def no_step(storage: Storage, step: int | None = None) -> UserError:
-    """Return the error that a run does not hold a step, or any; or a StorageError if there is no run."""
+    """Return the error that a run does not hold a step, or any; or a StorageError if the run does not exist."""
     if fault := missing_place(storage):
         return StorageError(fault, hint="check the URL: a run's, or RUN/step-000000100")
     what = "no committed step" if step is None else f"no committed step {step}"

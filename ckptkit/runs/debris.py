@@ -105,7 +105,7 @@ class Debris:
     def _names_still(self, step: int, record: StepRecord | None) -> bool:
         """Whether a step's root names the attempt that it named when it was read, or is as absent as it then was.
 
-        A step that was found damaged may have been saved anew, by an attempt that looks like an orphan.
+        A step that was found damaged may have been saved again, by an attempt that looks like an orphan.
         """
         is_gone = record is None or step in self._gone
         if root_info(self._storage, step) is None:
@@ -129,7 +129,7 @@ def abort_uploads(storage: Storage, older_than_s: float | None = None, *, dry_ru
 
 
 def _is_of_format(key: str) -> bool:
-    """Return whether a key of a run is one that the format gives to a file."""
+    """Return whether a key of a run is one that a file of the format has."""
     folder, _, name = key.partition("/")
     is_known = name in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(name) is not None
     return is_known and parse_step_folder(folder) is not None

@@ -26,9 +26,9 @@ def restore_newest(
 ) -> Root:  # fmt: skip
     """Fill pieces from the newest committed step of a run, or from the newest before it that is not damaged.
 
-    `report` is told, in a line for each step passed over, which file, bytes and tensors are damaged; with `strict` a
-    damaged newest step is an error. CheckFailed where no step is sound, UserError where none is committed or the
-    newest sound one does not fit. The other arguments are those of `restore`.
+    `report` is called for each step passed over, with a line that says which file, bytes and tensors are damaged. With
+    `strict` a damaged newest step is an error. Raise CheckFailed if no step is sound, UserError if none is committed or
+    the newest sound one does not fit. The other arguments are those of `restore`.
     """
     together = exchange or Alone()
     say = report if together.rank == 0 else lambda line: None

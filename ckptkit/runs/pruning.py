@@ -37,7 +37,7 @@ class PruneReport:
 
     `orphans` are attempts, and set-aside roots, of no committed step; `hidden` are files under the names of writes that
     broke off, `empty_folders` those of attempts that came no further, `uploads` the keys of unfinished uploads.
-    `num_files` and `num_bytes` count all files that went; those of steps as their roots tell.
+    `num_files` and `num_bytes` count all files that went; those of steps as their roots say.
     """
 
     url: str

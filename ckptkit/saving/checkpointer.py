@@ -18,7 +18,7 @@ from ckptkit.format.address import open_run
 from ckptkit.format.keys import check_attempt
 from ckptkit.format.root import Root, Share, plain_json
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import PromoteOrder, SaveOrder, SkipOrder
+from ckptkit.handoff.protocol import CopyOrder, SaveOrder, SkipOrder
 from ckptkit.handoff.report import SaveCounts, SaveReport
 from ckptkit.io.piece_memory import check_memory
 from ckptkit.io.torch_tensors import host_address
@@ -28,11 +28,11 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.options import CheckpointerOptions
-from ckptkit.saving.places import check_places, check_writable
+from ckptkit.saving.places import check_writable, open_tiers
 from ckptkit.saving.running_save import RunningSave
 from ckptkit.saving.staging import Arena, Staging
-from ckptkit.saving.template import Structure
-from ckptkit.tiers.pending import Copies
+from ckptkit.saving.template import SaveTemplate
+from ckptkit.tiers.pending import PendingCopies
 from ckptkit.writer.commit import KILLED
 from threefold.cli import log
 from threefold.errors import StorageError, UserError
@@ -45,8 +45,8 @@ GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is k
 class Checkpointer:
     """Saves one rank's state in the background to a run's URL; use it in a `with`, or close it.
 
-    `attempt` is a name that all ranks of one start of the job share and no other start uses. One thread at a time calls
-    its methods, in the process that made it.
+    `attempt` is a name that all ranks of one start of the job share and no other start uses. The trainer's process that
+    made it calls its methods, one thread at a time.
     """
 
     def __init__(
@@ -63,89 +63,85 @@ class Checkpointer:
         if self._seat.leads and not storage.supports_if_absent:
             log(f"warning: {self.url} cannot commit exclusively: let no second job save there")
         check_attempt(f"{attempt}-{MAX_SAVES}")
-        self._options = options
-        self.counts = SaveCounts()
+        self._options, self.counts = options, SaveCounts()
         self._code = options.code or git_commit()
         self._closed, self._process_id = False, os.getpid()
         self._share = Share(node.first_writer, node.num_local, world_size) if node else None
-        # opened once, before the first save: a URL that is none is told now, and no save pays for a client's import
-        places = [open_run(tier.url) for tier in options.tiers]
-        check_places([storage, *places])
-        tiers = [replace(tier, url=place.address) for tier, place in zip(options.tiers, places, strict=True)]
-        self._num_saves = 0
-        self._num_failed, self._last_error = 0, ""
+        tiers = open_tiers(storage, options.tiers)
+        self._num_saves, self._num_failed, self._last_error = 0, 0, ""
         self._arena = Arena()
         self._writer = WriterProcess(self._arena)
         self._running: RunningSave | None = None
         self._abandoned: list[Seat] = []
         self._reports: list[SaveReport] = []
-        self._structure: Structure | None = None
-        self._copies = Copies(tiers, world_size)
+        self._template: SaveTemplate | None = None
+        self._copies = PendingCopies(tiers, world_size)
         self._last_saved: SaveOrder | None = None
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
         """Plan, and touch the memory that saves of such pieces take, so that the first stalls no longer than others.
 
-        Call it once before training, or leave it out. StorageError where there is not so much memory.
+        Call it once before training, or leave it out. Raise StorageError if there is not so much memory.
         """
         self._check_usable()
         self._await_running()
-        structure = self._structure_of(pieces, tensors)
-        check_memory(pieces, structure.sizes, structure.dtypes)
+        template = self._template_of(pieces, tensors)
+        check_memory(pieces, template.sizes, template.dtypes)
         try:
-            _, _, ring = self._arena.hold(structure, self._options.window_bytes)
+            _, _, ring = self._arena.hold(template, self._options.window_bytes)
         except OSError as error:
-            num_bytes = sum(file.size_bytes for file in structure.plan.files)
+            num_bytes = sum(file.size_bytes for file in template.plan.files)
             text = f"rank {self._seat.writer}: no memory to stage saves of {num_bytes:,} bytes: {error.strerror}"
             raise StorageError(text, hint="checkpoint.window_mib = 512, or window_bytes, takes less") from error
         if any(host_address(piece.data) is None for piece in pieces):
-            sources = [*(piece.data for piece in pieces), *structure.headers]
-            Staging(self._arena, structure.stream, ring, sources).warm_up()
+            sources = [*(piece.data for piece in pieces), *template.headers]
+            Staging(self._arena, template.block_layout, ring, sources).warm_up()
 
     def save(
         self, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
         num_layers: int, metadata: Mapping[str, Any], overlap: bool = False,
     ) -> float:  # fmt: skip
-        """Save this rank's pieces as part of a step; returns after they are copied, with the seconds that took.
+        """Save this rank's pieces as part of a step; return the seconds until they were copied.
 
         With `overlap` the copy has only begun: the pieces' values may not change before `join` returned. `tensors` is
-        the whole checkpoint's table, the same on all ranks. Raises UserError where pieces do not fit it, StorageError
-        after max_failed_saves failures in a row; a failure of this save is told by `poll` or `wait`.
+        the whole checkpoint's table, the same on all ranks. Raise UserError if pieces do not fit it, StorageError after
+        max_failed_saves failures in a row; a failure of this save is in the reports of `poll` or `wait`.
         """
         started = time.monotonic()
         self._check_usable()
         self._num_saves += 1
         # Every save has a folder of its own, so that a repeated step never meets the files of a failed try.
         seat = replace(self._seat, step=step, attempt=f"{self._seat.attempt}-{self._num_saves:04d}")
-        # What is wrong with this save is told before one that still runs is given up for it.
+        # What is wrong with this save is raised before one that still runs is given up for it.
         Root(step, seat.attempt, layout, num_layers, {}, (), metadata).check()
-        structure = self._structure_of(pieces, tensors)
-        check_memory(pieces, structure.sizes, structure.dtypes)
+        template = self._template_of(pieces, tensors)
+        check_memory(pieces, template.sizes, template.dtypes)
         if not self._make_way(seat):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
         writer = self._running_writer()
-        num_bytes = sum(file.size_bytes for file in structure.plan.files)
-        running = RunningSave(seat, num_bytes, writer, self._arena.handover, self._options.timeout_s)
+        num_bytes = sum(file.size_bytes for file in template.plan.files)
+        running = RunningSave(seat, num_bytes, writer, self._arena.signals, self._options.timeout_s)
         try:
-            files, draft, ring = self._arena.hold(structure, self._options.window_bytes)
+            files, draft, ring = self._arena.hold(template, self._options.window_bytes)
         except OSError as error:
             running.stall_s = time.monotonic() - started
             self._copies.skipped(step)
             self._finish(running, f"rank {self._seat.writer}: no memory to stage step {step}: {error.strerror}")
             return running.stall_s
+        options = self._options
         order = SaveOrder(
-            seat=seat, share=self._share, files=tuple(files), ring=ring, draft=draft,
-            layout=asdict(layout), num_layers=num_layers,
-            metadata=plain_json(metadata), arena_bytes=self._arena.size, deadline_s=self._options.deadline_s,
-            retry_s=self._options.retry_s, retention=self._options.retention, code=self._code,
-            stripe_count=self._options.stripe_count, stripe_size_bytes=self._options.stripe_size_bytes,
-            num_threads=self._options.num_threads, abandoned=tuple(self._abandoned),
+            seat=seat, share=self._share, files=tuple(files), ring=ring, draft=draft, layout=asdict(layout),
+            num_layers=num_layers, metadata=plain_json(metadata), arena_bytes=self._arena.size,
+            deadline_s=options.deadline_s, retry_s=options.retry_s, retention=options.retention, code=self._code,
+            stripe_count=options.stripe_count, stripe_size_bytes=options.stripe_size_bytes,
+            num_threads=options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
-        staging = Staging(self._arena, structure.stream, ring, [*(each.data for each in pieces), *structure.headers])
+        sources = [*(each.data for each in pieces), *template.headers]
+        staging = Staging(self._arena, template.block_layout, ring, sources)
         self._last_saved = order
-        line = replace(order, promotions=self._copies.due(order)).to_line()
+        line = replace(order, tier_copies=self._copies.due(order)).to_line()
         self._running = running  # from here on there is somebody to wait for
         running.order(line)
         running.stage(staging, overlap=overlap)
@@ -160,7 +156,7 @@ class Checkpointer:
         return self._running.join() if self._running is not None else 0.0
 
     def copy_last(self) -> None:
-        """Have the step that was saved last copied to all tiers, also to those that were not due.
+        """Order copies of the step that was saved last to all tiers, also to those that were not due.
 
         Waits for its save, and not for the copies.
         """
@@ -168,11 +164,11 @@ class Checkpointer:
         self._await_running()
         if self._last_saved is not None:
             writer = self._running_writer()
-            order = PromoteOrder(self._copies.all(self._last_saved))
+            order = CopyOrder(self._copies.all(self._last_saved))
             writer.send(order.to_line(), self._options.timeout_s)
 
     def copy_next(self) -> None:
-        """Have the next step copied to the tiers that the last one was due at, as it failed on some rank.
+        """Let the next step be copied to the tiers that the last one was due at, as it failed on some rank.
 
         All ranks call it, as they all have to copy the same steps; a rank alone makes up for a failure by itself.
         """
@@ -192,13 +188,14 @@ class Checkpointer:
         return reports
 
     def wait(self) -> list[SaveReport]:
-        """Block until no save runs; gives all reports not told yet."""
+        """Block until no save runs; return all reports that were not returned yet."""
         self._await_running()
         return self.poll()
 
     def close(self) -> list[SaveReport]:
-        """Wait for the running save and for copies to other tiers, end the writer, free the arena; gives all reports
-        not told yet. Closing it again does nothing, nor does closing it in a process that was forked off.
+        """Wait for the running save and for copies to other tiers, end the writer and free the arena.
+
+        Return all reports that were not returned yet. A second call does nothing, nor does one in a forked process.
         """
         if self._closed or os.getpid() != self._process_id:
             return []
@@ -229,32 +226,32 @@ class Checkpointer:
         return self._writer.pid
 
     def _check_usable(self) -> None:
-        """The numbers of closed files may be those of others by now, and a forked process shares the pipes."""
+        """Refuse if closed or forked: numbers of closed files may be others' by now, and a fork shares the pipes."""
         if self._closed:
             raise UserError(f"the Checkpointer of {self.url} is closed", hint="save inside its `with`")
         if os.getpid() != self._process_id:
             raise UserError(f"the Checkpointer of {self.url} is another process's, {self._process_id}")
 
-    def _structure_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> Structure:
-        """Return the plan and what follows from it, made anew only when the structure of the state changed."""
-        if self._structure is None or not self._structure.fits(pieces, tensors):
-            self._structure = Structure(pieces, tensors, commits=self._seat.leads)
-        return self._structure
+    def _template_of(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> SaveTemplate:
+        """Return the plan and what follows from it, made again only when the structure of the state changed."""
+        if self._template is None or not self._template.fits(pieces, tensors):
+            self._template = SaveTemplate(pieces, tensors, commits=self._seat.leads)
+        return self._template
 
     def _running_writer(self) -> WriterProcess:
-        """Return the writer; a new one where the last one died."""
+        """Return the writer; a new one if the last one died."""
         if not self._writer.is_alive:
             self._writer.kill()  # dead already
-            while self._copies:  # what it told, and at its end what it left undone
+            while self._copies:  # what it reported, and at its end what it left undone
                 self._collect_copies(0.0)
             self._writer.close()
             self._writer = WriterProcess(self._arena)
             if self._copies.has_left:
-                self._writer.send(PromoteOrder(self._copies.take_up()).to_line(), self._options.timeout_s)
+                self._writer.send(CopyOrder(self._copies.take_up()).to_line(), self._options.timeout_s)
         return self._writer
 
     def _make_way(self, seat: Seat) -> bool:
-        """Deal with a save that still runs; False where the new one is left out for it."""
+        """Deal with a save that still runs; return False if the new one is left out for it."""
         running = self._running if self.is_busy else None
         if running is None or self._options.when_busy == "wait":
             self._await_running()
@@ -272,7 +269,7 @@ class Checkpointer:
         return True
 
     def _give_up(self, running: RunningSave, reason: str) -> None:
-        """End a save, which leaves nothing behind; by a kill where the writer does not listen."""
+        """End a save, which leaves nothing behind; by a kill if the writer does not listen."""
         running.give_up(reason)
         deadline = time.monotonic() + GIVE_UP_WITHIN_S
         while self._running is not None:
@@ -299,22 +296,22 @@ class Checkpointer:
     def _collect(self, timeout_s: float) -> None:
         """Take what the writer says within a time; its death ends the running save."""
         running = self._running
-        told = running.outcome(timeout_s) if running is not None else None
-        if running is None or told is None:
+        outcome = running.outcome(timeout_s) if running is not None else None
+        if running is None or outcome is None:
             return
-        if isinstance(told, EOFError):
-            self._finish_killed(running, f"rank {self._seat.writer}: {told} while it saved step {running.seat.step}")
+        if isinstance(outcome, EOFError):
+            self._finish_killed(running, f"rank {self._seat.writer}: {outcome} while it saved step {running.seat.step}")
         else:
-            self._abandoned.clear()  # it was told of them, and lived
-            error = told.error and (running.given_up or told.error)
-            self._finish(running, error, told.write_s, told.num_attempts, told.warning)
+            self._abandoned.clear()  # it knew of them, and lived
+            error = outcome.error and (running.given_up or outcome.error)
+            self._finish(running, error, outcome.write_s, outcome.num_attempts, outcome.warning)
 
     def _finish_killed(self, running: RunningSave, reason: str) -> None:
         """End a save whose writer is dead; its successor lets the other ranks know at once."""
         self._abandoned.append(running.seat)
         self._finish(running, reason)
         if running.seat.num_writers > 1:
-            with suppress(OSError):  # no successor now: the one of the next save tells them
+            with suppress(OSError):  # no successor now: the one of the next save lets them know
                 self._send_skip(running.seat, KILLED)
 
     def _send_skip(self, seat: Seat, reason: str) -> None:
@@ -341,7 +338,7 @@ class Checkpointer:
         self._reports.append(report)
 
     def _collect_copies(self, timeout_s: float) -> None:
-        """Take what the writer says of copies to other tiers, waiting for it where no save runs; its death ends all."""
+        """Take what the writer says of copies to other tiers, waiting for it if no save runs; its death ends all."""
         death = ""
         if self._copies and self._running is None:
             try:

@@ -20,11 +20,14 @@ CLOSE_WITHIN_S = 10.0
 DIE_WITHIN_S = 10.0  # once killed; a process that hangs in a dead file system takes for ever
 EXIT_WITHIN_S = 10.0  # once it closed its end
 READ_BYTES = 1 << 16
-MAX_TOLD_BYTES = 2000  # of what a dead writer said
+MAX_SAID_BYTES = 2000  # of what a dead writer said
 
 
 class WriterProcess:
-    """A running `python -m ckptkit.writer` and the two pipes to it."""
+    """A running `python -m ckptkit.writer` and the two pipes to it.
+
+    Of the trainer's process: the thread that copies alone listens while it runs, else the Checkpointer's caller.
+    """
 
     def __init__(self, arena: Arena) -> None:
         # Not the trainer's stderr: whoever reads that to its end would wait for a writer that outlives the trainer.
@@ -33,12 +36,12 @@ class WriterProcess:
         self._process = subprocess.Popen(
             [
                 *python_command("ckptkit.writer"), f"--arena-fd={arena.fd}", f"--trainer={os.getpid()}",
-                "--handover-fds", *map(str, arena.handover.fds),
+                "--signal-fds", *map(str, arena.signals.fds),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            pass_fds=[arena.fd, *arena.handover.fds],
+            pass_fds=[arena.fd, *arena.signals.fds],
             start_new_session=True,  # torchrun and terminals kill the trainer's process group
             env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
             bufsize=0,
@@ -60,7 +63,7 @@ class WriterProcess:
         return not self._was_killed and self._process.poll() is None
 
     def send(self, line: bytes, timeout_s: float) -> None:
-        """Tell the writer what to do; one that does not take it within the time is killed, which `receive` tells."""
+        """Send the writer a line; if it does not take it within the time it is killed, which `receive` raises."""
         deadline, left = time.monotonic() + timeout_s, memoryview(line)
         poll = select.poll()
         poll.register(self._input, select.POLLOUT)
@@ -72,7 +75,7 @@ class WriterProcess:
                 with contextlib.suppress(BlockingIOError):  # there is room, but not for PIPE_BUF bytes at once
                     left = left[os.write(self._input.fileno(), left) :]
         except BrokenPipeError:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # how it ends by itself is worth telling
+            with contextlib.suppress(subprocess.TimeoutExpired):  # how it ends by itself is worth knowing
                 self._process.wait(EXIT_WITHIN_S)
             self.kill()
 
@@ -110,13 +113,13 @@ class WriterProcess:
         return [self._copied.pop(0) for _ in range(len(self._copied))]  # a thread that stages may add to them
 
     def end_orders(self) -> None:
-        """Tell the writer that no order follows; it copies what it has to, and ends."""
+        """Let the writer know that no order follows; it copies what it has to, and ends."""
         if not self._input.closed:
             self.send(NO_MORE, CLOSE_WITHIN_S)
             self._input.close()
 
     def kill(self) -> None:
-        """End it at once; a save it was told remains uncommitted."""
+        """End it at once; a save that it was ordered remains uncommitted."""
         self._process.kill()
         self._was_killed = True
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,5 +149,5 @@ class WriterProcess:
             how = "closed its pipe, does not end, and was killed"
             self.kill()
         self._said.seek(0)
-        said = self._said.read().decode(errors="replace").strip()[-MAX_TOLD_BYTES:]
+        said = self._said.read().decode(errors="replace").strip()[-MAX_SAID_BYTES:]
         return f"the writer process {how}" + (f" ({said})" if said else "")

@@ -1,7 +1,7 @@
 """The version of the code that saves: the commit of the git tree a program was started in, read without git.
 
 A tree's `.git` is a folder, or, in a worktree, a file that names one. HEAD there is a commit or names a branch, whose
-commit stands in a file of its own or in `packed-refs` (gitrepository-layout(5)).
+commit is in a file of its own or in `packed-refs` (gitrepository-layout(5)).
 """
 
 import re
@@ -27,7 +27,7 @@ def git_commit(folder: str | Path = ".") -> str:
 
 
 def _git_folder(tree: Path) -> Path:
-    """Where a tree's HEAD lies."""
+    """Return where a tree's HEAD is."""
     git = tree / ".git"
     return git if git.is_dir() else tree / _read(git).removeprefix("gitdir:").strip()
 

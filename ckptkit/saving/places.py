@@ -3,7 +3,10 @@
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
+from ckptkit.format.address import open_run
+from ckptkit.tiers.tier import Tier
 from threefold.errors import UserError
 from threefold.storage import Storage, is_same_place
 from threefold.storage.folders import make_folders
@@ -11,10 +14,7 @@ from threefold.storage.local import local_failure
 
 
 def check_writable(storage: Storage) -> None:
-    """Raise StorageError if a run's folder cannot be.
-
-    Told at the start, and not after the steps up to the first save.
-    """
+    """Raise StorageError if a run's folder cannot be: at the start, and not after the steps up to the first save."""
     path = storage.local_path("any")
     if path is None:
         return
@@ -26,9 +26,20 @@ def check_writable(storage: Storage) -> None:
         raise local_failure(error, "write", path.parent) from error
 
 
+def open_tiers(first: Storage, tiers: Sequence[Tier]) -> list[Tier]:
+    """Return the slower tiers with the addresses of their storages, which are opened once, before the first save.
+
+    So a broken URL is an error at the start, and no save pays for a client's import.
+    """
+    places = [open_run(tier.url) for tier in tiers]
+    check_places([first, *places])
+    return [replace(tier, url=place.address) for tier, place in zip(tiers, places, strict=True)]
+
+
 def check_places(places: Sequence[Storage]) -> None:
-    """UserError where two tiers are one place: a file would be copied onto itself, and lost; or where one is fsspec's
-    memory, which a writer process fills with what nobody else sees.
+    """Raise UserError if two tiers are one place, or one is fsspec's memory.
+
+    A file would be copied onto itself, and lost; memory of a writer process nobody else sees.
     """
     for number, place in enumerate(places):
         if place.url.startswith("memory:"):

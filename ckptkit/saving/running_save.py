@@ -10,23 +10,26 @@ from contextlib import contextmanager
 
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOutcome
-from ckptkit.handoff.ring_signals import Handover, Signal
+from ckptkit.handoff.ring_signals import RingSignals, Signal
 from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.staging import Staging
 
 
 class RunningSave:
-    """One save, from its order to its outcome; `given_up` says why it is not wanted any more, where it is not."""
+    """One save, from its order to its outcome; `given_up` says why it is no longer wanted, if it is not.
+
+    Of the trainer's process: its caller's thread, and with `overlap` the staging thread, which then alone listens.
+    """
 
     def __init__(
-        self, seat: Seat, data_bytes: int, writer: WriterProcess, handover: Handover, timeout_s: float
+        self, seat: Seat, data_bytes: int, writer: WriterProcess, signals: RingSignals, timeout_s: float
     ) -> None:
         self.seat, self.data_bytes = seat, data_bytes
         self.started, self.stall_s, self.given_up = time.monotonic(), 0.0, ""
-        self._writer, self._handover = writer, handover
+        self._writer, self._signals = writer, signals
         self._deadline = self.started + timeout_s
         self._staging: Staging | None = None  # while a thread copies
-        self._told: SaveOutcome | EOFError | None = None
+        self._outcome: SaveOutcome | EOFError | None = None
 
     @property
     def left_s(self) -> float:
@@ -34,8 +37,8 @@ class RunningSave:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def order(self, line: bytes) -> None:
-        """Tell the writer of it."""
-        self._handover.reset()
+        """Send the writer its order."""
+        self._signals.reset()
         self._writer.send(line, self.left_s)
 
     def stage(self, staging: Staging, *, overlap: bool) -> None:
@@ -48,7 +51,7 @@ class RunningSave:
                 staging.run(self._room)
 
     def join(self) -> float:
-        """Wait until all is copied; the seconds that took."""
+        """Wait until all is copied; return the seconds that took."""
         started = time.monotonic()
         staging, self._staging = self._staging, None
         if staging is None:
@@ -62,10 +65,10 @@ class RunningSave:
     def give_up(self, reason: str) -> None:
         """Let the writer know, as soon as it listens, that nobody wants this save any more."""
         self.given_up = reason
-        self._handover.stop.add()
+        self._signals.stop.add()
 
     def outcome(self, timeout_s: float) -> SaveOutcome | EOFError | None:
-        """Return how it ended in the writer, or how the writer died; None where it runs on after so many seconds."""
+        """Return how it ended in the writer, or how the writer died; None if it runs on after so many seconds."""
         deadline = time.monotonic() + timeout_s
         if self._staging is not None:
             if timeout_s > 0:
@@ -73,25 +76,25 @@ class RunningSave:
             if self._staging.is_running:
                 return None
             self.join()
-        if self._told is None:
+        if self._outcome is None:
             self._listen(max(deadline - time.monotonic(), 0.0))
-        return self._told
+        return self._outcome
 
     def _listen(self, timeout_s: float, *, unless: Signal | None = None) -> None:
         """Keep what the writer says of the save."""
         try:
-            self._told = self._writer.receive(timeout_s, unless=unless)
+            self._outcome = self._writer.receive(timeout_s, unless=unless)
         except EOFError as death:
-            self._told = death
+            self._outcome = death
 
     def _room(self) -> int:
-        """Wait until the writer released blocks, and give their number; 0 where it ended the save."""
-        while self._told is None:
-            if count := self._handover.released.take():
+        """Wait until the writer released blocks, and return their number; 0 if it ended the save."""
+        while self._outcome is None:
+            if count := self._signals.released.take():
                 return count
             if self.left_s <= 0:
                 self._writer.kill()
-            self._listen(self.left_s, unless=self._handover.released)
+            self._listen(self.left_s, unless=self._signals.released)
         return 0
 
     @contextmanager
@@ -99,5 +102,5 @@ class RunningSave:
         try:
             yield
         except BaseException:
-            self._handover.stop.add()
+            self._signals.stop.add()
             raise

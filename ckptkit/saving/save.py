@@ -1,6 +1,6 @@
 """save: the easy case. One call writes this rank's part of a step, durable when it returns.
 
-No arena and no writer process: host memory is written from where it lies, what is on a device goes through two
+No arena and no writer process: host memory is written from where it is, what is on a device goes through two
 page-locked buffers of BOUNCE_BYTES. For benchmarks and small programs; training saves through a Checkpointer.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from ckptkit.format.address import open_run
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.io.blocks import Bytes, Columns, copy_many, num_granules
 from ckptkit.io.piece_memory import check_memory
 from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses
@@ -38,8 +38,8 @@ def save(
     Rank 0 waits for the others, commits, and returns the root; the others wait for that, and return None. With
     awaits_commit=False they return once their own files are durable: one process can then save all ranks one after
     the other, rank 0 last. `attempt` is a name that all ranks of this save share and no other save uses; one process
-    alone needs none. deadline_s bounds the wait for the other ranks' files, and half of the wait for rank 0. Raises
-    UserError where pieces do not fit the table, AlreadyExists where the step is committed, else StorageError.
+    alone needs none. deadline_s bounds the wait for the other ranks' files, and half of the wait for rank 0. Raise
+    UserError if pieces do not fit the table, AlreadyExists if the step is committed, else StorageError.
     """
     check_rank(rank, world_size)
     if attempt is None and world_size > 1:
@@ -55,12 +55,14 @@ def save(
     draft.check()
     plan = plan_save(pieces, tensors)
     check_memory(pieces, piece_sizes(pieces, tensors), [table[piece.name].dtype for piece in pieces])
-    stream = Stream.of(plan, len(pieces), BOUNCE_BYTES)
-    source = _Source(stream, [piece.data for piece in pieces] + [np.frombuffer(f.header, np.uint8) for f in plan.files])
+    block_layout = BlockLayout.of(plan, len(pieces), BOUNCE_BYTES)
+    source = _Source(
+        block_layout, [piece.data for piece in pieces] + [np.frombuffer(f.header, np.uint8) for f in plan.files]
+    )
     parts = [
         PartSource(
             file.index(np.zeros(num_granules(file.size_bytes), np.uint64)),
-            source.blocks(*stream.first_blocks[number : number + 2]),
+            source.blocks(*block_layout.first_blocks[number : number + 2]),
             is_reused=not source.is_on_host,
         )
         for number, file in enumerate(plan.files)
@@ -72,23 +74,23 @@ def save(
 
 
 class _Source:
-    """The blocks of a stream straight from the sources' memory; those with bytes on a device through a buffer."""
+    """The blocks of a layout straight from the sources' memory; those with bytes on a device through a buffer."""
 
-    def __init__(self, stream: Stream, sources: Sequence[Any]) -> None:
-        self._stream, self._sources = stream, sources
+    def __init__(self, block_layout: BlockLayout, sources: Sequence[Any]) -> None:
+        self._layout, self._sources = block_layout, sources
         self._addresses = host_addresses(sources)
-        self.is_on_host = bool(self._addresses[stream.source].all())
+        self.is_on_host = bool(self._addresses[block_layout.source].all())
         self._buffers: list[tuple[Bytes, Transfer]] = []
         if not self.is_on_host:
-            self._buffers = [(np.empty(stream.block_bytes, np.uint8), Transfer()) for _ in range(2)]
+            self._buffers = [(np.empty(block_layout.block_bytes, np.uint8), Transfer()) for _ in range(2)]
 
     def blocks(self, first: int, stop: int) -> Iterator[Columns]:
-        """Blocks [first, stop) as rows of (address, bytes); while one is written the next is fetched."""
+        """Yield blocks [first, stop) as rows of (address, bytes); while one is written the next is fetched."""
         if self.is_on_host:
             for block in range(first, stop):
-                part = self._stream.between(block, block + 1)
-                address = self._addresses[self._stream.source[part]] + self._stream.offset[part]
-                yield np.stack([address, self._stream.size[part]], axis=1).astype(np.uint64)
+                part = self._layout.between(block, block + 1)
+                address = self._addresses[self._layout.source[part]] + self._layout.offset[part]
+                yield np.stack([address, self._layout.size[part]], axis=1).astype(np.uint64)
             return
         self._fetch(first)
         for block in range(first, stop):
@@ -96,7 +98,7 @@ class _Source:
             transfer.wait()
             if block + 1 < stop:
                 self._fetch(block + 1)
-            size = int(self._stream.size[self._stream.between(block, block + 1)].sum())
+            size = int(self._layout.size[self._layout.between(block, block + 1)].sum())
             yield np.array([(memory.ctypes.data, size)], np.uint64)
 
     def close(self) -> None:
@@ -108,9 +110,9 @@ class _Source:
     def _fetch(self, block: int) -> None:
         """Copy what is on the host into the block's buffer and start to copy the rest."""
         memory, transfer = self._buffers[block % 2]
-        part = self._stream.between(block, block + 1)
-        source, offset = self._stream.source[part], self._stream.offset[part]
-        at, size = self._stream.at[part], self._stream.size[part]
+        part = self._layout.between(block, block + 1)
+        source, offset = self._layout.source[part], self._layout.offset[part]
+        at, size = self._layout.at[part], self._layout.size[part]
         address = self._addresses[source]
         here = address > 0
         transfer.start(memory, [

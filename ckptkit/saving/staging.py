@@ -2,7 +2,7 @@
 
 The arena is a memfd: containers cap /dev/shm at 64 MB, and its pages outlive the trainer for as long as the writer
 holds them. It is touched once when it grows and then reused: fresh memory faults in at 1 GB/s, touched memory copies at
-7-15 GB/s. Behind what stays the same from save to save lies a ring of blocks: as many as the state has, so that the
+7-15 GB/s. Behind what stays the same from save to save is a ring of blocks: as many as the state has, so that the
 copy waits for nothing, or a window of them, filled while the writer empties it.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.handoff.protocol import Area, Ring, StagedFile
-from ckptkit.handoff.ring_signals import Handover
+from ckptkit.handoff.ring_signals import RingSignals
 from ckptkit.io.blocks import copy_many
 from ckptkit.io.torch_tensors import (
     Transfer,
     byte_range,
     host_addresses,
 )
-from ckptkit.saving.template import Structure
+from ckptkit.saving.template import SaveTemplate
 
 ALIGNMENT = 4096
 GROWTH_BYTES = 2 << 20
@@ -31,45 +31,47 @@ MIN_SLOTS = 2  # one to fill while the other is written
 
 
 class Arena:
-    """Memory of a memfd; `fd` is handed to the writer, which maps the same pages."""
+    """Memory of a memfd, made by the trainer's process; the writer gets `fd` and maps the same pages."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("ckptkit-arena", os.MFD_CLOEXEC)
-        self.handover = Handover()
+        self.signals = RingSignals()
         self.size = 0
         self.transfer = Transfer()
         self.memory = np.empty(0, np.uint8)
-        self._held: tuple[Structure, int, list[StagedFile], Area, Ring] | None = None
+        self._held: tuple[SaveTemplate, int, list[StagedFile], Area, Ring] | None = None
 
     @property
     def address(self) -> int:
         """Where the memory begins in this process."""
         return int(self.memory.ctypes.data)
 
-    def hold(self, structure: Structure, window_bytes: int) -> tuple[list[StagedFile], Area, Ring]:
-        """Make room for saves of a structure and put there what the writer needs of it: the files, the root's draft
-        and the ring of blocks, of window_bytes where that is not 0. OSError where memory is short.
+    def hold(self, template: SaveTemplate, window_bytes: int) -> tuple[list[StagedFile], Area, Ring]:
+        """Make room for saves of a template, put there what the writer needs of it, and return where that is.
+
+        That is the files, the root's draft and the ring of blocks, of window_bytes if that is not 0. Raise OSError if
+        memory is short.
         """
-        if self._held is None or self._held[:2] != (structure, window_bytes):
+        if self._held is None or self._held[:2] != (template, window_bytes):
             self._held = None
-            fixed = [*structure.indexes, structure.draft]
+            fixed = [*template.indexes, template.draft]
             ends = _ends([len(data) for data in fixed])
-            stream = structure.stream
-            num_slots = max(window_bytes // stream.block_bytes, MIN_SLOTS) if window_bytes else stream.num_blocks
-            ring = Ring(ends[-1], stream.block_bytes, min(num_slots, stream.num_blocks), stream.num_blocks)
-            last_file = structure.plan.files[-1].size_bytes % stream.block_bytes  # only its slot is not full
-            unused = 0 if ring.is_window or not last_file else stream.block_bytes - last_file
+            layout = template.block_layout
+            num_slots = max(window_bytes // layout.block_bytes, MIN_SLOTS) if window_bytes else layout.num_blocks
+            ring = Ring(ends[-1], layout.block_bytes, min(num_slots, layout.num_blocks), layout.num_blocks)
+            last_file = template.plan.files[-1].size_bytes % layout.block_bytes  # only its slot is not full
+            unused = 0 if ring.is_window or not last_file else layout.block_bytes - last_file
             self.reserve(ring.offset + ring.num_slots * ring.block_bytes - unused)
             areas = [self.put(at, data) for at, data in zip([0, *ends[:-1]], fixed, strict=True)]
             files = [
                 StagedFile(file.size_bytes, first, area)
-                for file, first, area in zip(structure.plan.files, stream.first_blocks, areas[:-1], strict=False)
+                for file, first, area in zip(template.plan.files, layout.first_blocks, areas[:-1], strict=False)
             ]
-            self._held = (structure, window_bytes, files, areas[-1], ring)
+            self._held = (template, window_bytes, files, areas[-1], ring)
         return self._held[2:]
 
     def reserve(self, size: int) -> None:
-        """Grow to at least `size` bytes and touch them; what the arena held is lost. OSError where memory is short."""
+        """Grow to at least `size` bytes and touch them; its content is lost. Raise OSError if memory is short."""
         if size <= self.size:
             return
         size = -(-size // GROWTH_BYTES) * GROWTH_BYTES
@@ -80,7 +82,7 @@ class Arena:
         self.size = size
 
     def put(self, offset: int, data: bytes) -> Area:
-        """Copy some bytes in."""
+        """Copy some bytes in, and return where they are."""
         self.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         return Area(offset, len(data))
 
@@ -88,33 +90,35 @@ class Arena:
         """Let go of the memory; the writer keeps what it maps."""
         self.transfer.unlock()
         self.memory = np.empty(0, np.uint8)
-        self.handover.close()
+        self.signals.close()
         os.close(self.fd)
 
 
 class Staging:
     """The copies of one save into the arena's ring, block after block, as the writer makes room.
 
+    Of the trainer's process: `run` copies on the caller's thread, `start` on one of its own.
+
     The sources are kept until all is copied: a tensor that is replaced meanwhile is saved as it was. Device copies
     begin behind the work that the caller's current streams have when this is made.
     """
 
-    def __init__(self, arena: Arena, stream: Stream, ring: Ring, sources: Sequence[Any]) -> None:
-        self._arena, self._stream, self._ring = arena, stream, ring
+    def __init__(self, arena: Arena, layout: BlockLayout, ring: Ring, sources: Sequence[Any]) -> None:
+        self._arena, self._layout, self._ring = arena, layout, ring
         self._sources = sources
         self._addresses = host_addresses(sources)
-        self._on_device = self._addresses[stream.source] == 0
-        on_device = set(stream.source[self._on_device].tolist())  # numpy.unique would stall the first save by an import
+        self._on_device = self._addresses[layout.source] == 0
+        on_device = set(layout.source[self._on_device].tolist())  # numpy.unique would stall the first save by an import
         arena.transfer.follow([sources[number] for number in on_device])
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def warm_up(self) -> None:
         """Fill the ring once, which the writer never hears of: the first copies from a device are slower."""
-        self._copy(self._stream.between(0, self._ring.num_slots))
+        self._copy(self._layout.between(0, self._ring.num_slots))
 
     def run(self, room: Callable[[], int]) -> None:
-        """Copy all; `room` waits until the writer released blocks and gives their number, 0 where it never will."""
+        """Copy all; `room` waits until the writer released blocks and returns their number, 0 if it never will."""
         ring, num_staged, num_slots = self._ring, 0, self._ring.num_slots
         while num_staged < ring.num_blocks:
             stop = min(num_slots, ring.num_blocks)
@@ -124,8 +128,8 @@ class Staging:
                     return
                 num_slots += released
                 continue
-            self._copy(self._stream.between(num_staged, stop))
-            self._arena.handover.staged.add(stop - num_staged)
+            self._copy(self._layout.between(num_staged, stop))
+            self._arena.signals.staged.add(stop - num_staged)
             num_staged = stop
 
     def start(self, room: Callable[[], int]) -> None:
@@ -158,9 +162,9 @@ class Staging:
 
     def _copy(self, part: slice) -> None:
         """Start the copies from devices, make those from host memory meanwhile, and wait for all."""
-        arena, stream, there = self._arena, self._stream, self._on_device[part]
-        source, offset, size = stream.source[part], stream.offset[part], stream.size[part]
-        at = self._ring.at(stream.block[part]) + stream.at[part]
+        arena, layout, there = self._arena, self._layout, self._on_device[part]
+        source, offset, size = layout.source[part], layout.offset[part], layout.size[part]
+        at = self._ring.at(layout.block[part]) + layout.at[part]
         from_device = [
             (byte_range(self._sources[number], start, length), place, length)
             for number, start, length, place in zip(
@@ -175,6 +179,6 @@ class Staging:
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
-    """Where each of several areas, one after the other and aligned, leaves off."""
+    """Return where each of several areas, one after the other and aligned, ends."""
     ends: list[int] = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes], dtype=np.int64).tolist()
     return ends

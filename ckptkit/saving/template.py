@@ -1,4 +1,4 @@
-"""Structure: all of a rank's saves that stays the same while its pieces keep their names and boxes, made once.
+"""SaveTemplate: all of a rank's saves that stays the same while its pieces keep their names and boxes, made once.
 
 A later save only compares: O(pieces), 1 ms for 20,000 pieces whose boxes and tensor table are the same objects.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptkit.format.root import Root
-from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.io.blocks import Bytes, num_granules
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
@@ -16,8 +16,8 @@ from ckptkit.model.tensor import ITEMSIZE, TensorInfo, tensor_table
 from ckptkit.plan.save_plan import SavePlan, plan_save
 
 
-class Structure:
-    """The plan, the stream of blocks, and the bytes that the writer needs beside them.
+class SaveTemplate:
+    """The plan, the layout of blocks, and the bytes that the writer needs beside them.
 
     `sizes` and `dtypes` are those of the pieces, `indexes` the part indexes without checksums, `headers` the beginnings
     of the data files, `draft` a root of which only the tensors count (b"" on ranks that do not commit).
@@ -30,7 +30,7 @@ class Structure:
         self._places, self._tensors = _places(pieces), list(tensors)
         self.plan: SavePlan = plan_save(pieces, tensors)
         self.sizes = piece_sizes(pieces, tensors)
-        self.stream = Stream.of(self.plan, len(pieces))
+        self.block_layout = BlockLayout.of(self.plan, len(pieces))
         self.headers: list[Bytes] = [np.frombuffer(file.header, np.uint8) for file in self.plan.files]
         self.indexes = [
             file.index(np.zeros(num_granules(file.size_bytes), np.uint64)).to_bytes() for file in self.plan.files
@@ -39,7 +39,7 @@ class Structure:
         self.draft = draft.to_bytes() if commits else b""
 
     def fits(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> bool:
-        """Whether it is that of these pieces in a checkpoint of this table."""
+        """Return whether it is that of these pieces in a checkpoint of this table."""
         return _places(pieces) == self._places and list(tensors) == self._tensors
 
 
@@ -49,6 +49,6 @@ def _places(pieces: Sequence[Piece]) -> list[list[object]]:
 
 
 def piece_sizes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[int]:
-    """The bytes of each piece."""
+    """Return the bytes of each piece."""
     itemsize = {info.name: ITEMSIZE[info.dtype] for info in tensors}
     return [(piece.stop - piece.start) * itemsize[piece.name] for piece in pieces]

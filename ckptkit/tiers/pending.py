@@ -1,28 +1,31 @@
-"""Copies: which steps a writer is told to copy to slower tiers, until it tells how that ended.
+"""PendingCopies: which steps a writer is ordered to copy to slower tiers, until it reports how that ended.
 
 A step has to be copied by all writers or by none, so what decides is the same on all ranks: the steps that were saved,
-and what all of them were told. What a killed writer left undone its successor takes up, once.
+and what all of them were ordered. What a killed writer left undone its successor takes up, once.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ckptkit.handoff.protocol import Promotion, SaveOrder, SaveOutcome
+from ckptkit.handoff.protocol import SaveOrder, SaveOutcome, TierCopy
 from ckptkit.handoff.report import SaveReport
 from ckptkit.tiers.tier import Tier, is_due
 from threefold.masking import masked
 
 
-class Copies:
-    """The copies of one rank's writer that are under way or wait, and when the next ones are due."""
+class PendingCopies:
+    """The copies of one rank's writer that are under way or wait, and when the next ones are due.
+
+    Of the trainer's process: the Checkpointer's caller uses it.
+    """
 
     def __init__(self, tiers: Sequence[Tier], world_size: int) -> None:
         self._tiers, self._world_size = tiers, world_size
         self._after = {tier.url: tier.newest for tier in tiers}
         self._before_last = dict(self._after)  # the same before the last save
-        self._awaited: dict[tuple[int, str], Promotion] = {}
-        self._told_last: dict[str, str] = {}  # by tier, the attempt that was told last
-        self._left: dict[str, Promotion] = {}  # by tier, what a killed writer left undone
+        self._awaited: dict[tuple[int, str], TierCopy] = {}
+        self._ordered_last: dict[str, str] = {}  # by tier, the attempt that was ordered last
+        self._left: dict[str, TierCopy] = {}  # by tier, what a killed writer left undone
         self._taken_up: set[tuple[int, str]] = set()
 
     def __bool__(self) -> bool:
@@ -33,14 +36,14 @@ class Copies:
         """Whether there is anything for `take_up`."""
         return bool(self._left)
 
-    def due(self, order: SaveOrder) -> tuple[Promotion, ...]:
+    def due(self, order: SaveOrder) -> tuple[TierCopy, ...]:
         """Return this writer's part in copying a step that is saved now to the tiers that it is due at."""
         tiers = [tier for tier in self._tiers if is_due(tier.every, order.seat.step, self._after[tier.url])]
         self._count(order.seat.step)
         return self._to(tiers, order)
 
-    def all(self, order: SaveOrder) -> tuple[Promotion, ...]:
-        """Its part in copying a step to all tiers, but those that were told it already."""
+    def all(self, order: SaveOrder) -> tuple[TierCopy, ...]:
+        """Return its part in copying a step to all tiers, but those that it was ordered to before."""
         return self._to(self._tiers, order)
 
     def make_up(self) -> None:
@@ -48,22 +51,19 @@ class Copies:
         self._after = dict(self._before_last)
 
     def skipped(self, step: int) -> None:
-        """A step that this rank does not save. One rank alone makes up for it; of several, others may have saved it."""
+        """Note a step that this rank does not save. One rank alone makes up for it; others may have saved it."""
         self._count(step)
         if self._world_size == 1:
             self.make_up()
 
     def failed(self, step: int) -> None:
-        """A step whose save failed here: there is nothing to copy. One rank alone makes up for it."""
+        """Note a step whose save failed here: there is nothing to copy. One rank alone makes up for it."""
         self._awaited = {key: each for key, each in self._awaited.items() if key[0] != step}
         if self._world_size == 1:
             self.make_up()
 
-    def take_up(self) -> tuple[Promotion, ...]:
-        """Return what a killed writer left undone, for its successor.
-
-        Of each tier the newest, and no step a second time.
-        """
+    def take_up(self) -> tuple[TierCopy, ...]:
+        """Return what a killed writer left undone, for its successor: of each tier the newest, no step twice."""
         found = tuple(self._left.values())
         self._left.clear()
         self._taken_up = {(each.target.step, each.target.url) for each in found}
@@ -71,7 +71,7 @@ class Copies:
         return found
 
     def ended(self, outcomes: Iterable[SaveOutcome]) -> list[SaveReport]:
-        """Return how some copies ended."""
+        """Return the reports of some copies that ended."""
         reports = []
         for outcome in outcomes:
             self._awaited.pop((outcome.step, outcome.url), None)
@@ -82,10 +82,10 @@ class Copies:
         return reports
 
     def lost(self, reason: str) -> list[SaveReport]:
-        """Return all that were under way or waited when the writer died."""
+        """Return reports of all that were under way or waited when the writer died."""
         reports = [
-            SaveReport(step, False, f"{reason} {step}", promotion.data_bytes, 0.0, 0.0, url=masked(url))
-            for (step, url), promotion in self._awaited.items()
+            SaveReport(step, False, f"{reason} {step}", tier_copy.data_bytes, 0.0, 0.0, url=masked(url))
+            for (step, url), tier_copy in self._awaited.items()
         ]
         for key in sorted(self._awaited.keys() - self._taken_up):
             self._left[key[1]] = self._awaited[key]
@@ -95,20 +95,20 @@ class Copies:
     def _count(self, step: int) -> None:
         self._before_last, self._after = self._after, dict.fromkeys(self._after, step)
 
-    def _to(self, tiers: Iterable[Tier], order: SaveOrder) -> tuple[Promotion, ...]:
+    def _to(self, tiers: Iterable[Tier], order: SaveOrder) -> tuple[TierCopy, ...]:
         found = []
         for tier in tiers:
             url = tier.url
             target = replace(order.seat, url=url)
             if not tier.of_node:
                 target = replace(target, first_writer=0, num_writers=self._world_size)
-            promotion = Promotion(
+            tier_copy = TierCopy(
                 source=order.seat, target=target, of_node=tier.of_node, num_files=len(order.files),
                 data_bytes=sum(file.size_bytes for file in order.files), deadline_s=order.deadline_s,
                 retention=tier.retention,
             )  # fmt: skip
-            if self._told_last.get(url) != target.attempt:
-                self._told_last[url] = target.attempt
-                self._awaited[target.step, url] = promotion
-                found.append(promotion)
+            if self._ordered_last.get(url) != target.attempt:
+                self._ordered_last[url] = target.attempt
+                self._awaited[target.step, url] = tier_copy
+                found.append(tier_copy)
         return tuple(found)

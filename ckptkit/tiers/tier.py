@@ -130,7 +130,7 @@ def node_name(environment: Mapping[str, str], host_name: str) -> str:
     """
     name = environment.get(NODE_VARIABLE) or host_name
     if not _NODE_NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no name for a node's folder", hint=f"export {NODE_VARIABLE}=node0")
+        raise UserError(f"{name!r} is not a name for a node's folder", hint=f"export {NODE_VARIABLE}=node0")
     return name
 
 

@@ -24,16 +24,16 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import NO_MORE, PromoteOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
-from ckptkit.handoff.ring_signals import Handover, readable
+from ckptkit.handoff.protocol import NO_MORE, CopyOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.handoff.ring_signals import RingSignals, readable
 from ckptkit.io.blocks import Bytes
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.writer.commit import KILLED
-from ckptkit.writer.copier import Promoter
-from ckptkit.writer.maintenance import Upkeep
+from ckptkit.writer.copier import TierCopier
+from ckptkit.writer.maintenance import Maintenance
 from ckptkit.writer.priority import step_back
 from ckptkit.writer.retries import Retries
-from ckptkit.writer.ring_reader import StagedBlocks
+from ckptkit.writer.ring_reader import RingReader
 from ckptkit.writer.step import PartSource, StepTarget, clear, discard, report_failed, write_step
 from threefold.errors import EXIT_IO, UserError
 from threefold.storage import open_storage
@@ -47,37 +47,40 @@ def main(argv: list[str] | None = None) -> int:
     """Serve one trainer until its end."""
     parser = argparse.ArgumentParser(prog="python -m ckptkit.writer", description="Serves a Checkpointer.")
     parser.add_argument("--arena-fd", type=int, required=True, help="file descriptor of the arena's memory")
-    parser.add_argument("--handover-fds", type=int, nargs=3, required=True, help="file descriptors of the handover")
+    parser.add_argument("--signal-fds", type=int, nargs=3, required=True, help="file descriptors of the signals")
     parser.add_argument("--trainer", type=int, required=True, help="process id of the trainer")
     arguments = parser.parse_args(argv)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints does not come between the answers
     step_back()
-    server = _Server(arguments.arena_fd, Handover(arguments.handover_fds), arguments.trainer, answers)
-    with ThreadPoolExecutor(1) as saving:  # beside the loop, so that a skipped save is told while another is written
+    server = _Server(arguments.arena_fd, RingSignals(arguments.signal_fds), arguments.trainer, answers)
+    with ThreadPoolExecutor(1) as saving:  # beside the loop: a skipped save is reported while another is written
         for line in _lines(arguments.trainer):
             order = order_of(line)
             if isinstance(order, SkipOrder):
                 server.skip(order)
-            elif isinstance(order, PromoteOrder):
-                saving.submit(server.promoter.offer, order.promotions)
+            elif isinstance(order, CopyOrder):
+                saving.submit(server.tier_copier.offer, order.tier_copies)
             else:
                 saving.submit(server.save, order, server.take_failed_tries())
     server.let_go()
-    server.promoter.finish()
+    server.tier_copier.finish()
     return 0
 
 
 class _Server:
-    """Does one save after the other out of the trainer's arena."""
+    """Does one save after the other out of the trainer's arena.
 
-    def __init__(self, arena_fd: int, handover: Handover, trainer: int, answers: int) -> None:
-        self._arena_fd, self._handover, self._trainer, self._answers = arena_fd, handover, trainer, answers
+    Of the writer process: its main thread takes orders and skips, one thread saves, and those of tiers answer too.
+    """
+
+    def __init__(self, arena_fd: int, signals: RingSignals, trainer: int, answers: int) -> None:
+        self._arena_fd, self._signals, self._trainer, self._answers = arena_fd, signals, trainer, answers
         self._arena = np.empty(0, np.uint8)
-        self._told = threading.Lock()
-        self._upkeep: Upkeep | None = None
+        self._answering = threading.Lock()
+        self._maintenance: Maintenance | None = None
         self._failed_tries: list[Seat] = []  # of the leader, since its last commit
-        self.promoter = Promoter(self._tell, self._has_trainer)
+        self.tier_copier = TierCopier(self._answer, self._has_trainer)
 
     def take_failed_tries(self) -> list[Seat]:
         """The tries that failed before an order came."""
@@ -89,48 +92,48 @@ class _Server:
         started = time.monotonic()
         error = warning = ""
         seat, tries = order.seat, [*failed_tries, *order.abandoned]
-        blocks: StagedBlocks | None = None
+        blocks: RingReader | None = None
         retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
         try:
             if order.arena_bytes != len(self._arena):
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
                 self._arena = np.frombuffer(memory, np.uint8)
-            blocks = StagedBlocks(order, self._arena, self._handover, self._trainer)
-            upkeep = self._upkeep or self._begin(order)
+            blocks = RingReader(order, self._arena, self._signals, self._trainer)
+            maintenance = self._maintenance or self._begin(order)
             for each in tries:  # where there was no word yet
                 report_failed(open_storage(each.url), each, KILLED)
-            if run_save(order, self._arena, blocks, retries, upkeep, self._trainer) is not None:
+            if run_save(order, self._arena, blocks, retries, maintenance, self._trainer) is not None:
                 for each in tries:  # all know how they ended, as they have saved again since
                     clear(open_storage(each.url), each)
                 if self._has_trainer():
-                    upkeep.prune(seat.step, order.retention, self.promoter.steps)
-            warning = upkeep.take_warning()
-            self.promoter.offer(order.promotions)
+                    maintenance.prune(seat.step, order.retention, self.tier_copier.steps)
+            warning = maintenance.take_warning()
+            self.tier_copier.offer(order.tier_copies)
         except (UserError, OSError) as failure:
             error = str(failure)
-        except Exception as failure:  # a fault of ours, told like any other: the trainer goes on
+        except Exception as failure:  # a fault of ours, reported like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"
         if error and seat.leads:
             self._failed_tries += [*tries, seat]
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
-        self._tell(SaveOutcome(seat.step, error, data_bytes, write_s, retries.num_attempts, warning))
+        self._answer(SaveOutcome(seat.step, error, data_bytes, write_s, retries.num_attempts, warning))
 
     def let_go(self) -> None:
-        """Free the trainer's memory: what is left to copy lies in the first tier."""
+        """Free the trainer's memory: what is left to copy is in the first tier."""
         self._arena = np.empty(0, np.uint8)
         os.close(self._arena_fd)
 
-    def _begin(self, order: SaveOrder) -> Upkeep:
-        self._upkeep = Upkeep(
+    def _begin(self, order: SaveOrder) -> Maintenance:
+        self._maintenance = Maintenance(
             order.seat.url, leads=order.seat.leads, stripe_count=order.stripe_count,
             stripe_size_bytes=order.stripe_size_bytes,
         )  # fmt: skip
-        return self._upkeep
+        return self._maintenance
 
     def skip(self, order: SkipOrder) -> None:
-        """Let nobody wait for this writer in a save that it has no part in."""
+        """Report to the other writers that this one has no part in a save."""
         report_failed(open_storage(order.seat.url), order.seat, order.reason)
         if order.seat.leads:
             self._failed_tries.append(order.seat)
@@ -140,12 +143,12 @@ class _Server:
         return os.getppid() == self._trainer
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, unless the trainer gives the save up."""
-        readable([self._handover.stop], seconds)
+        """Wait, unless the trainer has given the save up."""
+        readable([self._signals.stop], seconds)
 
-    def _tell(self, outcome: SaveOutcome) -> None:
-        """Answer the trainer; where that cannot be, it must at least hear that nobody will."""
-        with self._told:
+    def _answer(self, outcome: SaveOutcome) -> None:
+        """Answer the trainer; if that fails, end, so that it at least hears that nobody will."""
+        with self._answering:
             try:
                 os.write(self._answers, outcome.to_line())
             except BrokenPipeError:  # the trainer died meanwhile
@@ -155,10 +158,10 @@ class _Server:
 
 
 def run_save(
-    order: SaveOrder, arena: Bytes, blocks: StagedBlocks, retries: Retries, upkeep: Upkeep, trainer: int
+    order: SaveOrder, arena: Bytes, blocks: RingReader, retries: Retries, maintenance: Maintenance, trainer: int
 ) -> Root | None:
-    """Write what an order says; the first writer commits, and gives the root."""
-    target = StepTarget(open_storage(order.seat.url), order.seat, order.num_threads, upkeep.striper)
+    """Write what an order says; the first writer commits, and returns the root."""
+    target = StepTarget(open_storage(order.seat.url), order.seat, order.num_threads, maintenance.striper)
     parts = [
         PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
                    is_reused=order.ring.is_window)
@@ -218,7 +221,7 @@ def _lines(trainer: int) -> Iterator[bytes]:
 class _Patience:
     """How long to wait for the other writers: the deadline, cut short once this writer's trainer is dead.
 
-    Then the job was probably killed: writers that were told to save are as far as this one, the others never begin.
+    Then the job was probably killed: writers that were ordered to save are as far as this one, the others never begin.
     """
 
     def __init__(self, deadline_s: float, trainer: int) -> None:

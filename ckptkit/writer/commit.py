@@ -1,6 +1,6 @@
 """Commit: one exclusive write of the root, last, after every writer's part indexes were seen by listing.
 
-A writer puts the index of its first file after all else it wrote, so that one name tells that the writer is done; a
+A writer puts the index of its first file after all else it wrote, so that one name says that the writer is done; a
 writer that fails puts a `.failed` object in its place, so that nobody waits for it in vain. The first writer commits;
 the others poll for the root, or for its `.failed` object.
 """
@@ -46,8 +46,8 @@ def wait_for_parts(
     """Return all parts of a try, in the order of their writers, once every writer is done; `cover` is to hold them all.
 
     StorageError names the writers that failed, or those that are missing after patience_s() seconds and the first file
-    that is not there; patience_s is called before each look, as reasons to wait may go away. Each listing is of names
-    alone; they are as many as the logarithm of the wait, then one every MAX_PAUSE_S. Each request has its own retries.
+    that is not there. Poll by listing key names, pausing 0.02 s to 10 s; patience_s is called before each look, because
+    it shrinks when the trainer dies. Each request has its own retries.
     """
     folder, attempt, retries = seat.folder, seat.attempt, retries or Retries()
     for waited_s, is_last in _looks(patience_s, retries):
@@ -68,8 +68,8 @@ def await_commit(
 ) -> None:
     """Return once the first writer has committed the attempt.
 
-    AlreadyExists where the step is another attempt's, NotCommitted with the first writer's reason where it failed.
-    StorageError where nobody knows: that writer was killed or got no answer to its commit, or nothing is heard of it
+    Raise AlreadyExists if the step is another attempt's, NotCommitted with the first writer's reason if it failed.
+    Raise StorageError if nobody knows: that writer was killed or got no answer to its commit, or nothing is heard of it
     within patience_s() seconds. The looks of all writers together are at most LOOKS_PER_S.
     """
     step, leader, retries = seat.step, seat.first_writer, retries or Retries()
@@ -93,10 +93,10 @@ def await_commit(
 
 
 def commit_root(storage: Storage, root: Root) -> None:
-    """Put the root, once and for all.
+    """Write the root, once and for all.
 
-    AlreadyExists where another attempt committed the step first, NotCommitted where a full disk refused it or it is too
-    large; after any other failure the root may be there although its answer was lost.
+    Raise AlreadyExists if another attempt committed the step first, NotCommitted if a full disk refused it or it is too
+    large. After any other failure the root may be there although its answer was lost.
     """
     key = f"{step_folder(root.step)}/{ROOT_KEY}"
     try:
@@ -136,7 +136,7 @@ def _looks(
 
 
 def _too_late(storage: Storage, seat: Seat, names: Set[str], missing: Sequence[int], waited_s: float) -> StorageError:
-    """Who is missing, the first file that is, and how far its writer came: the data file comes first."""
+    """Return the error that names who is missing, the first file that is, and how far its writer came."""
     data_key, index_key = part_keys(seat.attempt, missing[0])
     begun = ", its data file is begun" if data_key in names else ", nor is its data file"
     return StorageError(

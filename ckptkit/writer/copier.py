@@ -1,10 +1,10 @@
-"""Promotion: copying a writer's own files of a step from the first tier to a slower one, beside the saves that follow.
+"""TierCopier: copies a writer's own files of a step from the first tier to slower ones, beside the saves that follow.
 
-Each place has a lane: a thread that copies one step at a time, and of the steps that wait the newest. A leader (the
-first writer of what a place holds) decides which: it marks the step's folder there, and the other writers follow the
-mark, so that all copy the same one. Files are read back verified, past the page cache, in blocks of 16 MiB, and keep
-their names and bytes; indexes go last, and the root when the leader has seen those of all writers. A copy that fails is
-tried again, and given up for a newer step; nothing is ever removed from where it came from.
+Each place has a thread, which copies one step at a time, and of the steps that wait the newest. A leader (the first
+writer of what a place holds) decides which: it marks the step's folder there. The other writers follow the mark, so
+that all copy the same one. Files are read back verified, past the page cache, in blocks of 16 MiB, and keep their names
+and bytes. Indexes go last, and the root when the leader has seen those of all writers. A copy that fails is tried
+again, and given up for a newer step. Nothing is ever removed from where it came from.
 """
 
 import threading
@@ -18,12 +18,12 @@ from ckptkit.format.part_copy import copy_part, verified_blocks
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import Promotion, SaveOutcome
+from ckptkit.handoff.protocol import SaveOutcome, TierCopy
 from ckptkit.io.striping import Striper
 from ckptkit.loading.roots import read_root, root_info, root_key
 from ckptkit.plan.cover import Cover
 from ckptkit.writer.commit import commit_root, wait_for_parts
-from ckptkit.writer.maintenance import Upkeep
+from ckptkit.writer.maintenance import Maintenance
 from threefold.backoff import Backoff
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.masking import masked
@@ -35,56 +35,59 @@ LOOK_FOR_MARK_S = 1.0
 MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which of them the leader chose
 
 
-class Promoter:
-    """The lanes of one writer process; `report` is called from their threads, and `may_prune` before they prune."""
+class TierCopier:
+    """The threads of one writer process that copy; they call `report`, and `may_prune` before they prune."""
 
     def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True) -> None:
         self._report, self._may_prune = report, may_prune
-        self._lanes: dict[str, _Lane] = {}
+        self._threads: dict[str, _TierThread] = {}
 
-    def offer(self, promotions: Iterable[Promotion]) -> None:
+    def offer(self, tier_copies: Iterable[TierCopy]) -> None:
         """Take steps that are in the first tier now; does not block."""
-        for promotion in promotions:
-            if promotion.target.url not in self._lanes:
-                self._lanes[promotion.target.url] = _Lane(self._report, self._may_prune)
-            self._lanes[promotion.target.url].offer(promotion)
+        for tier_copy in tier_copies:
+            if tier_copy.target.url not in self._threads:
+                self._threads[tier_copy.target.url] = _TierThread(self._report, self._may_prune)
+            self._threads[tier_copy.target.url].offer(tier_copy)
 
     @property
     def steps(self) -> set[int]:
         """The steps that are being copied or wait for it, and so are still needed in the first tier."""
-        return {promotion.target.step for lane in self._lanes.values() for promotion in lane.held()}
+        return {tier_copy.target.step for each in self._threads.values() for tier_copy in each.held()}
 
     def finish(self) -> None:
         """Wait until nothing is left to copy."""
-        for lane in self._lanes.values():
-            lane.finish()
+        for thread in self._threads.values():
+            thread.finish()
 
 
-class _Lane:
-    """One place's thread, which lives while there is something to copy, and the steps that wait for it."""
+class _TierThread:
+    """One place's thread, which lives while there is something to copy, and the steps that wait for it.
+
+    The saving thread and the main thread of the writer process call `offer`, `held` and `finish`.
+    """
 
     def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool]) -> None:
         self._report, self._may_prune = report, may_prune
-        self._upkeep: Upkeep | None = None
+        self._maintenance: Maintenance | None = None
         self._changed = threading.Condition()
-        self._waiting: list[Promotion] = []
-        self._current: Promotion | None = None
+        self._waiting: list[TierCopy] = []
+        self._current: TierCopy | None = None
         self._thread: threading.Thread | None = None
         self._ending_since: float | None = None
 
-    def offer(self, promotion: Promotion) -> None:
+    def offer(self, tier_copy: TierCopy) -> None:
         with self._changed:
-            self._waiting.append(promotion)
-            num_kept = 1 if promotion.target.leads else MAX_CHOICES
+            self._waiting.append(tier_copy)
+            num_kept = 1 if tier_copy.target.leads else MAX_CHOICES
             passed_over, self._waiting = self._waiting[:-num_kept], self._waiting[-num_kept:]
             self._changed.notify()
             if self._thread is None:
-                name = f"copy to {promotion.target.url}"
+                name = f"copy to {tier_copy.target.url}"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
-        self._report_passed_over(passed_over, promotion)
+        self._report_passed_over(passed_over, tier_copy)
 
-    def held(self) -> list[Promotion]:
+    def held(self) -> list[TierCopy]:
         with self._changed:
             return [*self._waiting, *filter(None, [self._current])]
 
@@ -97,17 +100,19 @@ class _Lane:
             thread.join()
 
     def _run(self) -> None:
-        while (promotion := self._next()) is not None:
+        while (tier_copy := self._next()) is not None:
             started = time.monotonic()
-            self._upkeep = upkeep = self._upkeep or Upkeep(promotion.target.url, leads=promotion.target.leads)
-            error = self._promote(promotion, upkeep.striper)
-            if promotion.target.leads and not error and self._may_prune():
-                upkeep.prune(promotion.target.step, promotion.retention)
+            self._maintenance = maintenance = self._maintenance or Maintenance(
+                tier_copy.target.url, leads=tier_copy.target.leads
+            )
+            error = self._copy(tier_copy, maintenance.striper)
+            if tier_copy.target.leads and not error and self._may_prune():
+                maintenance.prune(tier_copy.target.step, tier_copy.retention)
             with self._changed:
                 self._current = None
-            self._report(_outcome(promotion, error, time.monotonic() - started, upkeep.take_warning()))
+            self._report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
 
-    def _next(self) -> Promotion | None:
+    def _next(self) -> TierCopy | None:
         """The next step to copy; None ends the thread."""
         while True:
             with self._changed:
@@ -128,22 +133,22 @@ class _Lane:
         self._report_passed_over(passed_over, chosen)
         return chosen
 
-    def _gave_up(self, newest: Promotion) -> bool:
+    def _gave_up(self, newest: TierCopy) -> bool:
         """Whether, after the last order came, the leader was waited for in vain."""
         with self._changed:
             if self._ending_since is None or time.monotonic() - self._ending_since < newest.deadline_s:
                 return False
             left, self._waiting = self._waiting, []
-        for promotion in left:
-            self._report(_outcome(promotion, f"writer {promotion.target.first_writer} did not begin to copy it", 0.0))
+        for tier_copy in left:
+            self._report(_outcome(tier_copy, f"writer {tier_copy.target.first_writer} did not begin to copy it", 0.0))
         return True
 
-    def _promote(self, promotion: Promotion, striper: Striper) -> str:
-        """Copy one step, however often it takes within reason; what went wrong, "" where nothing did."""
-        backoff = Backoff(FIRST_PAUSE_S, max_tries=MAX_TRIES, within_s=promotion.deadline_s)
+    def _copy(self, tier_copy: TierCopy, striper: Striper) -> str:
+        """Copy one step, however often it takes within reason; return what went wrong, "" if nothing did."""
+        backoff = Backoff(FIRST_PAUSE_S, max_tries=MAX_TRIES, within_s=tier_copy.deadline_s)
         while True:
             try:
-                promote(promotion, striper)
+                copy_to_tier(tier_copy, striper)
                 return ""
             except (AlreadyExists, CheckFailed) as failure:  # no other try would end otherwise
                 error = str(failure)
@@ -155,29 +160,29 @@ class _Lane:
                 error = f"{type(failure).__name__}: {failure}"
                 break
             with self._changed:
-                if promotion.target.leads and self._waiting:
+                if tier_copy.target.leads and self._waiting:
                     error = f"given up for step {self._waiting[-1].target.step}: {error}"
                     break
                 if (pause_s := backoff.next_s()) is None:
                     error = f"{error} (tried {backoff.num_tries} times)"
                     break
                 self._changed.wait(pause_s)
-        if not promotion.target.leads:
-            _tell_leader(promotion, error)
+        if not tier_copy.target.leads:
+            _tell_leader(tier_copy, error)
         return error
 
-    def _report_passed_over(self, passed_over: Sequence[Promotion], chosen: Promotion) -> None:
-        for promotion in passed_over:
-            self._report(_outcome(promotion, f"passed over for step {chosen.target.step}: the copies are slower", 0.0))
+    def _report_passed_over(self, passed_over: Sequence[TierCopy], chosen: TierCopy) -> None:
+        for tier_copy in passed_over:
+            self._report(_outcome(tier_copy, f"passed over for step {chosen.target.step}: the copies are slower", 0.0))
 
 
-def promote(promotion: Promotion, striper: Striper | None = None) -> None:
+def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
     """Copy one writer's files of a step; the leader then waits for the other writers' and commits.
 
     Files that an earlier try left whole are not copied again, and nothing is touched once the step is committed.
     """
-    seat, step = promotion.target, promotion.target.step
-    source, storage = open_storage(promotion.source.url), open_storage(seat.url)
+    seat, step = tier_copy.target, tier_copy.target.step
+    source, storage = open_storage(tier_copy.source.url), open_storage(seat.url)
     root: Root | None = None
     if seat.leads:
         root = read_root(source, step)
@@ -190,17 +195,17 @@ def promote(promotion: Promotion, striper: Striper | None = None) -> None:
         raise AlreadyExists(f"step {step} of {storage.url} is committed already")
     if seat.leads and seat.num_writers > 1:
         storage.write(_mark(seat), b"")
-    file_bytes = promotion.data_bytes // max(promotion.num_files, 1)
+    file_bytes = tier_copy.data_bytes // max(tier_copy.num_files, 1)
     (striper or Striper()).prepare(storage, seat.keys(0)[0], file_bytes, seat.num_writers)
-    for number in reversed(range(promotion.num_files)):
+    for number in reversed(range(tier_copy.num_files)):
         _copy_part(source, storage, seat.keys(number))
     if root is None:
-        _await_own_node(promotion, storage)
+        _await_own_node(tier_copy, storage)
         return
-    is_same = root.share is None or promotion.of_node  # as in the source, which was checked when it was committed
+    is_same = root.share is None or tier_copy.of_node  # as in the source, which was checked when it was committed
     cover = None if is_same else Cover(list(root.tensors.values()))
-    parts = wait_for_parts(storage, seat, lambda: promotion.deadline_s, cover=cover)
-    copied = replace(root, parts=parts, share=root.share if promotion.of_node else None)
+    parts = wait_for_parts(storage, seat, lambda: tier_copy.deadline_s, cover=cover)
+    copied = replace(root, parts=parts, share=root.share if tier_copy.of_node else None)
     if is_same and copied != root:
         raise CheckFailed(f"the files of step {step} in {storage.url} are not those in {source.url}")
     commit_root(storage, copied)
@@ -216,26 +221,26 @@ def _copy_part(source: Storage, target: Storage, keys: tuple[str, str]) -> None:
     copy_part(verified_blocks(source, data_key, index), target, keys, index, text)
 
 
-def _await_own_node(promotion: Promotion, storage: Storage) -> None:
+def _await_own_node(tier_copy: TierCopy, storage: Storage) -> None:
     """The leader of a node keeps a step there until all of the node's writers have copied it."""
-    if promotion.source.leads and promotion.source.num_writers > 1:
-        wait_for_parts(storage, promotion.source, lambda: promotion.deadline_s)
+    if tier_copy.source.leads and tier_copy.source.num_writers > 1:
+        wait_for_parts(storage, tier_copy.source, lambda: tier_copy.deadline_s)
 
 
-def _marked(waiting: Sequence[Promotion]) -> Promotion | None:
+def _marked(waiting: Sequence[TierCopy]) -> TierCopy | None:
     """The newest of some steps that the leader has begun to copy; None too while the place does not answer."""
     with suppress(StorageError):
         storage = open_storage(waiting[-1].target.url)
-        for promotion in reversed(waiting):
-            if storage.info(_mark(promotion.target)) is not None:
-                return promotion
+        for tier_copy in reversed(waiting):
+            if storage.info(_mark(tier_copy.target)) is not None:
+                return tier_copy
     return None
 
 
-def _tell_leader(promotion: Promotion, error: str) -> None:
+def _tell_leader(tier_copy: TierCopy, error: str) -> None:
     """Let the leader wait no longer for this writer's files."""
     with suppress(StorageError):
-        open_storage(promotion.target.url).write(promotion.target.failed_key, masked(error).encode())
+        open_storage(tier_copy.target.url).write(tier_copy.target.failed_key, masked(error).encode())
 
 
 def _mark(seat: Seat) -> str:
@@ -243,6 +248,6 @@ def _mark(seat: Seat) -> str:
     return f"{seat.folder}/{seat.attempt}/copying"
 
 
-def _outcome(promotion: Promotion, error: str, seconds: float, warning: str = "") -> SaveOutcome:
-    seat = promotion.target
-    return SaveOutcome(seat.step, error, promotion.data_bytes, seconds, warning=warning, url=seat.url)
+def _outcome(tier_copy: TierCopy, error: str, seconds: float, warning: str = "") -> SaveOutcome:
+    seat = tier_copy.target
+    return SaveOutcome(seat.step, error, tier_copy.data_bytes, seconds, warning=warning, url=seat.url)

@@ -1,4 +1,4 @@
-"""Upkeep: what a writer does for a place besides saving or copying to it: stripes, pruning, aborting stale uploads."""
+"""Maintenance: what a writer does for a place besides saving to it: stripes, pruning, aborting stale uploads."""
 
 import traceback
 from collections.abc import Collection
@@ -11,10 +11,11 @@ from threefold.errors import UserError
 from threefold.storage import open_storage
 
 
-class Upkeep:
-    """Made once a place, before the first save; nothing here fails a save, but what went wrong is a warning, told once.
+class Maintenance:
+    """Keeps one place in order; what goes wrong fails no save, and is a warning that is reported once.
 
-    The writer that leads aborts the unfinished uploads under the run's URL that are older than any save.
+    Of the writer process: made before the first save, one for each place, and used by that place's thread alone. The
+    writer that leads aborts the unfinished uploads under the run's URL that are older than any save.
     """
 
     def __init__(self, url: str, *, leads: bool, stripe_count: int = 0, stripe_size_bytes: int = 0) -> None:
@@ -38,7 +39,7 @@ class Upkeep:
             self._warnings.append(warning)
 
     def take_warning(self) -> str:
-        """Return what is to be told and was not yet."""
-        told = "; ".join(self._warnings)
+        """Return what is to be reported and was not yet."""
+        found = "; ".join(self._warnings)
         self._warnings.clear()
-        return told
+        return found

@@ -6,7 +6,7 @@ import os
 import platform
 
 NICE = 10  # a tenth of the weight of a usual process: behind a trainer that wants the same core, never starved
-IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # numbers of the system call, for which there is no function in libc
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # numbers of the system call, for which libc has no function
 WHO_PROCESS, BEST_EFFORT, LOWEST = 1, 2, 7
 
 

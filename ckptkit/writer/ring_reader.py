@@ -1,4 +1,4 @@
-"""StagedBlocks: the writer's side of the ring: blocks as the trainer stages them, each released once written."""
+"""RingReader: the writer's side of the ring: blocks as the trainer stages them, each released once written."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.handoff.protocol import SaveOrder
-from ckptkit.handoff.ring_signals import Handover, readable
+from ckptkit.handoff.ring_signals import RingSignals, readable
 from ckptkit.io.blocks import Bytes, Columns
 from ckptkit.writer.step import GivenUp
 from threefold.errors import StorageError
@@ -17,26 +17,29 @@ LOOK_S = 0.5  # how often a wait looks whether the trainer lives
 MAX_BLOCKS_AT_ONCE = 32  # between two looks at whether the save is still wanted
 
 
-class StagedBlocks:
-    """The blocks of one save, which ends in an error where the trainer dies, hangs for deadline_s or gives it up."""
+class RingReader:
+    """Reads the blocks of one save; raises if the trainer dies, hangs for deadline_s or drops the save.
 
-    def __init__(self, order: SaveOrder, arena: Bytes, handover: Handover, trainer: int) -> None:
-        self._order, self._arena, self._handover, self._trainer = order, arena, handover, trainer
+    Of the writer process: the thread that saves uses it.
+    """
+
+    def __init__(self, order: SaveOrder, arena: Bytes, signals: RingSignals, trainer: int) -> None:
+        self._order, self._arena, self._signals, self._trainer = order, arena, signals, trainer
         self._num_staged = 0
         ring = order.ring
         self._most = max(ring.num_slots // 2, 1) if ring.is_window else MAX_BLOCKS_AT_ONCE
 
     def check(self) -> None:
-        """Raise GivenUp where the trainer gave the save up."""
-        if self._handover.stop.is_set:
+        """Raise GivenUp if the trainer gave the save up."""
+        if self._signals.stop.is_set:
             raise GivenUp(f"step {self._order.seat.step} was given up")
 
     def of_file(self, number: int) -> "FileBlocks":
-        """One file's blocks; with a slot for each block they can be asked for again."""
+        """Return one file's blocks; with a slot for each block they can be read again."""
         return FileBlocks(self, number)
 
     def read(self, number: int) -> Iterator[Columns]:
-        """One file's bytes as a row of (address, bytes) for each run of blocks, which is released after it."""
+        """Yield one file's bytes as a row of (address, bytes) for each run of blocks, which is released after it."""
         file, ring = self._order.files[number], self._order.ring
         block, left = file.first_block, file.size_bytes
         while left:
@@ -45,16 +48,16 @@ class StagedBlocks:
             count = min(self._num_staged - block, self._most, to_wrap, -(-left // ring.block_bytes))
             size = min(count * ring.block_bytes, left)
             yield np.array([(self._arena.ctypes.data + ring.at(block), size)], np.uint64)
-            self._handover.released.add(count)
+            self._signals.released.add(count)
             block, left = block + count, left - size
 
     def _wait_for(self, block: int) -> None:
         """Wait until a block is staged."""
         self.check()
-        order, staged = self._order, self._handover.staged
+        order, staged = self._order, self._signals.staged
         waits_until = time.monotonic() + order.deadline_s
         while self._num_staged <= block:
-            readable([staged, self._handover.stop], LOOK_S)
+            readable([staged, self._signals.stop], LOOK_S)
             self.check()
             is_orphan = os.getppid() != self._trainer  # asked first: what the trainer staged before it died counts
             found = staged.take()
@@ -72,9 +75,9 @@ class StagedBlocks:
 
 @dataclass(frozen=True)
 class FileBlocks:
-    """The blocks of one file, read anew by each iteration."""
+    """The blocks of one file, read again by each iteration."""
 
-    blocks: StagedBlocks
+    blocks: RingReader
     number: int
 
     def __iter__(self) -> Iterator[Columns]:

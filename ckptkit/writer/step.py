@@ -1,6 +1,6 @@
-"""One writer's share of a step: its data files and their indexes, the commit where it leads, and what it wrote
-removed where it fails.
+"""One writer's share of a step: its data files and their indexes, and the commit if it leads.
 
+If it fails, what it wrote is removed.
 Where the bytes come from is the caller's: an arena of staged files, or the tensors' own memory.
 """
 
@@ -57,13 +57,15 @@ def write_step(
     target: StepTarget, parts: Sequence[PartSource], draft: Root | None, patience_s: Callable[[float], float],
     retries: Retries | None = None, code: str = "", *, awaits_commit: bool = True,
 ) -> Root | None:  # fmt: skip
-    """Write one writer's files. The first writer, which has the root's draft, waits for all others and commits; the
-    others wait until it has, unless they are told not to.
+    """Write one writer's files, and return the root if this writer committed it.
 
-    patience_s is asked again and again how long to wait for the others, given the seconds that this writer's own files
-    took; a writer that waits for the first one waits twice as long, for its files and for its commit. On a failure this
-    writer's files are removed, unless the root may come and name them, and a `.failed` object tells the others. Returns
-    the root where this writer committed it; it records the version of the `code` that saves.
+    The first writer, which has the root's draft, waits for all others and commits. The others wait until it has, unless
+    awaits_commit is False. The root records the version of the `code` that saves.
+
+    Before each look patience_s is called with the seconds that this writer's own files took; it returns how long to
+    wait in all. A writer that waits for the first one waits twice as long, for its files and for its commit. After a
+    failure this writer's files are removed, unless the root may come and name them, and a `.failed` object lets the
+    others know.
     """
     started = time.monotonic()
     storage, seat, retries = target.storage, target.seat, retries or Retries()

@@ -33,7 +33,7 @@ CK_API int ck_best_simd();
 CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums);
 CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
 // Verify, where `checksums` (of these granules) is not null, and hand out bytes [offset, offset + size) of a file, from a
-// granule's begin, to ranges that are sorted by offset. Gives the first damaged granule, of which nothing is handed out, or
+// granule's begin, to ranges that are sorted by offset. Returns the first damaged granule, of which nothing is handed out, or
 // the largest number where there is none.
 CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
                          uint64_t num_ranges, const uint64_t* checksums);

@@ -192,7 +192,7 @@ IMPOSSIBLE_TENSORS = [
 
 @pytest.mark.parametrize("fields", IMPOSSIBLE + [{"tensors": {info.name: info}} for info in IMPOSSIBLE_TENSORS])
 def test_what_no_reader_would_take_is_refused_before_it_is_saved(fields: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"no reader would take|is not JSON|is not a name|is no whole number"):
+    with pytest.raises(UserError, match=r"no reader would take|is not JSON|is not a name|is not a whole number"):
         replace(ROOT, **fields).check()
 
 

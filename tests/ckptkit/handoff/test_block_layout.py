@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.model.chunk_table import cut
 from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.support.model_tables import values
@@ -32,18 +32,22 @@ def test_cuts_are_where_blocks_end_and_nowhere_else(sizes: list[int], block_byte
 def test_the_blocks_of_a_stream_are_its_files(max_chunks: int, block_bytes: int) -> None:
     pieces = pieces_of(SMALL, ONE, 0, values(SMALL))
     plan = plan_save(pieces, SMALL, max_chunks=max_chunks)
-    stream = Stream.of(plan, len(pieces), block_bytes)
+    layout = BlockLayout.of(plan, len(pieces), block_bytes)
     sources = [piece.data.tobytes() for piece in pieces] + [file.header for file in plan.files]
     for number, (file, rows) in enumerate(zip(plan.files, plan.rows, strict=True)):
         blocks = b""
-        first, stop = stream.first_blocks[number : number + 2]
+        first, stop = layout.first_blocks[number : number + 2]
         for block in range(first, stop):
-            part = stream.between(block, block + 1)
+            part = layout.between(block, block + 1)
             content = bytearray(block_bytes)
             for source, offset, at, size in zip(
-                stream.source[part], stream.offset[part], stream.at[part], stream.size[part], strict=True
+                layout.source[part],
+                layout.offset[part],
+                layout.at[part],
+                layout.size[part],
+                strict=True,
             ):
                 content[at : at + size] = sources[source][offset : offset + size]
-            blocks += content[: int(stream.size[part].sum())]
+            blocks += content[: int(layout.size[part].sum())]
             assert len(blocks) == min(file.size_bytes, (block + 1 - first) * block_bytes)
         assert blocks == file.header + b"".join(pieces[row].data.tobytes() for row in rows)

@@ -3,7 +3,7 @@
 import os
 import threading
 
-from ckptkit.handoff.ring_signals import Handover, Signal, readable
+from ckptkit.handoff.ring_signals import RingSignals, Signal, readable
 
 
 def test_a_count_is_taken_once_by_whoever_shares_it() -> None:
@@ -35,10 +35,10 @@ def test_a_wait_ends_with_the_first_signal_and_with_the_end_of_a_pipe() -> None:
 
 
 def test_a_reset_leaves_nothing_of_the_save_before() -> None:
-    handover = Handover()
-    for signal in (handover.staged, handover.released, handover.stop):
+    signals = RingSignals()
+    for signal in (signals.staged, signals.released, signals.stop):
         signal.add(5)
-    same = Handover(handover.fds)
-    handover.reset()
+    same = RingSignals(signals.fds)
+    signals.reset()
     assert [signal.take() for signal in (same.staged, same.released, same.stop)] == [0, 0, 0]
-    handover.close()
+    signals.close()

@@ -52,7 +52,7 @@ def test_what_no_file_can_have_is_refused(count: int, size: int) -> None:
 def test_the_folder_of_the_files_is_set_before_they_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stand_in(tmp_path, monkeypatch, then='[ -d "$6" ] && [ -z "$(ls "$6")" ]')
     told: list[str] = []
-    Striper(tell=told.append).prepare(open_storage(tmp_path / "run"), "step/a/part-0", 20 * GIB, 1)
+    Striper(warn=told.append).prepare(open_storage(tmp_path / "run"), "step/a/part-0", 20 * GIB, 1)
     assert calls.read_text() == f"setstripe -c 10 -S {16 << 20} {tmp_path}/run/step/a\n"
     assert told == []
 
@@ -71,7 +71,7 @@ def test_a_failing_lfs_is_told_once_and_stops_nothing(tmp_path: Path, monkeypatc
 def test_a_folder_on_another_file_system_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stand_in(tmp_path, monkeypatch, then="echo 'setstripe: Inappropriate ioctl for device' >&2; exit 25")
     told: list[str] = []
-    striper = Striper(tell=told.append)
+    striper = Striper(warn=told.append)
     striper.prepare(open_storage("memory://x"), "a/part-0", GIB, 1)
     assert not calls.exists()
     striper.prepare(open_storage(tmp_path), "a/part-0", GIB, 1)

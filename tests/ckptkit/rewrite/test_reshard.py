@@ -97,7 +97,7 @@ def test_a_layout_that_does_not_divide_is_refused_before_anything_is_written(tmp
         (ParallelLayout(cp=2), None, "cannot reshard to cp2"),
         (ParallelLayout(virtual=2), None, "cannot reshard to virtual2"),
         (ParallelLayout(dp=1_000_000), None, "has 1,000,000 ranks"),
-        (ParallelLayout(), -1, "step -1 is no whole number"),
+        (ParallelLayout(), -1, "step -1 is not a whole number"),
     ],
 )
 def test_what_cannot_be_written_is_refused(layout: ParallelLayout, step: int | None, said: str, tmp_path: Path) -> None:

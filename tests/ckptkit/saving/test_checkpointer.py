@@ -394,12 +394,12 @@ def test_pieces_that_do_not_fit_are_refused_before_anything_is_written(tmp_path:
 
 
 def test_what_no_reader_would_take_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no rank 2 of 2"):
+    with pytest.raises(UserError, match="rank 2 is not one of the 2 ranks"):
         Checkpointer(str(tmp_path), rank=2, world_size=2, attempt="a")
     with pytest.raises(UserError, match="names one step"):
         Checkpointer(f"{tmp_path}/step-000000001", attempt="a")
     with Checkpointer(str(tmp_path), attempt="a") as checkpointer:
-        with pytest.raises(UserError, match="step -1 is no whole number from 0"):
+        with pytest.raises(UserError, match="step -1 is not a whole number from 0"):
             save_one(checkpointer, -1, SMALL)
         with pytest.raises(UserError, match=r"no reader would take this checkpoint: w: dtype 'float32'"):
             checkpointer.prepare([], [TensorInfo("w", "float32", (), Placement("first"))])

@@ -15,7 +15,7 @@ import pytest
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BLOCK_BYTES
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, StagedFile
-from ckptkit.handoff.ring_signals import Handover
+from ckptkit.handoff.ring_signals import RingSignals
 from ckptkit.loading.restore import restore
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
@@ -24,7 +24,7 @@ from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.writer.priority import NICE
-from ckptkit.writer.ring_reader import StagedBlocks
+from ckptkit.writer.ring_reader import RingReader
 from ckptkit.writer.step import GivenUp
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import (
@@ -143,31 +143,31 @@ def order(num_blocks: int, num_slots: int, size_bytes: int) -> SaveOrder:
 
 @pytest.mark.parametrize(("num_slots", "runs"), [(5, [20, 27]), (2, [10, 10, 10, 10, 7]), (4, [20, 20, 7])])
 def test_blocks_come_in_runs_and_are_released(num_slots: int, runs: list[int]) -> None:
-    handover, memory = Handover(), np.zeros(100, np.uint8)
-    blocks = StagedBlocks(order(5, num_slots, 47), memory, handover, os.getppid())
-    handover.staged.add(2)
+    signals, memory = RingSignals(), np.zeros(100, np.uint8)
+    blocks = RingReader(order(5, num_slots, 47), memory, signals, os.getppid())
+    signals.staged.add(2)
     found = []
     for rows in blocks.of_file(0):
         found.append(int(rows[0, 1]))
         if len(found) == 1:
-            assert handover.released.take() == 0
-            handover.staged.add(3)
+            assert signals.released.take() == 0
+            signals.staged.add(3)
     assert found == runs
-    assert handover.released.take() == 5
-    handover.close()
+    assert signals.released.take() == 5
+    signals.close()
 
 
 def test_a_wait_for_blocks_ends() -> None:
-    handover, memory = Handover(), np.zeros(100, np.uint8)
-    handover.staged.add(2)
+    signals, memory = RingSignals(), np.zeros(100, np.uint8)
+    signals.staged.add(2)
     with pytest.raises(StorageError, match=r"writer 2: nothing came from the trainer for 0\.1 s after 2 of 5 blocks"):
-        list(StagedBlocks(order(5, 2, 47), memory, handover, os.getppid()).of_file(0))
+        list(RingReader(order(5, 2, 47), memory, signals, os.getppid()).of_file(0))
     with pytest.raises(StorageError, match="writer 2: the trainer died after 0 of 5 blocks of step 4"):
-        list(StagedBlocks(order(5, 2, 47), memory, handover, 1 << 30).of_file(0))
-    handover.stop.add()
+        list(RingReader(order(5, 2, 47), memory, signals, 1 << 30).of_file(0))
+    signals.stop.add()
     with pytest.raises(GivenUp, match="step 4 was given up"):
-        list(StagedBlocks(order(5, 2, 47), memory, handover, os.getppid()).of_file(0))
-    handover.close()
+        list(RingReader(order(5, 2, 47), memory, signals, os.getppid()).of_file(0))
+    signals.close()
 
 
 def test_a_save_of_many_ranks_needs_no_collective_and_no_torch(tmp_path: Path) -> None:

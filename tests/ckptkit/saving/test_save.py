@@ -113,9 +113,9 @@ def test_no_rank_takes_a_step_for_saved_that_is_not(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"attempt": "../x"}, "attempt '../x' is not a name"),
-        ({"step": -1}, "step -1 is no whole number from 0"),
-        ({"step": 10**15}, "is no whole number from 0"),
-        ({"step": 1.5}, "is no whole number from 0"),
+        ({"step": -1}, "step -1 is not a whole number from 0"),
+        ({"step": 10**15}, "is not a whole number from 0"),
+        ({"step": 1.5}, "is not a whole number from 0"),
         ({"metadata": {"seen": {1}}}, "the metadata of a save is not JSON"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_no_reader_would_take_is_not_saved(tmp_path: Path) -> None:
         save(f"{tmp_path}/step-000000002", 2)
     assert caught.value.hint == str(tmp_path)
     pieces, common = pieces_of(SMALL, ONE, 0, values(SMALL)), {"layout": ONE, "num_layers": 1, "metadata": {}}
-    with pytest.raises(UserError, match="there is no rank 1 of 1"):
+    with pytest.raises(UserError, match="rank 1 is not one of the 1 ranks"):
         ckptkit.save(str(tmp_path), 2, pieces, tensors=SMALL, rank=1, **common)
     with pytest.raises(UserError, match="listed twice"):
         ckptkit.save(str(tmp_path), 2, pieces, tensors=[*SMALL, SMALL[0]], **common)

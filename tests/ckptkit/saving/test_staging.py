@@ -12,21 +12,21 @@ import safetensors.numpy
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.block_layout import Stream
+from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
 from ckptkit.io.torch_tensors import held_by, host_address, is_contiguous, num_bytes
 from ckptkit.runs.retention import Retention
-from ckptkit.saving import template as structure_module
+from ckptkit.saving import template as template_module
 from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
-from ckptkit.saving.template import Structure
+from ckptkit.saving.template import SaveTemplate
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import ONE, SMALL, pieces_of
 
 SEAT = Seat("s3://bucket/ü", 3, "a-0001", 1, 4)
 
 
-def sources_of(structure: Structure) -> list[np.ndarray]:
-    return [*(piece.data for piece in pieces_of(SMALL, ONE, 0, values(SMALL))), *structure.headers]
+def sources_of(template: SaveTemplate) -> list[np.ndarray]:
+    return [*(piece.data for piece in pieces_of(SMALL, ONE, 0, values(SMALL))), *template.headers]
 
 
 def never() -> int:
@@ -34,20 +34,20 @@ def never() -> int:
 
 
 @pytest.fixture
-def structure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Structure:
+def template(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SaveTemplate:
     """Of the small model, cut into files of so many chunks."""
-    plan = structure_module.plan_save
-    monkeypatch.setattr(structure_module, "plan_save", lambda *of: plan(*of, max_chunks=request.param))
-    return Structure(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
+    plan = template_module.plan_save
+    monkeypatch.setattr(template_module, "plan_save", lambda *of: plan(*of, max_chunks=request.param))
+    return SaveTemplate(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
 
 
-@pytest.mark.parametrize("structure", [100_000, 7], indirect=True)
-def test_files_lie_whole_and_apart(structure: Structure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [100_000, 7], indirect=True)
+def test_files_lie_whole_and_apart(template: SaveTemplate, tmp_path: Path) -> None:
     arena = Arena()
-    files, draft, ring = arena.hold(structure, 0)
+    files, draft, ring = arena.hold(template, 0)
     assert not ring.is_window
-    Staging(arena, structure.stream, ring, sources_of(structure)).run(never)
-    assert arena.handover.staged.take() == ring.num_blocks
+    Staging(arena, template.block_layout, ring, sources_of(template)).run(never)
+    assert arena.signals.staged.take() == ring.num_blocks
     assert Root.from_bytes(draft.of(arena.memory).tobytes(), "draft").tensors == {info.name: info for info in SMALL}
     places = [Area(ring.at(file.first_block), file.size_bytes) for file in files]
     areas = sorted([*(file.index for file in files), draft, *places], key=lambda area: area.offset)
@@ -67,14 +67,14 @@ def test_files_lie_whole_and_apart(structure: Structure, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("on_a_thread", [True, False])
 def test_a_window_is_filled_as_it_is_emptied(on_a_thread: bool) -> None:
-    structure = Structure(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
-    structure.stream = Stream.of(structure.plan, len(values(SMALL)), 1 << 12)
+    template = SaveTemplate(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
+    template.block_layout = BlockLayout.of(template.plan, len(values(SMALL)), 1 << 12)
     arena = Arena()
-    files, _, ring = arena.hold(structure, 3 << 12)
+    files, _, ring = arena.hold(template, 3 << 12)
     assert ring.is_window
     assert (ring.num_slots, ring.num_blocks) == (3, -(-files[0].size_bytes // (1 << 12)))
     assert ring.num_blocks > 6
-    staging = Staging(arena, structure.stream, ring, sources_of(structure))
+    staging = Staging(arena, template.block_layout, ring, sources_of(template))
     content: list[bytes] = []
 
     def empty_a_slot() -> int:
@@ -90,21 +90,21 @@ def test_a_window_is_filled_as_it_is_emptied(on_a_thread: bool) -> None:
     assert len(content) == ring.num_blocks - ring.num_slots
     while len(content) < ring.num_blocks:
         empty_a_slot()
-    assert arena.handover.staged.take() == ring.num_blocks
-    assert b"".join(content)[: files[0].size_bytes] == structure.headers[0].tobytes() + b"".join(
-        pieces_of(SMALL, ONE, 0, values(SMALL))[row].data.tobytes() for row in structure.plan.rows[0]
+    assert arena.signals.staged.take() == ring.num_blocks
+    assert b"".join(content)[: files[0].size_bytes] == template.headers[0].tobytes() + b"".join(
+        pieces_of(SMALL, ONE, 0, values(SMALL))[row].data.tobytes() for row in template.plan.rows[0]
     )
     arena.close()
 
 
 def test_what_stays_the_same_is_put_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena, structure = Arena(), Structure(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
-    held = arena.hold(structure, 0)
+    arena, template = Arena(), SaveTemplate(pieces_of(SMALL, ONE, 0), SMALL, commits=True)
+    held = arena.hold(template, 0)
     monkeypatch.setattr(arena, "put", never)
-    assert arena.hold(structure, 0) == held
-    assert structure.fits(pieces_of(SMALL, ONE, 0, values(SMALL)), list(SMALL))
-    assert not structure.fits(pieces_of(SMALL, ONE, 0)[1:], SMALL)
-    assert not structure.fits(pieces_of(SMALL, ONE, 0), SMALL[1:])
+    assert arena.hold(template, 0) == held
+    assert template.fits(pieces_of(SMALL, ONE, 0, values(SMALL)), list(SMALL))
+    assert not template.fits(pieces_of(SMALL, ONE, 0)[1:], SMALL)
+    assert not template.fits(pieces_of(SMALL, ONE, 0), SMALL[1:])
     arena.close()
 
 

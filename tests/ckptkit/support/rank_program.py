@@ -27,7 +27,7 @@ from tests.ckptkit.support.saves import save_one
 
 def die_within(_staging: Staging, room: Callable[[], int]) -> None:
     """Instead of staging a save: hand two blocks over, and die when the writer has taken one of them."""
-    _staging._arena.handover.staged.add(2)
+    _staging._arena.signals.staged.add(2)
     room()
     os.kill(os.getpid(), signal.SIGKILL)
 

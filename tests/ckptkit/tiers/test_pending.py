@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import Area, Promotion, Ring, SaveOrder, SaveOutcome
+from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, TierCopy
 from ckptkit.runs.retention import Retention
-from ckptkit.tiers.pending import Copies
+from ckptkit.tiers.pending import PendingCopies
 from ckptkit.tiers.tier import Tier
 
 SLOW = Tier("s3://slow", every=20)
@@ -20,12 +20,12 @@ def order(step: int, writer: int = 0, num_writers: int = 1) -> SaveOrder:
     )  # fmt: skip
 
 
-def steps(promotions: tuple[Promotion, ...]) -> list[int]:
-    return [promotion.target.step for promotion in promotions]
+def steps(tier_copies: tuple[TierCopy, ...]) -> list[int]:
+    return [tier_copy.target.step for tier_copy in tier_copies]
 
 
 def test_a_rank_alone_makes_up_for_what_it_did_not_save() -> None:
-    copies = Copies([SLOW], 1)
+    copies = PendingCopies([SLOW], 1)
     assert steps(copies.due(order(10))) == []
     copies.skipped(20)
     assert steps(copies.due(order(30))) == [30]
@@ -43,7 +43,7 @@ def test_a_rank_alone_makes_up_for_what_it_did_not_save() -> None:
 def test_all_ranks_copy_the_same_steps(saves: list[tuple[int, str]], newest: int | None, seed: object) -> None:
     """Though a save failed, or was skipped, on some of them only."""
     tier = Tier("s3://slow", every=20, newest=newest)
-    ranks, step = [Copies([tier], 3) for _ in range(3)], newest or 0
+    ranks, step = [PendingCopies([tier], 3) for _ in range(3)], newest or 0
     for distance, how in saves:
         step += distance
         told = []
@@ -62,7 +62,7 @@ def test_all_ranks_copy_the_same_steps(saves: list[tuple[int, str]], newest: int
 
 
 def test_what_was_lost_is_taken_up_once_and_of_each_tier_the_newest() -> None:
-    copies = Copies([SLOW, Tier("s3://other")], 1)
+    copies = PendingCopies([SLOW, Tier("s3://other")], 1)
     for step in (20, 40):
         copies.due(order(step))
     copies.ended([SaveOutcome(40, "", 0, 0.0, url="s3://other")])

@@ -85,7 +85,7 @@ def test_names_of_nodes_are_filled_in() -> None:
 def test_a_node_is_named_by_the_environment_or_its_host() -> None:
     assert node_name({"THREEFOLD_NODE": "node7"}, "host") == "node7"
     assert node_name({"THREEFOLD_NODE": ""}, "host-3.cluster") == "host-3.cluster"
-    with pytest.raises(UserError, match=r"'\.\./up' is no name for a node's folder"):
+    with pytest.raises(UserError, match=r"'\.\./up' is not a name for a node's folder"):
         node_name({"THREEFOLD_NODE": "../up"}, "host")
 
 

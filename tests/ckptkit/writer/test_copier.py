@@ -15,7 +15,7 @@ from ckptkit.check.hash import hash_checkpoint
 from ckptkit.check.verify import verify_checkpoint
 from ckptkit.format.keys import step_folder
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import Promotion, SaveOutcome
+from ckptkit.handoff.protocol import SaveOutcome, TierCopy
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
 from ckptkit.model.box import Piece
@@ -25,8 +25,8 @@ from ckptkit.runs.retention import Retention
 from ckptkit.saving import client as writer_process
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Tier
-from ckptkit.writer import copier as promotion_module
-from ckptkit.writer.copier import Promoter, promote
+from ckptkit.writer import copier
+from ckptkit.writer.copier import TierCopier, copy_to_tier
 from tests.ckptkit.support.model_tables import values
 from tests.ckptkit.support.saves import (
     SMALL,
@@ -72,9 +72,9 @@ def copies(reports: list, url: str) -> dict[int, str]:
     return {report.step: report.error for report in reports if report.url == url}
 
 
-def promotion_of(fast: str | Path, slow: str | Path, step: int = 1, attempt: str = "a-0001") -> Promotion:
+def tier_copy_of(fast: str | Path, slow: str | Path, step: int = 1, attempt: str = "a-0001") -> TierCopy:
     seats = (Seat(str(url), step, attempt) for url in (fast, slow))
-    return Promotion(*seats, False, 1, 0, 20.0, Retention())
+    return TierCopy(*seats, False, 1, 0, 20.0, Retention())
 
 
 def test_due_steps_are_copied_byte_for_byte(tmp_path: Path, slow: str) -> None:
@@ -379,18 +379,18 @@ def test_a_damaged_step_is_not_copied(tmp_path: Path, slow: str) -> None:
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
     with pytest.raises(CheckFailed, match=r"part-00000\.safetensors is damaged between bytes"):
-        promote(promotion_of(tmp_path / "fast", slow))
+        copy_to_tier(tier_copy_of(tmp_path / "fast", slow))
     assert committed_steps(open_storage(slow)) == []
 
 
 def test_another_try_copies_only_what_is_missing(tmp_path: Path) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     save_whole(fast, 1, SMALL)
-    promote(promotion_of(fast, slow))
+    copy_to_tier(tier_copy_of(fast, slow))
     data = slow / "step-000000001/a-0001/part-00000.safetensors"
     (slow / "step-000000001/root.json").unlink()
     before = data.stat().st_mtime_ns
-    promote(promotion_of(fast, slow))
+    copy_to_tier(tier_copy_of(fast, slow))
     assert data.stat().st_mtime_ns == before
     assert contents(slow) == contents(fast)
 
@@ -399,41 +399,41 @@ def test_another_try_copies_only_what_is_missing(tmp_path: Path) -> None:
 def test_files_of_a_committed_step_are_not_written_again(tmp_path: Path, writer: int) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     save_whole(fast, 1, SMALL)
-    promote(promotion_of(fast, slow))
+    copy_to_tier(tier_copy_of(fast, slow))
     for path in (slow / "step-000000001/a-0001").iterdir():
         path.unlink()  # nobody may write these under a root that readers see
-    order = promotion_of(fast, slow)
-    promote(replace(order, target=replace(order.target, writer=writer)))  # the answer to its last request was lost
+    order = tier_copy_of(fast, slow)
+    copy_to_tier(replace(order, target=replace(order.target, writer=writer)))  # the answer to its last request was lost
     assert list(contents(slow)) == ["step-000000001/root.json"]
 
 
 def test_a_choice_that_is_passed_over_meanwhile_ends_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, copied = queue.SimpleQueue[SaveOutcome](), list[int]()
-    orders = [promotion_of("fast", tmp_path, step) for step in range(1, 8)]
+    orders = [tier_copy_of("fast", tmp_path, step) for step in range(1, 8)]
     orders = [replace(order, target=replace(order.target, writer=1)) for order in orders]
-    promoter = Promoter(told.put)
+    tier_copier = TierCopier(told.put)
 
-    def slow_look(waiting: list[Promotion]) -> Promotion:
+    def slow_look(waiting: list[TierCopy]) -> TierCopy:
         if len(copied) == 0 and waiting[0].target.step == 1:
-            promoter.offer(orders[1:])
+            tier_copier.offer(orders[1:])
         return waiting[0]
 
-    monkeypatch.setattr(promotion_module, "_marked", slow_look)
-    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: copied.append(order.target.step))
-    promoter.offer(orders[:1])
+    monkeypatch.setattr(copier, "_marked", slow_look)
+    monkeypatch.setattr(copier, "copy_to_tier", lambda order, striper: copied.append(order.target.step))
+    tier_copier.offer(orders[:1])
     outcomes = [told.get(timeout=10) for _ in orders]
     assert copied == [4, 5, 6, 7]
     assert {outcome.step for outcome in outcomes if outcome.error} == {1, 2, 3}
-    promoter.finish()
+    tier_copier.finish()
 
 
 def test_the_leader_aborts_stale_uploads_to_its_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, asked = queue.SimpleQueue[SaveOutcome](), list[str]()
     monkeypatch.setattr("ckptkit.writer.maintenance.abort_uploads", lambda storage: asked.append(storage.url))
-    monkeypatch.setattr(promotion_module, "promote", lambda order, striper: None)
-    promoter = Promoter(told.put)
+    monkeypatch.setattr(copier, "copy_to_tier", lambda order, striper: None)
+    tier_copier = TierCopier(told.put)
     for step in (1, 2):
-        promoter.offer([promotion_of("fast", tmp_path / "slow", step)])
+        tier_copier.offer([tier_copy_of("fast", tmp_path / "slow", step)])
         assert told.get(timeout=10).error == ""
     assert asked == [str(tmp_path / "slow")]
 
@@ -444,7 +444,7 @@ def test_a_step_that_another_attempt_committed_is_left_as_it_is(tmp_path: Path) 
     save_whole(fast, 1, SMALL)
     before = contents(slow)
     with pytest.raises(AlreadyExists, match="is committed already"):
-        promote(promotion_of(fast, slow))
+        copy_to_tier(tier_copy_of(fast, slow))
     assert contents(slow) == before
 
 

@@ -1,8 +1,8 @@
-"""A writer's upkeep of the place it saves to fails no save."""
+"""A writer's maintenance of the place it saves to fails no save."""
 
 import pytest
 
-from ckptkit.writer.maintenance import Upkeep
+from ckptkit.writer.maintenance import Maintenance
 from threefold.errors import StorageError
 from threefold.storage import Storage
 
@@ -16,10 +16,10 @@ def test_the_first_writer_aborts_what_killed_writers_left(monkeypatch: pytest.Mo
         raise failure
 
     monkeypatch.setattr("ckptkit.writer.maintenance.abort_uploads", abort)
-    assert Upkeep("memory://run", leads=False, stripe_count=0, stripe_size_bytes=0).take_warning() == ""
+    assert Maintenance("memory://run", leads=False, stripe_count=0, stripe_size_bytes=0).take_warning() == ""
     assert asked == []
-    upkeep = Upkeep("memory://run", leads=True, stripe_count=0, stripe_size_bytes=0)
+    maintenance = Maintenance("memory://run", leads=True, stripe_count=0, stripe_size_bytes=0)
     assert asked == ["memory://run"]
-    told, again = upkeep.take_warning(), upkeep.take_warning()
+    told, again = maintenance.take_warning(), maintenance.take_warning()
     assert "the server refused" in told
     assert again == ""
