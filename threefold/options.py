@@ -142,10 +142,11 @@ def walk(cls: type[T], table: Mapping[str, Any], faults: list[Fault], *, prefix:
     values: dict[str, Any] = {}
     for field in fields:
         name = prefix + field.name
-        if field.name not in table:
-            if field.default is field.default_factory is dataclasses.MISSING:
+        if field.default is field.default_factory is dataclasses.MISSING:
+            values[field.name] = None
+            if field.name not in table:
                 faults.append(({name}, f"{name}: must be given"))
-                values[field.name] = None
+        if field.name not in table:
             continue
         value, annotation = table[field.name], hints[field.name]
         try:

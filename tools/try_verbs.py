@@ -39,6 +39,8 @@ datakit diff store/train store/valid
 datakit archive store/train --output archive
 datakit archive store/train --output s3://bucket/archive
 datakit unarchive archive --output unarchived
+datakit help preprocess
+datakit completion bash
 ckptkit ls run
 ckptkit ls s3://bucket/run
 ckptkit ls gs://bucket/run
@@ -55,10 +57,14 @@ ckptkit pin run/step-000000002
 ckptkit unpin run/step-000000002
 ckptkit prune run --keep-last 1
 ckptkit prune s3://bucket/run --keep-last 1
+ckptkit help
+ckptkit completion zsh
 trainer train run.toml
 trainer train run.toml --save s3://bucket/run
 trainer eval trained
 trainer generate trained --prompt x
+trainer help train
+trainer completion bash
 """
 NO_SERVER = {
     "AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
