@@ -187,7 +187,7 @@ def _fields(value: Placement | Part) -> dict[str, object]:
 
 
 def plain_json(value: Any) -> Any:
-    """The same value of dicts and lists, null for numbers that JSON does not know: a diverged loss fails no save.
+    """Return the same value of dicts and lists, null for numbers that JSON lacks: a diverged loss fails no save.
 
     Passwords of URLs in texts are masked: they are no part of a checkpoint.
     """

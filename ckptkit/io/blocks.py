@@ -75,7 +75,7 @@ def xxh3_64(data: Buffer) -> int:
 
 
 def checksums(data: Buffer) -> Columns:
-    """The checksum of each granule of a contiguous buffer that begins at a granule."""
+    """Return the checksum of each granule of a contiguous buffer that begins at a granule."""
     address, size = _span(data)
     found = np.empty(num_granules(size), np.uint64)
     _library().ck_checksums(address, size, found.ctypes.data)

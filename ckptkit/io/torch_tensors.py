@@ -27,7 +27,7 @@ def is_tensor(data: Any) -> bool:
 
 
 def held_by(dtype: Any) -> tuple[str, ...]:
-    """The safetensors dtypes whose elements memory of a numpy or torch dtype can hold."""
+    """Return the safetensors dtypes whose elements memory of a numpy or torch dtype can hold."""
     return DTYPES.get(str(dtype).removeprefix("torch."), ())
 
 
@@ -37,7 +37,7 @@ def is_writable(data: Any) -> bool:
 
 
 def no_memory(data: Any) -> tuple[str, str] | None:
-    """What an array or tensor is whose elements do not lie in memory as they are, and the way out; None: they do."""
+    """Return what an array or tensor is whose elements are not in memory as they are, and the way out, else None."""
     if not is_tensor(data):
         return None
     import torch

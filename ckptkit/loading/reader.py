@@ -63,7 +63,7 @@ class CheckpointReader:
         return self._join(None)
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
-        """The copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
+        """Return the copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
         stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
         return on_all(self.exchange, lambda: self._planned(wanted, stored))
 
@@ -100,7 +100,7 @@ class CheckpointReader:
                     pass
 
     def open_part(self, number: int, expected: Columns | None) -> DataReader:
-        """A reader of one data file that the caller closes; unverified where `expected` is None."""
+        """Open one data file, which the caller closes; unverified if `expected` is None."""
         part = self.root.parts[number]
         return open_reader(self.storage, f"{self.folder}/{part.data}", part.data_bytes, expected)
 
@@ -122,7 +122,7 @@ class CheckpointReader:
             raise DamagedGranule(name, damage.granule, tensors) from None
 
     def size_faults(self) -> dict[str, str]:
-        """What is wrong with the sizes of files that the root names, by their keys; one listing, nothing is read."""
+        """Return what is wrong with the sizes of files that the root names, by key; one listing, nothing is read."""
         sizes = {item.key: item.size_bytes for item in self.storage.list(f"{self.folder}/{self.root.attempt}/")}
         named = [
             pair for part in self.root.parts for pair in ((part.data, part.data_bytes), (part.index, part.index_bytes))
@@ -148,7 +148,7 @@ class CheckpointReader:
             raise CheckFailed(f"{self.url} is not whole: {error.message}") from None
 
     def _join(self, bounds: Bounds | None) -> StoredChunks:
-        """The chunks of all part indexes, and on the way the checksums of all granules."""
+        """Return the chunks of all part indexes, and on the way the checksums of all granules."""
         join = PartJoin(list(self.root.tensors.values()), bounds)
         joined = []
         for number, data in enumerate(self._index_files()):
@@ -159,7 +159,7 @@ class CheckpointReader:
         return join.joined(joined)
 
     def _index_files(self) -> Iterator[bytes]:
-        """The index files in the order of root.parts, a bounded number of them read ahead."""
+        """Yield the index files in the order of root.parts, a bounded number of them read ahead."""
         rank, size = self.exchange.rank, self.exchange.size
         with ThreadPoolExecutor(NUM_INDEX_THREADS) as pool:
 
@@ -246,7 +246,7 @@ class CheckpointReader:
 
 
 def _size_fault(found: int | None, num_bytes: int) -> str:
-    """What is wrong with a file of so many bytes, None where it is missing; empty where nothing is."""
+    """Return what is wrong with a file of so many bytes, None if it is missing; empty if nothing is."""
     if found is None:
         return "is missing"
     return "" if found == num_bytes else f"has {found} bytes, not {num_bytes}"
@@ -269,7 +269,7 @@ def reading_threads(num_threads: int, *readers: CheckpointReader) -> Iterator[Th
 
 
 def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:
-    """The parts in their order, at most so many and MAX_GROUP_BYTES of index files at a time."""
+    """Return the parts in their order, at most so many and MAX_GROUP_BYTES of index files at a time."""
     groups: list[list[Part]] = []
     room = 0
     for part in parts:

@@ -45,7 +45,7 @@ def restore(
 def restore_from(
     reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None
 ) -> None:
-    """The same from an open checkpoint, whose `bytes_read` is then what this rank read."""
+    """Restore from an open checkpoint, whose `bytes_read` is then what this rank read."""
     exchange = reader.exchange
     wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
     with Targets(data) as targets:
@@ -59,7 +59,7 @@ def restore_from(
 def _wanted(
     reader: CheckpointReader, pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None
 ) -> tuple[ChunkTable, list[Any]]:
-    """The chunks that pieces want and their memory, in storage order, so that each file is read from begin to end."""
+    """Return the chunks that pieces want and their memory, in storage order: each file is read from begin to end."""
     table = reader.root.tensors
     faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
     if faults:

@@ -68,14 +68,14 @@ class _Reading:
         on_all(self._exchange, lambda: self._place(runs, arrived))
 
     def _read_window(self, runs: Runs) -> Bytes:
-        """The bytes of runs of granules, verified."""
+        """Return the bytes of runs of granules, verified."""
         reads, offset = self._line.reads(runs)
         memory = np.empty(int(reads.size.sum()), np.uint8)
         on_all(self._exchange, lambda: self._reader.fetch(reads, memory.ctypes.data + offset))
         return memory
 
     def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:
-        """What is wanted of the granules in memory, one run after the other; not copied if it is there like that."""
+        """Return what is wanted of the granules in memory, run after run; not copied if it is there like that."""
         spans = self._line.bytes_of(held)
         run, _, begin, end = clipped(spans, self._line.bytes_of(wanted))
         offset, size = _begins(spans)[run] + begin - spans[run, 0], end - begin

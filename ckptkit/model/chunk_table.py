@@ -28,7 +28,7 @@ class TensorColumns:
 
     @classmethod
     def of(cls, infos: Sequence[TensorInfo]) -> "TensorColumns":
-        """The columns of a tensor table, in its order."""
+        """Return the columns of a tensor table, in its order."""
         return cls(
             tuple(info.name for info in infos),
             tuple(info.dtype for info in infos),
@@ -77,7 +77,7 @@ class ChunkTable:
 
     @classmethod
     def of(cls, chunks: Sequence[tuple[TensorInfo, Box, int, int]]) -> "ChunkTable":
-        """The table of (tensor, box, start, stop); rows keep their order."""
+        """Make the table of (tensor, box, start, stop); rows keep their order."""
         tensors = TensorColumns.of(list({info.name: info for info, *_ in chunks}.values()))
         num_dims = max(tensors.ndims, default=0)
         boxes = [box for _, box, _, _ in chunks]
@@ -94,7 +94,7 @@ class ChunkTable:
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[Piece], tensors: Iterable[TensorInfo]) -> "ChunkTable":
-        """The table of pieces in their order; refuses, in one report, pieces that do not fit the tensor table."""
+        """Make the table of pieces in their order; refuse, in one report, pieces that do not fit the tensor table."""
         infos = {info.name: info for info in tensors}
         chunks, faults = [], []
         for piece in pieces:
@@ -129,24 +129,24 @@ class ChunkTable:
         return (self.stop - self.start) * self.itemsize
 
     def take(self, rows: npt.NDArray[np.integer] | slice) -> "ChunkTable":
-        """Some rows, in the given order, over the same tensors."""
+        """Return some rows, in the given order, over the same tensors."""
         return ChunkTable(
             self.tensors, self.tensor[rows], self.offset[rows], self.shape[rows], self.start[rows], self.stop[rows]
         )
 
     def with_dims(self, num_dims: int) -> "ChunkTable":
-        """The same chunks in boxes of another number of dims; where that is less, what is left out is padding."""
+        """Return the same chunks in boxes of another number of dims; if that is less, only padding is left out."""
         skip = max(self.offset.shape[1] - num_dims, 0)
         offset, shape = self.offset[:, skip:], self.shape[:, skip:]
         return replace(self, offset=left_padded(offset, num_dims, 0), shape=left_padded(shape, num_dims, 1))
 
     def box(self, row: int) -> Box:
-        """The box of one chunk, without the padding dims."""
+        """Return the box of one chunk, without the padding dims."""
         skip = self.offset.shape[1] - self.tensors.ndims[self.tensor[row]]
         return Box(tuple(self.offset[row, skip:].tolist()), tuple(self.shape[row, skip:].tolist()))
 
     def bounds(self) -> tuple[list[Ints], list[Ints]]:
-        """The smallest box around each chunk's range in its tensor, a column a dim: first index, one past the last.
+        """Return the smallest box around each chunk's range, a column a dim: first index, one past the last.
 
         Chunks without elements have no such box: theirs means nothing.
         """
@@ -166,7 +166,7 @@ class ChunkTable:
         return low, high
 
     def renumbered(self, tensors: TensorColumns, numbers: Ints) -> "ChunkTable":
-        """The same chunks over other tensors; numbers[t] is the place there of this table's tensor t."""
+        """Return the same chunks over other tensors; numbers[t] is the place there of this table's tensor t."""
         return ChunkTable(tensors, numbers[self.tensor], self.offset, self.shape, self.start, self.stop)
 
     @staticmethod

@@ -262,7 +262,7 @@ def _weight(low: Ints, high: Ints, keys: Sequence[np.uint64]) -> Weights:
 
 
 def _random(number: Ints, key: np.uint64) -> Weights:
-    """A random function of a number and a key, with 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Return 64 random bits of a number and a key (the finalizer of SplitMix64, Steele et al. 2014)."""
     mixed = number.astype(np.uint64)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     mixed += key

@@ -38,7 +38,7 @@ class LoadPlan:
 
 
 def plan_load(wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
-    """The copies that fill every wanted chunk; CheckFailed reports elements that are stored never or more than once.
+    """Return the copies that fill every wanted chunk; CheckFailed reports those stored never or more than once.
 
     The names of `wanted` must be among the stored ones.
     """

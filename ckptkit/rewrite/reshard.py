@@ -187,7 +187,7 @@ def _is_reshard_of(there: Root, wanted: Root) -> bool:
 
 
 def _target_files(partition: Partition, layout: ParallelLayout, attempt: str) -> list[_TargetFile]:
-    """The files of all target ranks, writer n being rank n."""
+    """Return the files of all target ranks, writer n being rank n."""
     files = []
     for rank in range(layout.world_size):
         chunks = partition.table(layout.coords(rank))
@@ -212,7 +212,7 @@ class _Loader:
             target.position = len(target.file.header)
 
     def load(self, batch: list[Slab]) -> list[_Area]:
-        """The areas of one batch, filled but for what waits; valid until the call after the next."""
+        """Return the areas of one batch, filled but for what waits; valid until the call after the next."""
         tensors = [self._chunks.tensors.numbers[slab.info.name] for slab in batch]
         first, end = self._first[tensors], self._end[tensors]
         rows = ramps(first, end - first)

@@ -133,7 +133,7 @@ class Staging:
             num_staged = stop
 
     def start(self, room: Callable[[], int]) -> None:
-        """The same on a thread; `join` waits for it."""
+        """Copy all on a thread; `join` waits for it."""
 
         def work() -> None:
             try:

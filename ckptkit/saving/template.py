@@ -44,7 +44,7 @@ class SaveTemplate:
 
 
 def _places(pieces: Sequence[Piece]) -> list[list[object]]:
-    """What of each piece is where, column by column: lists of the same objects compare fastest."""
+    """Return what of each piece is where, column by column: lists of the same objects compare fastest."""
     return [[p.name for p in pieces], [p.start for p in pieces], [p.stop for p in pieces], [p.box for p in pieces]]
 
 

@@ -135,7 +135,7 @@ def node_name(environment: Mapping[str, str], host_name: str) -> str:
 
 
 def nodes_of(names: Sequence[str], first_writers: Sequence[int]) -> list[Node]:
-    """The node of each rank, from its node's name and first rank; each node's peer is the next one in order of ranks.
+    """Return the node of each rank, from its node's name and first rank; its peer is the next one in order of ranks.
 
     UserError where two nodes have one name.
     """

@@ -83,7 +83,7 @@ class _Server:
         self.tier_copier = TierCopier(self._answer, self._has_trainer)
 
     def take_failed_tries(self) -> list[Seat]:
-        """The tries that failed before an order came."""
+        """Return the tries that failed before an order came."""
         found, self._failed_tries = self._failed_tries, []
         return found
 
@@ -183,7 +183,7 @@ def run_save(
 
 
 def _draft(order: SaveOrder, arena: Bytes) -> Root:
-    """The root as far as it is known before anything is written."""
+    """Return the root as far as it is known before anything is written."""
     return replace(
         _tensors_of(order.draft.of(arena).tobytes()), step=order.seat.step, attempt=order.seat.attempt,
         layout=ParallelLayout(**order.layout), num_layers=order.num_layers, metadata=order.metadata,
@@ -193,12 +193,12 @@ def _draft(order: SaveOrder, arena: Bytes) -> Root:
 
 @lru_cache(maxsize=1)
 def _tensors_of(draft: bytes) -> Root:
-    """A root's draft, read once for all saves of one structure."""
+    """Return a root's draft, read once for all saves of one template."""
     return Root.from_bytes(draft, "an order to save")
 
 
 def _lines(trainer: int) -> Iterator[bytes]:
-    """The orders on standard input until there are no more, or until the trainer is gone.
+    """Yield the orders on standard input until there are no more, or until the trainer is gone.
 
     Both are asked for: a child of the trainer may hold the other end of the pipe open after the trainer's death.
     """

@@ -113,7 +113,7 @@ class _TierThread:
             self._report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
 
     def _next(self) -> TierCopy | None:
-        """The next step to copy; None ends the thread."""
+        """Return the next step to copy; None ends the thread."""
         while True:
             with self._changed:
                 if not self._waiting:
@@ -222,13 +222,13 @@ def _copy_part(source: Storage, target: Storage, keys: tuple[str, str]) -> None:
 
 
 def _await_own_node(tier_copy: TierCopy, storage: Storage) -> None:
-    """The leader of a node keeps a step there until all of the node's writers have copied it."""
+    """Wait, as the leader of a node, until all of its writers have copied a step; so long it stays there."""
     if tier_copy.source.leads and tier_copy.source.num_writers > 1:
         wait_for_parts(storage, tier_copy.source, lambda: tier_copy.deadline_s)
 
 
 def _marked(waiting: Sequence[TierCopy]) -> TierCopy | None:
-    """The newest of some steps that the leader has begun to copy; None too while the place does not answer."""
+    """Return the newest of some steps that the leader began to copy; None too while the place does not answer."""
     with suppress(StorageError):
         storage = open_storage(waiting[-1].target.url)
         for tier_copy in reversed(waiting):
@@ -244,7 +244,7 @@ def _tell_leader(tier_copy: TierCopy, error: str) -> None:
 
 
 def _mark(seat: Seat) -> str:
-    """The key by which a leader says that it copies a step."""
+    """Return the key by which a leader says that it copies a step."""
     return f"{seat.folder}/{seat.attempt}/copying"
 
 
