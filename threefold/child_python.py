@@ -1,7 +1,7 @@
 """Child Pythons: how this program starts another Python, which imports nothing from the user's current folder.
 
 `python -m` and `python SCRIPT` put a folder of the user's before the standard library, where a `numpy.py` or `json.py`
-of theirs would be executed in our place. That folder stays only where this very package was found in it.
+of theirs would be executed in our place. That folder stays only if this very package was found in it.
 """
 
 import os

@@ -1,6 +1,6 @@
 """What a command shows beside its data: facts, tables and progress; by rich on a terminal, as plain lines elsewhere.
 
-rich is imported only where a terminal is, so neither --help nor a pipe pays for it. It keeps to NO_COLOR and TERM.
+rich is imported only for a terminal, so neither --help nor a pipe pays for it. It keeps to NO_COLOR and TERM.
 """
 
 import os
@@ -23,7 +23,7 @@ WIDTH = 100  # columns of what is read in a log
 
 
 def log(text: str) -> None:
-    """Print a line of progress, or any other that is no data, to stderr, safe for a terminal and without passwords."""
+    """Print a line of progress, or any other that is not data, to stderr, safe for a terminal and without passwords."""
     print(printable(text, lines=True), file=sys.stderr, flush=True)
 
 
@@ -127,7 +127,7 @@ class Live:
 
 @contextmanager
 def live(*, lines_every_s: float = 0.0) -> Iterator[Live]:
-    """Show progress inside a `with`; where no terminal is, a line at most every so many seconds."""
+    """Show progress inside a `with`; without a terminal, a line at most every so many seconds."""
     if not sys.stderr.isatty():
         yield Live(None, lines_every_s)
         return

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-# A password may hold "/" and "@"; a number before "/", "?" or "#" is a port, and what follows is no password.
+# A password may hold "/" and "@"; a number before "/", "?" or "#" is a port, and what follows is not a password.
 _USERINFO = re.compile(
     r"""(?<=://)(?:[^\s/@:'"<>]*:(?!\d+(?:[/?#]|$))[^\s'"<>]*?@(?:[^\s/@'"<>]*@)*)|(?<=http://|ttps://)[^\s/@:'"<>]+@"""
 )
@@ -53,5 +53,5 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def shown_cause(error: BaseException) -> BaseException | None:
-    """Return the error itself as the cause of another, None where its text would show a password in a traceback."""
+    """Return the error itself as the cause of another, None if its text would show a password in a traceback."""
     return error if masked(str(error)) == str(error) else None

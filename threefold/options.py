@@ -72,7 +72,7 @@ def argument(metavar: str, help: str, default: Any = ..., **described: Any) -> A
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One field that is no table of its own: its dotted name, type, default (MISSING if it has none) and Option."""
+    """One field that is not a table of its own: its dotted name, type, default (MISSING if it has none) and Option."""
 
     name: str
     annotation: Any
@@ -242,7 +242,7 @@ def parse_text(text: str, annotation: type) -> Any:
 
 
 def is_within(value: float, described: Option) -> bool:
-    """Return whether a number lies in its field's range."""
+    """Return whether a number is in its field's range."""
     bounds = ((getattr(described, name), holds) for name, _, _, holds in BOUNDS)
     return all(bound is None or holds(value, bound) for bound, holds in bounds)
 

@@ -88,7 +88,7 @@ def missing(package: str, what: str) -> UserError:
 
 
 def explained(error: ImportError, what: str = "this command") -> UserError | None:
-    """Return what an import that failed means for the user; None where it is a fault of ours."""
+    """Return what an import that failed means for the user; None if it is a fault of ours."""
     name = (error.name or "").partition(".")[0]
     if name in KITS:
         return foreign_kit(name) or UserError(f"the package {name} is not whole: {error}", hint=REPAIR)
@@ -102,7 +102,7 @@ def explained(error: ImportError, what: str = "this command") -> UserError | Non
 def foreign_kit(kit: str) -> UserError | None:
     """Return the error for a kit that is missing, or that another package shadows or overwrote.
 
-    None where it is ours.
+    None if it is ours.
     """
     spec = find_spec(kit)
     if spec is None:
@@ -125,7 +125,7 @@ def foreign_kit(kit: str) -> UserError | None:
 
 
 def _is_ours(spec: ModuleSpec) -> bool:
-    """Return whether a kit stands beside this package and is of its version."""
+    """Return whether a kit is beside this package and of its version."""
     if Path(spec.origin or "").parents[1:2] != Path(__file__).parents[1:2]:
         return False
     try:

@@ -23,7 +23,7 @@ auto uninterrupted(const Call& call) {
   return result;
 }
 
-// One kBlock of aligned memory, on huge pages where there are any, taken from a process-wide store and given back to
+// One kBlock of aligned memory, on huge pages if there are any, taken from a process-wide store and given back to
 // it: page faults are paid once, and as many blocks exist as threads ever ran at the same time. data() is null when
 // memory is short.
 class BlockBuffer {

@@ -57,7 +57,7 @@ int read_fully(Reader& reader, uint8_t* buffer, uint64_t size, uint64_t offset) 
   return 0;
 }
 
-// The granules that the ranges touch, ascending, each once, in runs of at most kBlock. The kept granule is alone.
+// The granules that the ranges touch, ascending, each once, in runs of at most kBlock. The kept granule is a run of its own.
 std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64_t kept_granule) {
   std::vector<Block> blocks;
   uint64_t next = 0;  // no granule before this one is still to be added

@@ -61,7 +61,7 @@ class Sequence {
   }
   uint64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
-  // Where the bytes [start, stop) lie, null where they lie in several segments.
+  // The address of the bytes [start, stop), null if they are in several segments.
   const uint8_t* contiguous(uint64_t start, uint64_t stop) const {
     const size_t i = segment_of(start);
     return stop <= ends_[i] ? address(i, start) : nullptr;

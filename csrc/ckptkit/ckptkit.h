@@ -26,20 +26,20 @@ struct ck_copy {
 };
 
 // XXH3-64, seed 0. `simd` is 0 portable, 1 AVX2, 2 AVX-512, or -1 for the widest that this CPU offers.
-// Where `target` (64-byte aligned) is not null the data is copied there in the same pass.
+// If `target` (64-byte aligned) is not null, the data is copied there in the same pass.
 CK_API uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* target);
 CK_API int ck_best_simd();
 // The checksum of each granule of a buffer that begins at a granule.
 CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums);
 CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
-// Verify, where `checksums` (of these granules) is not null, and hand out bytes [offset, offset + size) of a file, from a
-// granule's begin, to ranges that are sorted by offset. Returns the first damaged granule, of which nothing is handed out, or
-// the largest number where there is none.
+// Verify, if `checksums` (of these granules) is not null, and hand out bytes [offset, offset + size) of a file, from a
+// granule's begin, to ranges that are sorted by offset. Returns the first damaged granule, of which nothing is handed out,
+// or the largest number if there is none.
 CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
                          uint64_t num_ranges, const uint64_t* checksums);
 
 // Write to a new, empty file, whose descriptor stays the caller's, and reserve its size (so that a full disk shows at once);
-// O_DIRECT where `direct` and the file system agree.
+// O_DIRECT if `direct` and the file system agree.
 CK_API int ck_writer_open(int file, uint64_t size_bytes, int direct, void** writer);
 // Write the segments, one after the other, at `offset_bytes` (a granule's begin); they end at a granule's end or the file's.
 // `checksums` gets one value for each granule written.
@@ -51,7 +51,7 @@ CK_API int ck_writer_end(void* writer, int complete);
 
 CK_API int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader);
 // Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole
-// granules are read and, where `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
+// granules are read and, if `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
 // first damaged granule found into `bad_granule`. The last granule is kept for the next call. `read_bytes` is increased by
 // what was read from the file. -ENODATA: the file is shorter than `size_bytes`.
 CK_API int ck_reader_read(void* reader, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,

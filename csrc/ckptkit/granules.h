@@ -19,7 +19,7 @@ class Wanted {
   bool fits(uint64_t size_bytes) const;
 
   // Copies out what the ranges want of `data`, the file's bytes [start, stop) from a granule's begin. Each granule is
-  // first compared with its checksum, where `checksums` (of these granules) is not null: returns the first that differs, of
+  // first compared with its checksum, if `checksums` (of these granules) is not null: returns the first that differs, of
   // which and after which nothing was copied, or kNoGranule.
   uint64_t place(const uint8_t* data, uint64_t start, uint64_t stop, const uint64_t* checksums) const;
 

@@ -13,7 +13,7 @@ enum class Simd { base = 0, avx2 = 1, avx512 = 2 };
 
 Simd best_simd();                                               // the widest set this CPU offers
 uint64_t xxh3_64(const void* data, size_t size);                // with best_simd()
-// With a chosen set, which the CPU must offer. Where `target` (64-byte aligned) is not null the data is copied there in the
+// With a chosen set, which the CPU must offer. If `target` (64-byte aligned) is not null, the data is copied there in the
 // same pass, past the cache: for memory that a device reads next.
 uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target = nullptr);
 

@@ -38,7 +38,7 @@ struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Pack {
   }
 };
 
-// Eight bf16 as four words: as eight elements, the compiler gives each a register of its own.
+// Eight bf16 as four words: as eight elements, the compiler takes a register for each.
 template <>
 struct alignas(16) Pack<Bf16, 8> {
   uint32_t words[4];
@@ -62,7 +62,7 @@ bool are_aligned(Pointers... pointers) {  // to 16 bytes
   return ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-// Calls body with a value of the storage type; gives its result.
+// Calls body with a value of the storage type; returns its result.
 template <class Body>
 int with_dtype(int dtype, Body body) {
   switch (dtype) {

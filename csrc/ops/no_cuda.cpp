@@ -1,4 +1,4 @@
-// Stands in for device.cu where the library is built without CUDA.
+// In place of device.cu if the library is built without CUDA.
 #include "ops.h"
 
 #ifndef THREEFOLD_HAS_CUDA

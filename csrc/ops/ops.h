@@ -1,4 +1,4 @@
-// C ABI of the trainer's native library: RMSNorm, dropout, normals by counter; on CPU, and on CUDA where it was built.
+// C ABI of the trainer's native library: RMSNorm, dropout, normals by counter; on CPU, and on CUDA if it was built.
 //
 // Tensors are dense and row-major. Every function that can fail returns 0, OP_BAD_ARGUMENT, or a positive cudaError_t.
 // CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current
@@ -40,7 +40,7 @@ OP_API int op_rmsnorm_backward_cuda(int dtype, const void* dy, const void* x, co
                                     void* stream);
 OP_API int64_t op_rmsnorm_partials_cuda(int64_t num_rows);
 
-// Which elements a dropout drops, and where x [num_samples, num_positions, num_features] lies in the global tensor.
+// Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.
 struct op_mask {
   uint64_t seed, step;
@@ -49,7 +49,7 @@ struct op_mask {
   double probability;  // of being dropped, in [0, 1)
 };
 
-// y = x / (1 - probability) where kept, 0 where dropped.
+// y = x / (1 - probability) if kept, 0 if dropped.
 OP_API int op_dropout(int dtype, const void* x, void* y, int64_t num_samples, int64_t num_positions,
                       int64_t num_features, const struct op_mask* mask, int num_threads);
 OP_API int op_dropout_cuda(int dtype, const void* x, void* y, int64_t num_samples, int64_t num_positions,

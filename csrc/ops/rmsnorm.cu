@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(1024)
   total[col] = sum;
 }
 
-// Calls body with the smallest shape that holds a row, or with nullptr where none does.
+// Calls body with the smallest shape that holds a row, or with nullptr if none does.
 template <class T, class Body>
 int with_shape(int64_t num_cols, bool aligned, Body body) {
   constexpr int kSize = kPackSize<T>;

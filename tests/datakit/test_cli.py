@@ -116,7 +116,7 @@ FAULTS = {
     "split of no numbers": (2, "do not sum to 1"),
     "no split": (2, "is no pair of fractions"),
     "empty model": (2, "none.model is empty"),
-    "broken URL": (2, "'s3:/bucket/run' is no URL"),
+    "broken URL": (2, "'s3:/bucket/run' is not a URL"),
     "no bucket": (2, "'s3://' names no bucket"),
     "empty part of a URL": (2, "'s3://bucket/a//b' has an empty part"),
     "no workers": (2, "0 workers"),

@@ -53,7 +53,8 @@ def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
         raise UserError("an empty storage URL", hint="give a folder, or a URL such as s3://bucket/run")
     if typo := _BROKEN_URL.match(text):
         raise UserError(
-            f"{text!r} is no URL, and a strange name for a folder", hint=f"{typo[1]}://{text[typo.end() :].lstrip('/')}"
+            f"{text!r} is not a URL, and a strange name for a folder",
+            hint=f"{typo[1]}://{text[typo.end() :].lstrip('/')}",
         )
     if text == "~" or text.startswith("~/"):
         raise UserError(f"only a shell knows {text!r}, here it is a folder named ~", hint=str(Path(text).expanduser()))
@@ -80,7 +81,7 @@ def _folder_of(url: str) -> str:
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:
-    """Return whether two storages hold the same objects, as far as URLs and this machine's links and mounts tell."""
+    """Return whether two storages hold the same objects, as far as URLs and this machine's links and mounts say."""
     return _place_of(one) == _place_of(other)
 
 

@@ -28,7 +28,7 @@ ODD_PARTS = (
 
 
 class StorageConformance:
-    """Subclass it with a fixture `storage` that gives an empty Storage for each test."""
+    """Subclass it with a fixture `storage`, an empty Storage for each test."""
 
     large_bytes = 40 * MIB
     num_writers = 16
@@ -62,10 +62,10 @@ class StorageConformance:
         assert _keys(storage) == ["key"]
 
     @pytest.mark.parametrize("sizes", [[], [0], [1, 0, 3], [MIB] * 3, [MIB + 1] * 20])
-    @pytest.mark.parametrize("told", [False, True])
-    def test_buffers_are_written_one_after_the_other(self, storage: Storage, sizes: list[int], told: bool) -> None:
+    @pytest.mark.parametrize("sized", [False, True])
+    def test_buffers_are_written_one_after_the_other(self, storage: Storage, sizes: list[int], sized: bool) -> None:
         parts = [bytes([65 + i % 26]) * size for i, size in enumerate(sizes)]
-        storage.write("object", (memoryview(part) for part in parts), size_bytes=sum(sizes) if told else None)
+        storage.write("object", (memoryview(part) for part in parts), size_bytes=sum(sizes) if sized else None)
         info = storage.info("object")
         assert info is not None
         assert info.size_bytes == sum(sizes)

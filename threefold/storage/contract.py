@@ -29,9 +29,9 @@ class TemporaryFailure(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object; `modified_s` is seconds since the epoch, 0 where a backend does not tell.
+    """One stored object; `modified_s` is seconds since the epoch, 0 if a backend does not say.
 
-    `etag` changes with the content, as far as the backend knows; "" where it has none.
+    `etag` changes with the content, as far as the backend knows; "" if it has none.
     """
 
     key: str
@@ -41,7 +41,7 @@ class ObjectInfo:
 
 
 class Storage(Protocol):
-    """Keys under one base URL; `supports_if_absent` is False where a backend cannot commit once and only once.
+    """Keys under one base URL; `supports_if_absent` is False if a backend cannot commit once and only once.
 
     `url` is what is shown and stored. `address` opens the same storage elsewhere: it may hold a password, so it is
     neither, nor part of a command line.
@@ -58,8 +58,8 @@ class Storage(Protocol):
 
         With if_absent, of all writers of different bytes exactly one returns, the others get AlreadyExists; writing
         the very bytes that are there succeeds, so that a write whose answer was lost may be repeated. Without
-        supports_if_absent that holds for writers that come one after the other only. `size_bytes` tells the size of an
-        iterable's bytes where it is known: object stores size the parts of an upload by it. Buffers are not copied:
+        supports_if_absent that holds for writers that come one after the other only. `size_bytes` is the size of an
+        iterable's bytes, if it is known: object stores size the parts of an upload by it. Buffers are not copied:
         they must stay as they are until `write` returns, also those that an iterable gave before its last one.
         """
 
@@ -67,7 +67,7 @@ class Storage(Protocol):
         """Read one object whole; StorageError if it is missing."""
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """Read several [start, stop) byte ranges of one object; StorageError where one goes past its end."""
+        """Read several [start, stop) byte ranges of one object; StorageError if one goes past its end."""
 
     def info(self, key: str) -> ObjectInfo | None:
         """Size and time of one object, None if it is missing."""
@@ -76,7 +76,7 @@ class Storage(Protocol):
         """Return all objects whose key starts with prefix, sorted by key."""
 
     def list_keys(self, prefix: str = "") -> Iterator[str]:
-        """The keys that start with prefix, in no order and without a look at each object, so cheaper than `list`."""
+        """Return the keys that start with prefix, in no order, without a look at each object: cheaper than `list`."""
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         """Return names of the folders immediately in folder `prefix`, sorted, without descending.
@@ -85,13 +85,13 @@ class Storage(Protocol):
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; a missing one is no error."""
+        """Delete objects; a missing one is not an error."""
 
     def copy(self, source: str, target: str) -> None:
         """Copy one object within this storage."""
 
     def local_path(self, key: str) -> Path | None:
-        """Return the file behind a key where there is one (C++ reads and writes it directly), else None."""
+        """Return the file behind a key if there is one (C++ reads and writes it directly), else None."""
 
 
 def check_key(key: str) -> str:
@@ -101,12 +101,12 @@ def check_key(key: str) -> str:
 
 
 def buffers_of(data: Buffer | Iterable[Buffer]) -> Iterable[Buffer]:
-    """Return the buffers to write one after the other: data itself, or what it gives."""
+    """Return the buffers to write one after the other: data itself, or its items."""
     return [data] if isinstance(data, bytes | bytearray | memoryview) else data
 
 
 def temporary_name(name: str) -> str:
-    """Return a hidden name, unique to this write, that `is_temporary` tells and no listing shows."""
+    """Return a hidden name, unique to this write, that `is_temporary` knows and no listing shows."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 

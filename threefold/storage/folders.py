@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Folder:
     """The folder `inner` (a key, "" for the root itself) below `root`; close it, or use it in a `with`.
 
-    With `make` it is created where it is missing, durably. StorageError where a component of `inner` is a link.
+    With `make` it is created if it is missing, durably. StorageError if a component of `inner` is a link.
     """
 
     def __init__(self, root: Path, inner: str = "", *, make: bool = False) -> None:
@@ -35,7 +35,7 @@ class Folder:
         self._descriptor = surviving_races(lambda: _open(root, parts, make=True)) if make else _open(root, parts)
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file in the folder that is no link; gives its descriptor."""
+        """Open a file in the folder that is not a link; return its descriptor."""
         try:
             return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=self._descriptor)
         except OSError as error:
@@ -49,7 +49,7 @@ class Folder:
             raise _link_in_the_way(self.path / name)
 
     def link(self, source: str, target: str) -> None:
-        """Give a file in the folder a second name; FileExistsError where it is taken, be it by a link."""
+        """Give a file in the folder a second name; FileExistsError if it is taken, be it by a link."""
         os.link(source, target, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor, follow_symlinks=False)
 
     def replace(self, source: str, target: str) -> None:
@@ -82,13 +82,13 @@ class Folder:
 
 
 def local_root(storage: Storage) -> Path | None:
-    """Return the folder that a storage's keys are below, None where it is no local one."""
+    """Return the folder that a storage's keys are below, None if it is not a local one."""
     path = storage.local_path("any")
     return None if path is None else path.parent
 
 
 def linked_folder(storage: Storage, folder: str) -> str | None:
-    """Return the first link on the way to a folder of a local disk, itself included; None where there is none."""
+    """Return the first link on the way to a folder of a local disk, itself included; None if there is none."""
     root = local_root(storage)
     if root is None:
         return None

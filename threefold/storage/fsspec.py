@@ -1,7 +1,7 @@
 """Any URL that fsspec knows, through fsspec's own backend for it.
 
 A write goes to a hidden temporary name, which is never listed, and is then moved to its key: a rename on file systems,
-a copy within the server on object stores. There is no if-absent write here: one writer only may commit.
+a copy within the server on object stores. An if-absent write does not exist here: one writer only may commit.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ class FsspecStorage:
         return ObjectInfo(key, info["size"] or 0, modified_s, str(info.get("ETag") or "").strip('"'))
 
     def _move(self, source: str, target: str) -> None:
-        """Rename, where the file system has its own way to; fsspec's general one takes names for patterns."""
+        """Rename if the file system has its own way to; fsspec's general one takes names for patterns."""
         from fsspec import AbstractFileSystem
 
         if type(self._fs).mv is not AbstractFileSystem.mv:
@@ -174,7 +174,7 @@ class FsspecStorage:
         self._fs.rm_file(source)
 
     def _open_new(self, path: str, folder: str) -> Any:
-        """Open a file for writing; its folder is made only where the file system insists on one."""
+        """Open a file for writing; its folder is made only if the file system insists on one."""
         try:
             return self._fs.open(path, "wb")
         except FileNotFoundError:

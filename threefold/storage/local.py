@@ -214,7 +214,7 @@ def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
 
 
 def system_failure(error: OSError) -> StorageError:
-    """A system error that nobody put into words on its way, as a StorageError with a hint that fits its cause."""
+    """Return a system error without words of its own as a StorageError, with a hint that fits its cause."""
     cause = error.strerror or str(error) or type(error).__name__
     if isinstance(error.filename, str):
         path = Path(error.filename).absolute()

@@ -23,7 +23,7 @@ NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) sa
 class NewFile:
     """The file of a key below a local folder, which is made with those on the way; use it in a `with`.
 
-    Leaving the `with` removes what was not published. StorageError where the key, or a folder on its way, is a link.
+    Leaving the `with` removes what was not published. StorageError if the key, or a folder on its way, is a link.
     Failures of the system are OSErrors. It keeps one descriptor.
     """
 
@@ -42,7 +42,7 @@ class NewFile:
     def publish(self, *, if_absent: bool = False) -> None:
         """Make the content durable, then give the file its name, durably.
 
-        With if_absent AlreadyExists where the name is taken by other bytes. Where the last move alone fails, which
+        With if_absent AlreadyExists if the name is taken by other bytes. If the last move alone fails, which
         makes the name durable, the file has it.
         """
         os.fsync(self.descriptor)

@@ -1,9 +1,9 @@
 """S3 (and what speaks its language), Google Cloud Storage and Azure through obstore; `service` sets the client up.
 
-Large objects go up in parts, several at once, each repeated on its own where its request fails; an upload that fails is
+Large objects go up in parts, several at once, each repeated on its own if its request fails; an upload that fails is
 taken back, and what a killed process left behind `abort_stale_uploads` finds. Memory of a write is at most
-MAX_PARTS_IN_FLIGHT + 2 parts; a part has PART_BYTES, or, told the size of an object of more than 70 GiB, a
-MAX_PARTS-th of that. obstore does not check what it receives: who reads must.
+MAX_PARTS_IN_FLIGHT + 2 parts; a part has PART_BYTES, or of an object that is known to exceed 70 GiB a
+MAX_PARTS-th. obstore does not check what it receives: who reads must.
 """
 
 import itertools
@@ -44,7 +44,7 @@ class ObjectStorage:
         self.url = self.address = url.rstrip("/")
         self._write_memory_bytes = write_memory_bytes
         self._prefix = f"{self._service.path}/" if self._service.path else ""
-        # obstore tells a missing object as the builtin FileNotFoundError
+        # obstore raises the builtin FileNotFoundError for a missing object
         self._errors = (BaseError, FileNotFoundError)
 
     def write(
@@ -144,7 +144,7 @@ class ObjectStorage:
                 obstore.delete(self._store, paths)
                 return
             except FileNotFoundError:
-                self._delete_singly(paths)  # who tells what is missing may have passed over what is not
+                self._delete_singly(paths)  # a server that names what is missing may have passed over what is not
                 return
             except self._errors as error:
                 # obstore repeats what the server refused for now, but no deletion whose answer was lost
@@ -189,7 +189,7 @@ class ObjectStorage:
             self._call("delete", f"{len(paths)} objects", lambda: [*pool.map(remove, paths)])
 
     def _write_if_absent(self, key: str, path: str, body: bytes) -> None:
-        """A conditional PUT; where its answer was lost or a repeat met the first try, what is there decides.
+        """Put once; if the answer was lost, or a repeat met the first try, what is there decides.
 
         Nothing there after a lost answer, a conflict (409) or a failed condition (412) is cause for another try: a PUT
         that is still under way brings the same bytes.

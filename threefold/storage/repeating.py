@@ -1,4 +1,4 @@
-"""RepeatingStorage: a storage whose requests are repeated where the server did not answer, each after a longer pause.
+"""RepeatingStorage: a storage whose requests are repeated if the server did not answer, each after a longer pause.
 
 That comes on top of what a client library repeats by itself: some give up on an answer that breaks off in its body.
 """

@@ -34,7 +34,7 @@ class Service:
     """A client for one bucket (Azure: container), with `path` the keys' common prefix in it, without a "/" at its end.
 
     `exclusive_store` is the client for what may be written once only, `server` is who answers, `identity` whose rights
-    count, `address_hint` what to check where nobody answers.
+    count, `address_hint` what to check if nobody answers.
     """
 
     store: Any

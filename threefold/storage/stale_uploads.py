@@ -22,7 +22,7 @@ def abort_stale_uploads(
 ) -> list[str]:  # fmt: skip
     """Abort the unfinished uploads of wanted keys that start with prefix and began longer ago; return their keys.
 
-    Nothing is done where a storage is not on S3. StorageError where the server refuses or does not answer.
+    Nothing is done if a storage is not on S3. StorageError if the server refuses or does not answer.
     """
     if not storage.url.startswith("s3://"):
         return []

@@ -334,7 +334,7 @@ def test_a_copy_that_is_not_done_when_the_time_for_closing_is_over_is_told(
 
 
 def test_a_tier_whose_url_is_none_is_refused_before_the_first_save(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no URL"):
+    with pytest.raises(UserError, match="is not a URL"):
         saver(tmp_path / "fast", Tier("s3:/bucket/run"))
 
 
