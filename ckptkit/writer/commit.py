@@ -60,7 +60,12 @@ def wait_for_parts(
         if is_last:
             names |= {each.key for each in temporaries(storage, seat.step)}  # hidden on a local disk until whole
             raise _too_late(storage, seat, names, missing, waited_s)
-    return _parts(storage, seat, retries, cover)
+    try:
+        return _parts(storage, seat, retries, cover)
+    except UserError as error:  # writers that found the step another attempt's remove their files
+        if retries.run(lambda: committed_attempt(storage, seat.step)) not in (None, attempt):
+            raise committed_by_another(storage, seat.step) from error
+        raise
 
 
 def await_commit(
@@ -159,6 +164,8 @@ def _parts(storage: Storage, seat: Seat, retries: Retries, cover: Cover | None) 
     folder = seat.folder
     items = retries.run(lambda: list(storage.list(f"{folder}/{seat.attempt}/")))
     listed = {item.key.removeprefix(f"{folder}/"): item for item in items}
+    if gone := [writer for writer in seat.writers if part_keys(seat.attempt, writer)[1] not in listed]:
+        raise StorageError(f"{storage.url}/{folder}: {named_writers(gone)} removed what was written")
     keys = sorted((key for key in listed if _INDEX.fullmatch(key.rpartition("/")[2])), key=lambda k: (writer_of(k), k))
     known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many
 

@@ -159,7 +159,6 @@ def _clean_up(
     storage: Storage, seat: Seat, num_files: int, error: BaseException, *, may_be_named: bool = False
 ) -> None:
     """Make room, and let the others know; neither works if the storage is gone, and that has its deadline."""
-    is_over = isinstance(error, AlreadyExists | NotCommitted)
     reason = str(error) or type(error).__name__
     if seat.leads:
         if isinstance(error, AlreadyExists):
@@ -167,9 +166,10 @@ def _clean_up(
         else:
             discard(storage, seat, reason)
         return
-    if is_over or not may_be_named:
+    # the first writer may still commit what lost to another attempt, once that is pruned; if it does not, it clears all
+    if isinstance(error, NotCommitted) or not may_be_named:
         for number in range(num_files):
             with contextlib.suppress(StorageError):
                 storage.delete(seat.keys(number))
-    if not is_over:
+    if not isinstance(error, AlreadyExists | NotCommitted):
         report_failed(storage, seat, reason)

@@ -33,8 +33,9 @@ from ckptkit.writer.commit import (
 from ckptkit.writer.retries import Retries
 from tests.ckptkit.support.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
-from threefold.storage import AlreadyExists, Storage, TemporaryFailure, open_storage
+from threefold.storage import AlreadyExists, ObjectInfo, Storage, TemporaryFailure, open_storage
 from threefold.storage.fault import Fault, FaultStorage
+from threefold.storage.memory import MemoryStorage
 from threefold.storage.request_log import Answer, LoggingStorage
 
 LAYOUT = ParallelLayout(tp=2, dp=2)
@@ -63,6 +64,25 @@ def put(storage: Storage, writer: int, number: int, index: PartIndex) -> None:
 
 def now() -> float:
     return 0.0
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_writer_that_removes_its_files_meanwhile_is_named_or_the_attempt_that_won(is_committed: bool) -> None:
+    class Losing(MemoryStorage):
+        """The second writer learns that it lost between the leader's two listings."""
+
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            self.delete([f"{step_folder(7)}/{key}" for key in part_keys("a", 1)])
+            return super().list(prefix)
+
+    storage = Losing()
+    for writer in (0, 1):
+        put(storage, writer, 0, indexes_of(writer)[0])
+    if is_committed:
+        commit_root(storage, Root(7, "b", LAYOUT, NUM_LAYERS, {}, (), {}))
+    with pytest.raises(StorageError, match="another attempt first" if is_committed else "writer 1 removed") as error:
+        wait_for_parts(storage, seat(2), now, cover=Cover(SMALL))
+    assert isinstance(error.value, AlreadyExists) == is_committed
 
 
 def test_parts_come_in_the_order_of_writers_and_files(storage: Storage) -> None:
