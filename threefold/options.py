@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import math
 import operator
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +104,8 @@ class Mismatch(ValueError):
 
 def read_toml(path: str, *, sample: str) -> dict[str, Any]:
     """Return the tables of a TOML file; UserError, with a sample to start from, if it is missing or not TOML."""
+    import tomllib  # no --help pays for it
+
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
