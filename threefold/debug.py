@@ -6,5 +6,5 @@ VARIABLE = "THREEFOLD_DEBUG"
 
 
 def is_debugging() -> bool:
-    """Whether the environment asks for all that helps to find a fault; "" and "0" do not."""
+    """Return whether the environment asks for all that helps to find a fault; "" and "0" do not."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")

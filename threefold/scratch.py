@@ -11,7 +11,10 @@ MARKER = ".made-by"
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether scratch that holds anything stays where it is, as THREEFOLD_DEBUG=1 asks; it is named on stderr."""
+    """Return whether scratch that holds anything stays where it is, as THREEFOLD_DEBUG=1 asks.
+
+    It is named on stderr.
+    """
     if not is_debugging() or not folder.is_dir() or not any(folder.iterdir()):
         return False
     log(f"{VARIABLE}: {folder} is kept")

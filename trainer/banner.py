@@ -43,7 +43,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, or how many threads of the CPU a rank uses."""
+    """Return the name of a GPU, or how many threads of the CPU a rank uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     num_threads = torch.get_num_threads()
@@ -61,17 +61,17 @@ def kept(tiers: Tiers | None, save: CheckpointConfig) -> list[tuple[str, str]]:
 
 
 def copied(tier: Tier) -> str:
-    """Which saves go to a slower tier."""
+    """Return which saves go to a slower tier."""
     return every(tier.every) if tier.every else "every save"
 
 
 def every(num_steps: int) -> str:
-    """How often, in steps."""
+    """Return how often, in steps."""
     return f"every {num_steps} steps" if num_steps > 1 else "every step"
 
 
 def rules(retention: Retention) -> str:
-    """Which steps stay in a place."""
+    """Return which steps stay in a place."""
     if not retention.has_rules:
         return "all steps stay"
     stays = [

@@ -9,7 +9,7 @@ from trainer.config import SAVE_INTERVAL_S, CheckpointConfig, Config, DataConfig
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
-    """Every fault that several fields make together; empty for a run that can start on `world_size` ranks."""
+    """Return every fault that several fields make together; empty for a run that can start on `world_size` ranks."""
     return [
         *model_faults(config),
         *layout_faults(config, world_size),
@@ -132,7 +132,7 @@ def tier_faults(config: Config) -> list[Fault]:
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """A fault-free configuration with what was left open filled in (vocab_size apart)."""
+    """Return a fault-free configuration with what was left open filled in (vocab_size apart)."""
     model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
     return replace(
@@ -171,5 +171,5 @@ def tiers_of(config: Config) -> Tiers | None:
 
 
 def layout_of(config: Config) -> ParallelLayout:
-    """The parallel layout of a resolved configuration."""
+    """Return the parallel layout of a resolved configuration."""
     return ParallelLayout(tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)

@@ -67,7 +67,7 @@ def let_first_speak() -> None:
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -85,7 +85,7 @@ class Saver:
         return interval > 0 and step % interval == 0
 
     def due(self, step: int) -> bool:
-        """Whether the run saves after `step` steps, its end apart; where it skips that save, that is reported.
+        """Return whether the run saves after `step` steps, its end apart; where it skips that save, that is reported.
 
         The clock starts again with every save that is due.
         """
@@ -210,7 +210,10 @@ class Saver:
             log(f"warning: {where}step {report.step} was not copied to {report.url}: {report.error}")
 
     def _is_committed(self, step: int) -> bool:
-        """Whether a step is committed although its save failed: the writer of an earlier start may have been first."""
+        """Return whether a step is committed although its save failed.
+
+        The writer of an earlier start may have been first.
+        """
         try:
             return self._run is not None and self._run.is_committed(step, durably=True)
         except StorageError:

@@ -193,7 +193,7 @@ class Run:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this process ever held: allocated on its GPU, or resident on a CPU."""
+    """Return the most memory this process ever held: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -53,7 +53,7 @@ class Case:
     faults: list[str] = field(default_factory=list)
 
     def command(self, output: str) -> list[str]:
-        """The command line that makes an output."""
+        """Return the command line that makes an output."""
         return [sys.executable, "-m", "datakit", *map(str, self.words(output))]
 
     def live(self, output: str) -> None:
@@ -91,7 +91,7 @@ class Case:
 
 
 def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
-    """All rounds and their table; the exit code."""
+    """Run all rounds, print their table and return the exit code."""
     started_s = time.monotonic()
     every = make_cases(folder)
     cases = [case for case in every if case.place in arguments.places and case.name in arguments.commands]
@@ -125,7 +125,7 @@ def kill_all(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def make_cases(folder: Path) -> list[Case]:
-    """The commands, with what they read: a text and its tokenizer, a store and its archive."""
+    """Return the commands, with what they read: a text and its tokenizer, a store and its archive."""
     rng = np.random.default_rng(0)
     text, seed, tokenizer = (folder / name for name in ("text.jsonl", "seed.jsonl", "tok.json"))
     letters = np.full(TEXT_BYTES, ord(" "), np.uint8)
@@ -169,7 +169,7 @@ def make_cases(folder: Path) -> list[Case]:
 
 
 def contents(output: str) -> dict[str, str]:
-    """The digest of each file in a place by name; of a local one also the empty folders, which end in "/"."""
+    """Return the digest of each file in a place by name; of a local one also the empty folders, which end in "/"."""
     if output.startswith("s3://"):
         storage = open_storage(output)
         return {key: xxhash.xxh3_64_hexdigest(storage.read(key)) for key in storage.list_keys()}

@@ -59,7 +59,7 @@ def verified_blocks(storage: Storage, key: str, index: PartIndex) -> Iterator[Co
 
 
 def _is_kept(storage: Storage, key: str) -> bool:
-    """Whether an earlier try left a file; it is durable then, and the disk's bytes are read from now on."""
+    """Return whether an earlier try left a file; it is durable then, and the disk's bytes are read from now on."""
     if storage.info(key) is None:
         return False
     keep_file(storage, key)
