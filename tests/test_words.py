@@ -24,7 +24,7 @@ AREAS = {
     "programs": ["tools/**/*.py", "examples/**/*.py", "benchmarks/**/*.py"],
 }
 LEFT: dict[str, dict[str, int]] = {  # how many are left; these numbers only shrink
-    "datakit": {"tell": 36, "give": 37, "stand": 8, "lie": 17, "anew": 15, "begun of": 2, "is no": 42},
+    "datakit": {"tell": 2, "give": 1, "is no": 5},
     "trainer": {"tell": 15, "give": 9, "stand": 5, "lie": 4, "anew": 3, "is no": 3},
     "programs": {"tell": 6, "give": 4, "stand": 1, "lie": 1, "is no": 1},
 }
@@ -35,7 +35,7 @@ WRITTEN_SO = ["ARCHITECTURE.md", "docs/glossary.md", "docs/concepts/*.md", "docs
 MAX_WORDS = 25
 NOT_IMPERATIVE = {
     "threefold": 0,
-    "datakit": 45,
+    "datakit": 0,
     "ckptkit": 0,
     "trainer": 20,
 }  # functions whose docstring begins otherwise, by kit; these numbers only shrink

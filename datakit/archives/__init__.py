@@ -1,1 +1,1 @@
-"""Archives: stores compressed so that ranges can be read, and stores read where they lie, behind URLs too."""
+"""Archives: stores compressed so that ranges can be read, and stores read from where they are, behind URLs too."""

@@ -55,7 +55,7 @@ class ArchiveRecord:
 
     @classmethod
     def parse(cls, place: str, data: bytes) -> "ArchiveRecord":
-        """Check the content of the `archive.json` that lies at `place`."""
+        """Check the content of the `archive.json` at `place`."""
         fields = _RecordFields.parse(place, data)
         raw = fields.raw
         if fields.text("format") != FORMAT:

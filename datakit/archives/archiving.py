@@ -46,16 +46,16 @@ def archive(
     num_workers: int = 1,
     report: Report = lambda text: None,
 ) -> ArchiveSummary:
-    """Make an archive of a local store at a folder or URL; UserError where that holds anything else.
+    """Make an archive of a local store at a folder or URL; UserError if that holds anything else.
 
-    The same call continues after a kill, and gives the summary where the archive is complete. One run at a time.
+    The same call continues after a kill, and returns the summary if the archive is complete. One run at a time.
     """
     if not 1 <= level <= MAX_LEVEL:
         raise UserError(f"there is no level {level}", hint=f"--level {DEFAULT_LEVEL}, of 1 to {MAX_LEVEL}")
     threads = FileThreads(num_workers)
     if not is_plain_folder(os.fspath(store)):
         raise UserError(
-            f"{store} is no token store in a local folder", hint=f"datakit unarchive {store} --output STORE"
+            f"{store} is not a token store in a local folder", hint=f"datakit unarchive {store} --output STORE"
         )
     opened = TokenStore.open(store)
     return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, threads, report).run()

@@ -1,4 +1,4 @@
-"""FileThreads: work on many files in threads, told of every few seconds, ended early by a fault or an interrupt."""
+"""FileThreads: work on many files in threads, reported every few seconds, ended early by a fault or an interrupt."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -20,7 +20,7 @@ FRAME_BYTES = 1 << 20
 MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 5_000_000  # a table of 60 MB; 5 TB of content in frames of FRAME_BYTES
 READ_BYTES = 8 << 20
-DAMAGE_HINT = "restore the file from a copy, or make it anew in another place"
+DAMAGE_HINT = "restore the file from a copy, or make it again in another place"
 _TAIL_BYTES = 1 << 16
 _SKIPPABLE_MAGIC, _SEEKABLE_MAGIC = 0x184D2A5E, 0x8F92EAB1
 _HEAD = struct.Struct("<II")  # magic, bytes that follow
@@ -30,9 +30,9 @@ _ENTRY = np.dtype([("packed_bytes", "<u4"), ("size_bytes", "<u4"), ("check", "<u
 
 
 def pack(blocks: Iterable[bytes], level: int, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
-    """The seekable file of these blocks' bytes, frame by frame and the table last; the cut of the blocks is no matter.
+    """Yield the seekable file of these blocks' bytes, however they are cut: frame by frame, then the table.
 
-    Every frame but the last holds `frame_bytes`. One version of the zstd library always gives the same bytes.
+    Every frame but the last holds `frame_bytes`. One version of the zstd library always makes the same bytes.
     """
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
     entries = bytearray()
@@ -50,11 +50,11 @@ class SeekableReader:
     """Ranges of the content of one seekable file; for one thread.
 
     `size_bytes` is the size of the content, `table` the raw bytes behind the last frame. Every damage is a CheckFailed
-    that names the file and, where it lies in one, the frame.
+    that names the file and, if it is in one, the frame.
     """
 
     def __init__(self, name: str, packed_bytes: int, read: Callable[[int, int], bytes]) -> None:
-        """Read the table of a file of `packed_bytes`, of which `read(start, stop)` gives the bytes [start, stop)."""
+        """Read the table of a file of `packed_bytes`, of which `read(start, stop)` returns the bytes [start, stop)."""
         self.name, self._read = name, read
         self.table = self._read_table(packed_bytes)
         entries = np.frombuffer(self.table[_HEAD.size : -_FOOTER.size], _ENTRY)
@@ -64,7 +64,7 @@ class SeekableReader:
         faulty = (sizes == 0) | (sizes > MAX_FRAME_BYTES) | (packed_sizes > sizes + sizes // 256 + 1024)
         if faulty.any():
             number = int(faulty.argmax())
-            raise self._fault(f"its table gives frame {number} {packed_sizes[number]} bytes for {sizes[number]}")
+            raise self._fault(f"its table has frame {number} of {packed_sizes[number]} bytes for {sizes[number]}")
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         self._packed_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(packed_sizes)])
         self._checks = entries["check"]
@@ -75,7 +75,7 @@ class SeekableReader:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of the content, of which only the frames that they lie in are read."""
+        """Return the bytes [start, stop) of the content, of which only the frames that hold them are read."""
         if not 0 <= start <= stop <= self.size_bytes:
             raise IndexError(f"bytes [{start}, {stop}) of {self.size_bytes} in {self.name}")
         if start == stop:
@@ -99,7 +99,7 @@ class SeekableReader:
             first = stop
 
     def unpack(self, number: int, packed: memoryview) -> bytes:
-        """Return the content of one frame, checked; CheckFailed where it is damaged."""
+        """Return the content of one frame, checked; CheckFailed if it is damaged."""
         size_bytes = int(self._starts[number + 1] - self._starts[number])
         try:
             # the frame's own header decides how much is allocated

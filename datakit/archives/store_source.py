@@ -28,7 +28,7 @@ class SourceFile:
 
 
 class StoreSource:
-    """A store or archive that is read where it lies; safe to read from several threads.
+    """A store or archive that is read from where it is; safe to read from several threads.
 
     `record` is None for a store that is not compressed.
     """
@@ -49,7 +49,7 @@ class StoreSource:
 
     @classmethod
     def open(cls, place: str) -> "StoreSource":
-        """Read and check the records of a store or an archive; UserError where there is neither."""
+        """Read and check the records of a store or an archive; UserError if there is neither."""
         storage = open_repeating(place)
         record_bytes = _read_small(storage, ARCHIVE_NAME, MAX_RECORD_BYTES)
         record = None if record_bytes is None else ArchiveRecord.parse(f"{storage.url}/{ARCHIVE_NAME}", record_bytes)
@@ -66,13 +66,13 @@ class StoreSource:
         return cls(storage, manifest_bytes, record)
 
     def place_of(self, file: SourceFile) -> str:
-        """Where a file lies, for messages."""
+        """Return the path or URL of a file, for messages."""
         return f"{self.storage.url}/{_key(file)}"
 
     def blocks(self, file: SourceFile) -> Iterator[bytes]:
         """Yield the bytes of a file, a few MiB at a time.
 
-        Once they are all given, CheckFailed where a checksum fails.
+        Once they are all given, CheckFailed if a checksum fails.
         """
         hasher = xxhash.xxh3_64()
         for block in self._packed_blocks(file) if file.packed else self._plain_blocks(file):
@@ -82,7 +82,7 @@ class StoreSource:
             raise _fault(f"{self.place_of(file)} is damaged: its content's checksum does not hold")
 
     def open_packed(self, file: SourceFile) -> SeekableReader:
-        """Random access to the content of a compressed file; CheckFailed where it is not of the recorded sizes."""
+        """Random access to the content of a compressed file; CheckFailed if it is not of the recorded sizes."""
         assert file.packed, f"{file.name} is not compressed"
         reader = SeekableReader(
             self.place_of(file),
@@ -125,7 +125,7 @@ class StoreSource:
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
-    """Return a whole record, None where it is missing."""
+    """Return a whole record, None if it is missing."""
     info = storage.info(key)
     if info is None:
         return None
@@ -143,7 +143,7 @@ def _nothing_there(storage: Storage) -> UserError:
     if parts:
         return UserError(f"{storage.url} is split; name one of its stores", hint=f"{storage.url}/{parts[0]}")
     return UserError(
-        f"{storage.url} is no token store or archive: it has no {FILE_NAME}",
+        f"{storage.url} is not a token store or archive: it has no {FILE_NAME}",
         hint=f"name the place that holds the {FILE_NAME}",
     )
 

@@ -22,7 +22,7 @@ from threefold.errors import CheckFailed, StorageError, UserError
 def unarchive(
     source: str, output: str | os.PathLike[str], *, num_workers: int = 1, report: Report = lambda text: None
 ) -> TokenStore:
-    """Make a local store of an archive or a plain store; UserError where the output holds anything else.
+    """Make a local store of an archive or a plain store; UserError if the output holds anything else.
 
     CheckFailed names a file that is damaged at the source; those fetched before are kept for the next call.
     """
@@ -30,7 +30,7 @@ def unarchive(
     opened, folder = StoreSource.open(source), Path(output)
     if url := url_behind(folder):
         raise UserError(
-            f"{url} is no local folder, and only there can this be made",
+            f"{url} is not a local folder, and only there can this be made",
             hint=f"choose a folder as --output; for a store, then datakit archive FOLDER --output {url}",
         )
     place = Output(os.fspath(output), ASSEMBLY_NOTE)

@@ -38,7 +38,7 @@ class Options(Linking):
 def run(options: Options) -> int:
     """Make a store of datasets of Megatron, datatrove, MosaicML streaming (mds) or litdata without tokenizing again,
     every token checked; or Megatron's indexed datasets of a store's shards. Megatron's files are linked or copied as
-    they are, the others' tokens written anew.
+    they are, the others' tokens written again.
     """
     if options.to == "store":
         return _convert_to_store(options)

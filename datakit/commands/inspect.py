@@ -43,7 +43,7 @@ def run(options: Options) -> int:
     if asks_for_excerpt(options):
         if not is_plain_folder(place):
             raise UserError(
-                f"{place} is no store in a local folder: its documents and samples cannot be shown",
+                f"{place} is not a store in a local folder: its documents and samples cannot be shown",
                 hint=f"datakit unarchive {place} --output STORE",
             )
         return inspect_excerpt(options)
@@ -87,7 +87,7 @@ def run(options: Options) -> int:
 
 
 def asks_for_excerpt(options: Options) -> bool:
-    """Return whether `inspect` is to show a document or sample; UserError where its flags do not fit each other."""
+    """Return whether `inspect` is to show a document or sample; UserError if its flags do not fit each other."""
     if (options.sample is None) != (options.seq_length is None):
         raise UserError("--sample and --seq-length go together", hint="--sample 0 --seq-length 4096")
     found = options.document is not None or options.sample is not None

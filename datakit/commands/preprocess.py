@@ -17,7 +17,7 @@ def _fractions(text: str) -> tuple[float, float]:
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is no pair of fractions like 0.99,0.01") from None
+        raise ValueError(f"{text!r} is not a pair of fractions like 0.99,0.01") from None
     return first, second
 
 
@@ -35,7 +35,7 @@ def _size(text: str) -> int:
     number = text.rstrip("KMGiB")
     unit = text[len(number) :]
     if not number.isdecimal() or unit not in units or not int(number):
-        raise ValueError(f"{text!r} is no size like 64MiB")
+        raise ValueError(f"{text!r} is not a size like 64MiB")
     return int(number) * units[unit]
 
 
@@ -46,7 +46,7 @@ class Options(OfInput, Reporting):
     output: str = option(..., "folder or URL of the store; a rerun continues in it", metavar="STORE")
     tokenizer: str = option(..., "tokenizer.json, sentencepiece .model or .tiktoken", metavar="FILE")
     tokenizer_backend: Literal["auto", "gigatoken", "tokenizers", "sentencepiece", "tiktoken"] = option(
-        "auto", "engine that tokenizes; auto takes the fastest that gives the same ids on a probe of the input"
+        "auto", "engine that tokenizes; auto takes the fastest that has the same ids on a probe of the input"
     )
     append_eod: bool = option(False, "end every document with the end-of-document token")
     skip_empty: bool = option(False, "leave out documents of nothing but white space")

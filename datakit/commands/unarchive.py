@@ -20,7 +20,7 @@ class Options(Reporting):
 
 
 def run(options: Options) -> int:
-    """Make a local token store of an archive, or of a store that lies in a folder or on object storage. Every byte is
+    """Make a local token store of an archive, or of a store in a folder or on object storage. Every byte is
     checked against the manifest, and the same command continues after a kill.
     """
     from datakit.archives.unarchiving import unarchive

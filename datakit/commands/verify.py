@@ -36,5 +36,5 @@ def run(options: Options) -> int:
     for fault in faults:
         log(f"error: {fault}")
     if faults:
-        log("hint: restore these files from a copy, or make them anew in another place")
+        log("hint: restore these files from a copy, or make them again in another place")
     return EXIT_CHECK_FAILED if faults else EXIT_OK

@@ -1,8 +1,8 @@
 """Duplicates: the documents whose text an earlier one has, found by 128-bit hashes of all documents of all work items.
 
-The hashes are shuffled into buckets that fit into memory, each bucket tells its repeats, and these are shuffled back
+The hashes are shuffled into buckets that fit into memory, each bucket's repeats are found, and these are shuffled back
 into the order of the input: O(documents) of sequential reading and writing, 200 to 500 MiB of memory for any number of
-documents and of repeats. What comes out is one file, which tells each item the ordinals of its duplicates.
+documents and of repeats. What comes out is one file, which holds for each item the ordinals of its duplicates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def find_repeats(hashes: UInt64s) -> npt.NDArray[np.bool_]:
 
 
 def write_duplicates(output: Output, items: Sequence[ItemHashes]) -> int:
-    """Write the file of the duplicates of these items, whole or not at all; gives how many there are in all."""
+    """Write the file of the duplicates of these items, whole or not at all, and return how many there are in all."""
     with writing(output.scratch):
         output.scratch.mkdir(parents=True, exist_ok=True)
     starts = np.concatenate([[0], np.cumsum([item.num_documents for item in items], dtype=np.int64)])

@@ -1,6 +1,6 @@
 """Hashes of a work item: the XXH3-128 of the UTF-8 text of each document that the rules keep, in order, 16 bytes each.
 
-They lie in a file of the item's own below `.work/hashes`, with a record that is written last: only that makes the item
+They are in a file of the item's own below `.work/hashes`, with a record that is written last: only that makes the item
 done, so a kill costs at most one item's reading. Memory is 64 KiB and one document.
 """
 
@@ -62,7 +62,7 @@ class ItemHasher:
 
 
 def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | None]:
-    """Return the hashes of items, None where an item's are not there, or of other input."""
+    """Return the hashes of items, None if an item's are not there, or of other input."""
     sizes = output.sizes(FOLDER)
     records = [record for _, record in map(_names, items)]
     contents = output.read_many([record for record in records if record in sizes])

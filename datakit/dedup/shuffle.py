@@ -1,6 +1,6 @@
 """Shuffle: rows of numbers, put in one after the other, taken out bucket by bucket in the order they were put in.
 
-They lie in one file without a name, in runs that are ordered by bucket, so that a bucket is read with one request a
+They are in one file without a name, in runs that are ordered by bucket, so that a bucket is read with one request a
 run and a kill leaves nothing. Memory is one run, and 4 bytes a bucket for each run.
 """
 

@@ -46,14 +46,14 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def blocks_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, 8 MiB at a time."""
+    """Yield the bytes of a file, 8 MiB at a time."""
     with reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             yield block
 
 
 def checked_blocks(path: Path, digest: FileDigest) -> Iterator[bytes]:
-    """The bytes of a file; before they can end, raise CheckFailed if they are not those of its digest."""
+    """Yield the bytes of a file; before they can end, raise CheckFailed if they are not those of its digest."""
     hasher = xxhash.xxh3_64()
     for block in blocks_of(path):
         hasher.update(block)
@@ -142,6 +142,6 @@ def temporary_folder() -> Path:
 
 
 def url_behind(path: Path) -> str | None:
-    """The URL that a Path was made of, which took one of its slashes; None for a path of a file system."""
+    """Return the URL that a Path was made of, which took one of its slashes; None for a path of a file system."""
     scheme, *rest = path.parts or ("",)
     return f"{scheme}//{'/'.join(rest)}" if re.fullmatch(r"[a-z][a-z0-9]*:", scheme) else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 FIRST_BYTES, BLOCK_BYTES, NUM_AHEAD = 256 << 10, 4 << 20, 3
-_MAX_STORAGES = 64  # each holds a client; an input may lie in any number of folders
+_MAX_STORAGES = 64  # each holds a client; an input may have any number of folders
 
 
 class RemoteFile(io.RawIOBase):

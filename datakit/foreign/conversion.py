@@ -21,24 +21,24 @@ def convert_to_store(
     source_format: str | None = None,
     copy: bool = False,
 ) -> TokenStore:
-    """Make a store of datasets of one format, `source_format` or what they are; UserError where they are of several."""
+    """Make a store of datasets of one format, `source_format` or what they are; UserError if they are of several."""
     found = source_format or _common_format(sources)
     if choices.dtype is not None and choices.dtype not in TOKEN_DTYPES:
-        raise UserError(f"{choices.dtype!r} is no dtype of tokens: {', '.join(TOKEN_DTYPES)}", hint="--dtype int32")
+        raise UserError(f"{choices.dtype!r} is not a dtype of tokens: {', '.join(TOKEN_DTYPES)}", hint="--dtype int32")
     column_of = ("mds", "litdata")
     if choices.column is not None and found not in column_of:
         raise UserError(f"--column is for {' and '.join(column_of)}; the sources are {found}", hint="leave it out")
     if found == "megatron":
         if choices.dtype is not None or choices.documents != "auto":
-            raise UserError("Megatron's indices tell dtype and documents", hint="leave out --dtype and --documents")
+            raise UserError("Megatron's indices say dtype and documents", hint="leave out --dtype and --documents")
         return from_megatron(sources, output, choices, copy=copy)
     if copy:
-        raise UserError(f"--copy is for megatron; tokens of {found} are written anew", hint="leave it out")
+        raise UserError(f"--copy is for megatron; tokens of {found} are written again", hint="leave it out")
     return _READERS[found](sources, output, choices)
 
 
 def detect(source: str | os.PathLike[str]) -> str:
-    """Return the format of one source; UserError where it is of none that can be told."""
+    """Return the format of one source; UserError if it is of none that is known."""
     path = Path(source)
     prefix = os.fspath(path).removesuffix(".bin").removesuffix(".idx")
     if os.path.isfile(f"{prefix}.idx"):
@@ -51,7 +51,7 @@ def detect(source: str | os.PathLike[str]) -> str:
         if "shards" in raw or "chunks" in raw:
             return "mds" if "shards" in raw else "litdata"
     raise UserError(
-        f"{path} is no dataset: neither PREFIX.bin and PREFIX.idx, nor .ds files, nor a folder with the index.json "
+        f"{path} is not a dataset: neither PREFIX.bin and PREFIX.idx, nor .ds files, nor a folder with the index.json "
         "of MDS or litdata",
         hint=f"ls {path}*",
     )

@@ -1,4 +1,4 @@
-"""Datatrove: tokenized `.ds` files into a store; `.ds.index` tells documents apart, `.ds.metadata` the token size.
+"""Datatrove: tokenized `.ds` files into a store; `.ds.index` parts documents, `.ds.metadata` the token size.
 
 A `.ds` is tokens of 2 or 4 bytes back to back, little-endian; its index the u64 ends of the documents, in tokens; its
 metadata three lines, the first `<tokenizer>|<token size>`. Memory is 8 MiB or one document, and windows of the index.
@@ -31,7 +31,7 @@ def from_datatrove(
 ) -> TokenStore:
     """Make a store of `.ds` files, or of all in folders, in the order of their names.
 
-    UserError where a loss mask hides tokens, which a store cannot say. A `.ds` without index is one stream.
+    UserError if a loss mask hides tokens, which a store cannot say. A `.ds` without index is one stream.
     """
     files = [_DsFile.open(path, choices.dtype) for source in sources for path in ds_files(Path(source))]
     inputs = [path for file in files for path in (file.path, file.index) if path is not None]
@@ -39,12 +39,12 @@ def from_datatrove(
 
 
 def ds_files(source: Path) -> list[Path]:
-    """Return the `.ds` files that a file or folder names; UserError where there are none."""
+    """Return the `.ds` files that a file or folder names; UserError if there are none."""
     if source.suffix == SUFFIX and source.is_file():
         return [source]
     found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
     if not found:
-        raise UserError(f"{source} is no .ds file, nor a folder with any", hint=f"ls {source}")
+        raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=f"ls {source}")
     return found
 
 
@@ -68,7 +68,7 @@ class _DsFile:
         found = found or dtype
         if found is None:
             raise UserError(
-                f"{path} has neither metadata nor an index that tell the size of its tokens",
+                f"{path} has neither metadata nor an index that say the size of its tokens",
                 hint="--dtype uint16, or uint32 where the vocabulary has more than 65,536 tokens",
             )
         if size_bytes % _SIZES[found]:
@@ -132,7 +132,7 @@ class _DsFile:
     def _dtype_of_index(self, size_bytes: int) -> str | None:
         """Return the dtype of which the file has as many tokens as the index.
 
-        None where there is no index or no token.
+        None without an index or a token.
         """
         if self.index is None or not (num_documents := self._num_documents()):
             return None
@@ -143,7 +143,7 @@ class _DsFile:
 
 
 def _metadata_dtype(path: Path) -> str | None:
-    """Return the dtype that a `.ds.metadata` tells; None where there is none, or one of an age that does not tell."""
+    """Return the dtype that a `.ds.metadata` says; None if there is none, or one of an age that does not say it."""
     if not path.exists():
         return None
     with path.open("rb") as file:

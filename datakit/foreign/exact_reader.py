@@ -1,7 +1,7 @@
 """ExactReader: the uncompressed bytes of a file, front to back, in pieces whose sizes something else has promised.
 
 Whatever ends too early, goes on too long or cannot be unpacked is a CheckFailed that names the file. Memory is one
-piece, and never more of it than the file really gives.
+piece, and never more of it than the file really has.
 """
 
 import gzip
@@ -105,7 +105,7 @@ def open_exactly(path: Path, compression: str = "", hashes: Mapping[str, str] | 
 
 @contextmanager
 def open_binary(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading; UserError where it is missing, StorageError where it cannot be read."""
+    """Open a file for reading; UserError if it is missing, StorageError if it cannot be read."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

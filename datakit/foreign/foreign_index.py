@@ -34,5 +34,5 @@ class ForeignIndex(Fields):
         text = self.text(name)
         path = PurePosixPath(text)
         if path.is_absolute() or ".." in path.parts or not path.name or "\0" in text:
-            raise self.fault(f"{self.place}{name} {text[:80]!r} is no file of this folder")
+            raise self.fault(f"{self.place}{name} {text[:80]!r} is not a file of this folder")
         return self.path.parent / path

@@ -1,6 +1,6 @@
 """ForeignStore: a store made of documents that other programs tokenized; every token is checked, none is changed.
 
-Whoever knows a format gives its files as `ForeignFile`s. Their samples become documents one by one, or are joined and
+Whoever knows a format names its files as `ForeignFile`s. Their samples become documents one by one, or are joined and
 cut after the end-of-document token. Files are sealed in groups of about 256 MiB (whole streams where samples are
 joined): a killed run continues after the last sealed group. Memory is one sample, one document and 24 bytes for each
 document of a shard.
@@ -31,7 +31,7 @@ from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from threefold.errors import CheckFailed, UserError
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-ANEW = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
+AGAIN_HINT = "datakit preprocess INPUT... --output STORE --tokenizer tok.json"
 _GROUP_BYTES = 256 << 20
 _PROBED_SAMPLES, _MIN_EQUAL_SAMPLES, _MIN_ZEROS = 100, 16, 16
 Fill = Callable[[Output, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
@@ -40,7 +40,7 @@ Fill = Callable[[Output, TokenizerIdentity], tuple[str, Sequence[ShardEntry]]]
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What the user says of a conversion: the tokenizer's file and end-of-document token, and what the sources do not
-    tell: "items" (one document a sample), "eod" (one stream, cut after that token) or "auto"; the column; the dtype.
+    say: "items" (one document a sample), "eod" (one stream, cut after that token) or "auto"; the column; the dtype.
     """
 
     tokenizer: str
@@ -63,10 +63,10 @@ class ForeignFile(Protocol):
 
     @property
     def has_borders(self) -> bool:
-        """Whether its samples are documents, or rows; else they are blocks of one stream."""
+        """Return whether its samples are documents, or rows; else they are blocks of one stream."""
 
     def samples(self) -> Iterator[tuple[Tokens, int]]:
-        """The tokens of each sample and the byte offset in the (uncompressed) file where they begin."""
+        """Yield the tokens of each sample and the byte offset in the (uncompressed) file where they begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +139,13 @@ def store_of_files(
 
 
 def identify_tokenizer(choices: Choices) -> TokenizerIdentity:
-    """The tokenizer's entry in the manifest; UserError where it lacks an end-of-document token that is asked for."""
+    """Return the tokenizer's entry in the manifest; raise UserError if it lacks the end-of-document token."""
     required = choices.eod_token != DEFAULT_EOD or choices.documents == "eod"
     return identify(open_tokenizer(choices.tokenizer), choices.tokenizer, choices.eod_token, required=required)
 
 
 def check_tokens(path: Path, document: int, tokens: Tokens, vocab_size: int) -> None:
-    """CheckFailed where a token of a document is beyond the vocabulary."""
+    """CheckFailed if a token of a document is beyond the vocabulary."""
     if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return
     wrong = tokens[np.argmax((tokens >= vocab_size) | (tokens < 0))]
@@ -156,7 +156,7 @@ def check_tokens(path: Path, document: int, tokens: Tokens, vocab_size: int) -> 
 
 
 def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
-    """Whether samples are joined and cut after the end-of-document token.
+    """Return whether samples are joined and cut after the end-of-document token.
 
     Of its own accord only where the samples are blocks of a stream, or look like rows packed out of one: the first ones
     are all of one length, and that token is among them.
@@ -182,7 +182,7 @@ def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
 
 
 def _refuse_narrow(files: Sequence[ForeignFile], dtype: str) -> None:
-    """UserError where a dtype that the user gave is narrower than the tokens: every second one is then 0."""
+    """UserError if a dtype that the user gave is narrower than the tokens: every second one is then 0."""
     num_zeros, has_others = 0, False
     for tokens in _probed(files):
         if tokens[1::2].any():
@@ -194,7 +194,7 @@ def _refuse_narrow(files: Sequence[ForeignFile], dtype: str) -> None:
 
 
 def _probed(files: Sequence[ForeignFile]) -> Iterator[Tokens]:
-    """The first samples, one at a time."""
+    """Yield the first samples, one at a time."""
     samples = chain.from_iterable(file.samples() for file in files)
     return (tokens for tokens, _ in islice(samples, _PROBED_SAMPLES))
 

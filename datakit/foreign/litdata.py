@@ -42,7 +42,7 @@ def from_litdata(
 ) -> TokenStore:
     """Make a store of the chunks of folders with an index.json.
 
-    UserError where no leaf, or more than one, may hold tokens and `choices.column` names none, where it is of raw bytes
+    UserError if no leaf, or more than one, may hold tokens and `choices.column` names none, where it is of raw bytes
     and `choices.dtype` is not given, and for pickled, encrypted, parquet or Arrow items.
     """
     indices = [ForeignIndex.read(Path(source) / FILE_NAME) for source in map(_folder, sources)]
@@ -59,7 +59,7 @@ def _folder(source: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """The leaf of an item that holds its tokens; a `form` with a header tells the dtype itself."""
+    """The leaf of an item that holds its tokens; a `form` with a header has the dtype itself."""
 
     number: int
     form: str
@@ -161,7 +161,7 @@ class _Chunk:
                 yield self._tokens(reader, number, size_bytes, base)
 
     def _plain(self, reader: ExactReader) -> Iterator[tuple[ExactReader, int, int]]:
-        """For each item a reader that stands at it, its size, and what to add to the reader's offset for the origin."""
+        """Yield for each item a reader at it, its size, and what to add to the reader's offset for the origin."""
         num_items = int.from_bytes(reader.read(4), "little")
         offsets = self._offsets(reader, num_items)
         # chunk_bytes counted the items alone in early versions

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from datakit.files.durable import FileDigest, digest_file, durable_file, writing
-from datakit.foreign.foreign_store import ANEW, Choices, check_tokens, make_store
+from datakit.foreign.foreign_store import AGAIN_HINT, Choices, check_tokens, make_store
 from datakit.store.claim import claim
 from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry
 from datakit.store.origins import document_check, origins_head
@@ -33,8 +33,8 @@ def from_megatron(
 ) -> TokenStore:
     """Make a store of the datasets `<prefix>.bin` and `<prefix>.idx`, one shard each.
 
-    UserError where a store cannot hold what they hold, CheckFailed where a token is beyond the vocabulary. The same
-    call continues after a kill, and gives the store where that is complete.
+    UserError if a store cannot hold what they hold, CheckFailed if a token is beyond the vocabulary. The same
+    call continues after a kill, and returns the store if that is complete.
     """
     datasets = [_Dataset.open(prefix) for prefix in prefixes]
     dtype = _common_dtype(datasets)
@@ -83,14 +83,17 @@ class _Dataset:
         index = shard.index
         text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)
         if index.path.stat().st_size != text_bytes:
-            raise UserError(f"{index.path} has modes: it is multimodal, a store holds text alone", hint=ANEW)
+            raise UserError(f"{index.path} has modes: it is multimodal, a store holds text alone", hint=AGAIN_HINT)
         if index.num_documents >= 1 << 32:
-            raise UserError(f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=ANEW)
+            raise UserError(
+                f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=AGAIN_HINT
+            )
         return cls(prefix, shard)
 
     def windows(self) -> Iterator[tuple[int, Int64s]]:
-        """The first document and the lengths of windows of documents; UserError where one is not one sequence, and
-        CheckFailed where the index contradicts itself.
+        """Yield the first document and the lengths of windows of documents.
+
+        Raise UserError if a document is not one sequence, CheckFailed if the index contradicts itself.
         """
         index, itemsize = self.shard.index, self.shard.dtype.itemsize
         at_bytes = 0
@@ -107,7 +110,7 @@ class _Dataset:
             if len(wrong):
                 raise CheckFailed(
                     f"{index.path}: document {start + int(wrong[0])} does not begin where the one before it ends",
-                    hint=ANEW,
+                    hint=AGAIN_HINT,
                 )
             yield start, lengths
             at_bytes = int(ends[-1])
@@ -118,17 +121,17 @@ class _Dataset:
         if document is not None and document >= 0:
             first, last = (int(boundary) for boundary in index.document_index[document : document + 2])
             what += f": document {document} has {last - first}"
-        return UserError(f"{index.path} has {what}; a store's document is one sequence", hint=ANEW)
+        return UserError(f"{index.path} has {what}; a store's document is one sequence", hint=AGAIN_HINT)
 
 
 def _common_dtype(datasets: Sequence[_Dataset]) -> str:
-    """The dtype of all datasets; UserError where they differ or a store has none such."""
+    """Return the dtype of all datasets; raise UserError if they differ or a store has none such."""
     dtypes = [dataset.shard.dtype.name for dataset in datasets]
     if dtypes[0] in STORE_DTYPES and len(set(dtypes)) == 1:
         return dtypes[0]
     lines = ["the datasets' tokens must all be uint16 or all be int32:"]
     lines += [f"  {dataset.prefix}: {dtype}" for dataset, dtype in zip(datasets, dtypes)]
-    raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them anew: {ANEW}")
+    raise UserError("\n".join(lines), hint=f"convert those of one dtype at a time, or make them again: {AGAIN_HINT}")
 
 
 def _add(output: Output, number: int, dataset: _Dataset, identity: TokenizerIdentity, copy: bool) -> ShardEntry:
@@ -179,7 +182,7 @@ def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest,
 
 
 def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[int]]]:
-    """The bytes of all tokens in blocks of whole documents, with the documents' checks."""
+    """Yield the bytes of all tokens in blocks of whole documents, with the documents' checks."""
     shard, itemsize = dataset.shard, dataset.shard.dtype.itemsize
     with _reading(shard.bin_path), shard.bin_path.open("rb") as file:
         for start, lengths in dataset.windows():
@@ -209,7 +212,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _check_block(shard: TokenShard, block: bytes, first: int, ends: Int64s, vocab_size: int) -> None:
-    """CheckFailed where the documents from `first` on, which end at these bytes, hold a token beyond the vocabulary."""
+    """CheckFailed if the documents from `first` on, which end at these bytes, hold a token beyond the vocabulary."""
     if len(block) != ends[-1]:
         raise CheckFailed(f"{shard.bin_path} was cut short while it was read", hint=f"ls -l {shard.bin_path}")
     tokens = np.frombuffer(block, shard.dtype)

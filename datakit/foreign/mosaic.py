@@ -30,7 +30,7 @@ _DTYPES = {
 def from_mds(sources: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], choices: Choices) -> TokenStore:
     """Make a store of the shards of folders with an index.json of version 2.
 
-    UserError where no column, or more than one, may hold tokens and `choices.column` names none, where it is of raw
+    UserError if no column, or more than one, may hold tokens and `choices.column` names none, where it is of raw
     bytes and `choices.dtype` is not given, or where it is pickled.
     """
     files = [file for source in sources for file in _mds_files(Path(source), choices)]
@@ -52,7 +52,7 @@ def _mds_files(source: Path, choices: Choices) -> "list[_MdsFile]":
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The column of tokens; `dtype` and `shape` are None where each sample tells its own."""
+    """The column of tokens; `dtype` and `shape` are None if each sample says its own."""
 
     name: str
     number: int
@@ -91,7 +91,7 @@ class _MdsFile:
             raise CheckFailed(f"{shard.path}: {shard.place}column_sizes do not fit the columns {names}", hint=AGAIN)
         raw = shard.table("raw_data")
         packed = shard.table("zip_data") if shard.raw.get("zip_data") else None
-        # what was unpacked once (and perhaps kept) lies beside the index under its raw name
+        # what was unpacked once (and perhaps kept) is beside the index under its raw name
         compression = (shard.raw.get("compression") or "") if packed and not raw.file("basename").is_file() else ""
         kind = compression.partition(":")[0] if isinstance(compression, str) else compression
         if kind not in COMPRESSIONS:

@@ -47,7 +47,7 @@ def require_dtype(what: str, found: str, choices: Choices, *, is_raw: bool) -> N
     """Raise UserError if raw bytes lack a dtype in `choices`, or where it is not the one that was `found`."""
     if is_raw and choices.dtype is None:
         raise UserError(
-            f"{what} is raw bytes, which do not tell the tokens' dtype",
+            f"{what} is raw bytes, which do not say the tokens' dtype",
             hint="--dtype int64, or what the writer called tobytes() on",
         )
     if not is_raw and choices.dtype not in (None, found):

@@ -85,7 +85,7 @@ class ItemEncoder:
     def _encode(self, part: FileSlice, batch: Documents, skipped: Counter[str]) -> tuple[Documents, Encoded]:
         """Return the documents and their ids.
 
-        One on which the tokenizer gives up leaves the batch where invalid ones may.
+        One on which the tokenizer fails leaves the batch where invalid ones may.
         """
         while True:
             try:

@@ -1,7 +1,7 @@
 """Preprocess: text to token stores, in worker processes, with flat memory; the same bytes with any number of workers.
 
 Work items are cut from the sorted input, each is sealed by itself (see item.py), and the manifests are written last, in
-the items' order: there is no merge. A rerun continues with the items that are not sealed.
+the items' order: nothing is merged. A rerun continues with the items that are not sealed.
 """
 
 import os
@@ -58,7 +58,7 @@ class StoreSummary:
 class Summary:
     """What a run of preprocess did; counts are the stores' (what was skipped, by reason), rates are of this run's.
 
-    So is `backend`, None where nothing was left to tokenize, and how many documents the reference tokenized. A store
+    So is `backend`, None if nothing was left to tokenize, and how many documents the reference tokenized. A store
     says neither, as its bytes depend on neither. `num_replaced` documents had lone surrogates, which became U+FFFD; 0
     where the stores were complete before.
     """
@@ -138,11 +138,11 @@ def preprocess(
 
 
 def probe_texts(items: Sequence[WorkItem], recipe: Recipe) -> list[str]:
-    """Some documents from the begin, the middle and the end of the input, each cut to 16 Ki characters."""
+    """Return some documents from the begin, the middle and the end of the input, each cut to 16 Ki characters."""
     texts: list[str] = []
     for item in dict.fromkeys((items[0], items[len(items) // 2], items[-1])):
         reader = DocumentReader(item.slices[0], recipe.rules)
-        with suppress(UserError):  # the worker that meets it tells it
+        with suppress(UserError):  # the worker that meets it reports it
             texts += [document.text[:_PROBE_CHARACTERS] for document in islice(reader, _PROBE_DOCUMENTS)]
     return texts
 
@@ -230,13 +230,13 @@ class _Job:
 
     @cached_property
     def identity(self) -> TokenizerIdentity:
-        """The tokenizer's entry in the manifests; UserError where it lacks the token that ends documents."""
+        """The tokenizer's entry in the manifests; UserError if it lacks the token that ends documents."""
         recipe = self.recipe
         needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
         return identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
 
     def is_complete(self, report: Callable[[str], None]) -> bool:
-        """Whether the stores are there; UserError where others are, or where the input changed since."""
+        """Return whether the stores are there; UserError if others are, or where the input changed since."""
         for part in {WHOLE, TRAIN, VALID} - set(self.recipe.parts):
             if self.output.manifest(part):
                 raise UserError(f"{self.output.part(part)} is a store already", hint="choose another --output")
@@ -250,7 +250,7 @@ class _Job:
         return True
 
     def begin(self, backend: str) -> None:
-        """Compare with what was begun here, or note what is begun now; UserError where the backend cannot serve."""
+        """Compare with what was begun here, or note what is begun now; UserError if the backend cannot serve."""
         require_backend(backend, self.recipe.tokenizer, self.tokenizer)
         wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
         place = f"{self.output.place}/{self.output.note_key}"
@@ -263,11 +263,11 @@ class _Job:
         self._compare(tokenizer, settings, wanted["settings"])
 
     def missing(self) -> list[WorkItem]:
-        """The items that are not sealed."""
+        """Return the items that are not sealed."""
         return [item for item, record in zip(self.items, read_records(self.output, self.items)) if record is None]
 
     def records(self) -> list[ItemRecord]:
-        """The records of all items, which are all sealed."""
+        """Return the records of all items, which are all sealed."""
         records = [record for record in read_records(self.output, self.items) if record]
         if len(records) < len(self.items):
             raise self.output.vanished(len(self.items) - len(records), len(self.items))
@@ -297,7 +297,7 @@ class _Job:
         self.output.commit(manifests, report)
 
     def summary(self, records: list[ItemRecord], sealed: list[ItemRecord], elapsed_s: float) -> Summary:
-        """What the stores hold, and how fast those of their items were sealed that this run sealed."""
+        """Return what the stores hold, and how fast those of their items were sealed that this run sealed."""
         manifests = {part: manifest for part in self.recipe.parts if (manifest := self.output.manifest(part))}
         stores = tuple(
             StoreSummary(self.output.part(part), manifest.num_documents, manifest.num_tokens, len(manifest.shards))
@@ -323,7 +323,7 @@ class _Job:
         )
 
     def _shards(self, records: list[ItemRecord]) -> dict[str, list[ShardEntry]]:
-        """The shards of all items by store, in order, with the number of lines of their file before them."""
+        """Return the shards of all items by store, in order, with the number of lines of their file before them."""
         shards: dict[str, list[ShardEntry]] = {part: [] for part in self.recipe.parts}
         lines_before = 0
         for record in records:

@@ -1,6 +1,6 @@
 """RayPool: the workers of a run as actors on a Ray cluster, which take one work item at a time.
 
-Input, tokenizer and output must lie under the same paths on all nodes (a shared file system), input and output else
+Input, tokenizer and output must have the same paths on all nodes (a shared file system), input and output else
 behind URLs. The item of an actor that dies with its node is given to another; what is sealed stays sealed. No data
 travels through Ray.
 """
@@ -44,7 +44,7 @@ class RayPool:
         num_cpus = int(self._ray.cluster_resources().get("CPU", 0))
         self._num_workers = max(min(num_workers, num_cpus), 1)
         self._num_failed_starts = 0
-        self._starting: dict[Any, Any] = {}  # what tells that an actor found its place, and the actor
+        self._starting: dict[Any, Any] = {}  # what ends when an actor found its place, and the actor
 
     def run(self, task: Task, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, dict[str, Any]]]:
         """Hand out a task's items; give each one's message when it is sealed.
@@ -89,11 +89,11 @@ class RayPool:
         actor = self._actor.remote(task, os.getcwd())
         self._starting[actor.is_placed.remote()] = actor
 
-    def _placed(self, told: Any, task: Task) -> list[Any]:
-        """Return the actor that told so; none, but another one on its way, where it died of it."""
-        actor = self._starting.pop(told)
+    def _placed(self, found: Any, task: Task) -> list[Any]:
+        """Return the actor that has found its place; none, and start another one, if it died of that."""
+        actor = self._starting.pop(found)
         try:
-            self._ray.get(told)
+            self._ray.get(found)
         except self._ray.exceptions.RayError as error:
             self._num_failed_starts += 1
             if self._num_failed_starts > MAX_FAILED_STARTS:
@@ -141,7 +141,7 @@ class _Sealer:
         return True
 
     def seal(self, item: WorkItem) -> dict[str, Any]:
-        """Seal one item; the message that tells how that went."""
+        """Seal one item; return the message on how that went."""
         return seal_item(self._sealer, item, lambda _: None)
 
 

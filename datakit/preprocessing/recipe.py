@@ -24,7 +24,7 @@ class Recipe:
 
     `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
     one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), the first
-    also those on which the tokenizer gives up, `dedup` those whose text an earlier document of the input has (see
+    also those on which the tokenizer fails, `dedup` those whose text an earlier document of the input has (see
     duplicates.py). `tags` name parts of the input (see tags.py).
     """
 

@@ -99,7 +99,7 @@ class Sources:
 def require_unchanged(output: Output, files: Sequence[InputFile], report: Callable[[str], None]) -> Sources | None:
     """Return the record of complete stores; UserError if one of its files, still as large, holds other bytes now.
 
-    Files whose time alone is another one are read for that, which `report` says. None if there is no record.
+    Files whose time alone is another one are read for that, which `report` says. None without a record.
     """
     content = output.read(FILE_NAME)
     if content is None:  # made before there were such records, or removed
@@ -114,6 +114,6 @@ def require_unchanged(output: Output, files: Sequence[InputFile], report: Callab
                 f"since: {names}",
                 hint="choose another --output, or remove this one first",
             )
-        with suppress(StorageError):  # it may lie where nothing can be written; they are compared again then
+        with suppress(StorageError):  # it may be where nothing can be written; they are compared again then
             sources.with_marks_of(files).write(output)
     return sources

@@ -98,7 +98,7 @@ class _Worker:
         self._unread = b""
 
     def begin(self, task: Task) -> None:
-        """Tell the worker what its items will have in common."""
+        """Send the worker what its items will have in common."""
         self._send(task.to_line())
 
     def take(self, item: WorkItem | None) -> bool:
@@ -143,6 +143,6 @@ class _Worker:
 
 
 def raise_error(message: dict[str, Any]) -> None:
-    """Raise the error that a worker's message tells, if it does."""
+    """Raise the error that a worker's message holds, if any."""
     if fault := message.get("error"):
         raise (StorageError if fault["io"] else UserError)(fault["message"], hint=fault["hint"])

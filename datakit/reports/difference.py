@@ -1,7 +1,7 @@
 """Difference: the first document in which two stores differ, whatever their shards' cut and their tokens' dtype.
 
 Lengths are compared by windows of the index, tokens by windows of a MiB: one sequential read of both stores up to the
-difference, flat memory. Where documents came from is told, not compared.
+difference, flat memory. Where documents came from is reported, not compared.
 """
 
 from bisect import bisect_right
@@ -32,7 +32,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first document that differs, its first token that does, and both sides (None where a store has ended)."""
+    """The first document that differs, its first token that does, and both sides (None if a store has ended)."""
 
     document: int
     token: int
@@ -41,7 +41,7 @@ class Difference:
 
 
 def find_difference(left: TokenStore, right: TokenStore) -> Difference | None:
-    """Return the first difference of two stores, None where they hold the same documents."""
+    """Return the first difference of two stores, None if they hold the same documents."""
     streams = _Stream(left), _Stream(right)
     try:
         document = _first_unequal_document(*streams)
@@ -72,7 +72,7 @@ def _first_unequal_document(left: "_Stream", right: "_Stream") -> int | None:
 
 
 def _first_unequal_token(left: "_Stream", right: "_Stream", start: int, stop: int) -> int | None:
-    """Return the address of the first token in [start, stop) that differs, None where none does."""
+    """Return the address of the first token in [start, stop) that differs, None if none does."""
     first, second = left.tokens(start, stop), right.tokens(start, stop)
     unequal = first != second
     return start + int(np.argmax(unequal)) if unequal.any() else None
@@ -115,11 +115,11 @@ class _Stream:
         first = document - self.store.document_starts[number]
         lengths = self._index.lengths[first : first + _WINDOW_DOCUMENTS].astype(np.int64)
         if lengths.min(initial=0) < 0:
-            raise self._damaged(f"it gives a document {lengths.min()} tokens")
+            raise self._damaged(f"it has a document of {lengths.min()} tokens")
         return lengths
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Return the tokens at addresses [start, stop), which lie in the open shard."""
+        """Return the tokens at addresses [start, stop), which are in the open shard."""
         assert self._file is not None, "lengths opens the shard"
         dtype = self._index.dtype
         with reading(Path(self._file.name)):

@@ -13,7 +13,7 @@ from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
 from threefold.errors import UserError
 
 _MAX_SPLIT_TOKENS = 8  # tokens that one character may be split over
-_REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no whole character
+_REPLACEMENT = "\ufffd"  # what decoders make of bytes that are no whole character
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Excerpt:
 
 
 def document_excerpt(store: TokenStore, number: int) -> Excerpt:
-    """Return one document; UserError where the store has none of this number."""
+    """Return one document; UserError if the store has none of this number."""
     if not 0 <= number < store.num_documents:
         raise UserError(
             f"there is no document {number}: {store.path} has {store.num_documents} documents, counted from 0",
@@ -57,7 +57,7 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
 def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
     """Return one sample in the store's own order.
 
-    Tokens [K L, K L + L]; UserError where there is none of this number.
+    Tokens [K L, K L + L]; UserError if there is none of this number.
     """
     if seq_length < 1:
         raise UserError(f"a sequence length of {seq_length} tokens", hint="--seq-length 4096")
@@ -74,7 +74,7 @@ def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
 
 
 def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
-    """Return the tokenizer of a file, UserError where it is not the one that made the store."""
+    """Return the tokenizer of a file, UserError if it is not the one that made the store."""
     tokenizer, made_with = open_tokenizer(path), store.manifest.tokenizer
     if tokenizer.fingerprint != made_with.fingerprint:
         recorded = f"one of fingerprint {made_with.fingerprint}" if made_with.fingerprint else "one that is not known"
@@ -86,8 +86,10 @@ def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: Tokens) -> list[str]:
-    """The text of each token, so that all of them joined are the text of all; a character that is split over several
-    tokens is given whole, at the last of them. One piece where a decoder's text cannot be told apart by token.
+    """Return the text of each token, so that all of them joined are the text of all.
+
+    A character that is split over several tokens is at the last of them. If a decoder's text cannot be parted by token
+    it is one piece.
     """
     whole = tokenizer.decode(ids)
     found: list[str] = []

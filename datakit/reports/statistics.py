@@ -153,7 +153,7 @@ class _LengthCounts:
         self._beyond.update(lengths[~is_short].tolist())
 
     def order(self) -> Lengths | None:
-        """Return the order statistics, None where there is no document."""
+        """Return the order statistics, None without a document."""
         lengths, counts = self._columns()
         if not len(lengths):
             return None

@@ -1,9 +1,9 @@
-"""Verify: every file of a store against its manifest, and where damage is found, the documents it lies in.
+"""Verify: every file of a store against its manifest, and where damage is found, the documents that it is in.
 
 A clean store costs one sequential read of its files, on a few threads, and memory of one block each. The documents of a
-damaged file are told apart by arithmetic (`.idx`) and by the checks that the `.origin` file keeps for each document
-(`.bin`, `.origin`). An archive, or a store at a URL, is streamed from where it lies, on the same few threads; there the
-damaged frames are told, not the documents. Memory is then some 20 MiB a thread.
+damaged file are found by arithmetic (`.idx`) and by the checks that the `.origin` file keeps for each document
+(`.bin`, `.origin`). An archive, or a store at a URL, is streamed from where it is, on the same few threads; there the
+damaged frames are named, not the documents. Memory is then some 20 MiB a thread.
 """
 
 import os
@@ -30,7 +30,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something wrong with one file: what, and the store's documents that it touches, as far as they can be told."""
+    """Something wrong with one file: what, and the store's documents that it touches, as far as they are known."""
 
     file: str
     message: str
@@ -45,7 +45,7 @@ class Fault:
 
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
-    """All faults of a store or archive, in a folder or at a URL, none for a sound one; CheckFailed where its manifest
+    """All faults of a store or archive, in a folder or at a URL, none for a sound one; CheckFailed if its manifest
     is damaged.
     """
     if not is_plain_folder(os.fspath(path)):
@@ -66,7 +66,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
 
 
 def _record_faults(storage: Storage) -> Iterator[Fault]:
-    """Yield what stands beside the JSON object of a record, which no checksum covers."""
+    """Yield what is beside the JSON object of a record, which no checksum covers."""
     for name in (FILE_NAME, ARCHIVE_NAME):
         content = storage.read(name) if storage.info(name) else b"\n"
         expected = content.strip() + b"\n"
@@ -133,7 +133,7 @@ def _file_fault(file: Path, digest: FileDigest, largest: _Largest | None) -> str
 
 
 def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix: str) -> list[int]:
-    """Return the documents of a shard that lie in damaged bytes of one of its files; none where that cannot be told."""
+    """Return the documents of a shard that damaged bytes of one of its files touch; none where that is not known."""
     try:
         if suffix == ".idx":
             return _damaged_in_index(ShardIndex(store.path / f"{entry.name}.idx"), entry)
@@ -143,7 +143,7 @@ def _damaged_documents(store: TokenStore, number: int, entry: ShardEntry, suffix
             for document in range(entry.num_documents)
             if not origins.holds(document, shard.document(document).tobytes())
         ]
-    except (CheckFailed, StorageError):  # the other files cannot be opened either: the fault itself is told
+    except (CheckFailed, StorageError):  # the other files cannot be opened either: the fault itself is reported
         return []
 
 

@@ -19,7 +19,7 @@ class Fields:
         """Wrap what was found at `place`, which is "" or ends with a point."""
         self.path, self.place, self.raw = path, place, raw
         if not isinstance(raw, dict):
-            raise self.fault(f"{place.rstrip('.') or 'its content'} is no JSON object")
+            raise self.fault(f"{place.rstrip('.') or 'its content'} is not a JSON object")
 
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> Self:
@@ -54,7 +54,7 @@ class Fields:
         """Return a list of strings."""
         found = self.values(name)
         if not all(isinstance(value, str) for value in found):
-            raise self.fault(f"{self.place}{name} is no list of strings")
+            raise self.fault(f"{self.place}{name} is not a list of strings")
         return found
 
     def table(self, name: str) -> Self:

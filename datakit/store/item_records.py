@@ -40,7 +40,7 @@ class Progress:
 
 
 def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord | None]:
-    """Return the records of items, None where one is not sealed, or was from other input or with a lost shard."""
+    """Return the records of items, None if one is not sealed, or was from other input or with a lost shard."""
     sizes = output.sizes()
     keys = [record_key(item) for item in items]
     contents = output.read_many([key for key in keys if key in sizes])
@@ -74,7 +74,7 @@ def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> Item
 
 
 def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
-    """Return what the record of an item says, None where it is damaged, or of another item or other input."""
+    """Return what the record of an item says, None if it is damaged, or of another item or other input."""
     try:
         record = Fields.parse("record", content)
         return record if WorkItem.parse(record.raw["item"]) == item else None

@@ -73,7 +73,7 @@ class Manifest:
         return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
 
     def encode(self) -> bytes:
-        """The content of the manifest's file."""
+        """Return the content of the manifest's file."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -109,11 +109,11 @@ class Manifest:
 
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> "Manifest":
-        """Check the content of a manifest's file, which lies at `path` or under this URL; CheckFailed names it."""
+        """Check the content of a manifest's file at `path` or this URL; CheckFailed names it."""
         fields = Fields.parse(path, data)
         raw = fields.raw
         if fields.text("format") != FORMAT:
-            raise _fault(f"{path} is no token store's manifest: format {reprlib.repr(raw['format'])}")
+            raise _fault(f"{path} is not a token store's manifest: format {reprlib.repr(raw['format'])}")
         if fields.number("version") != VERSION:
             raise _fault(f"{path} has version {raw['version']}, this program reads version {VERSION}")
         if fields.text("checksum") != content_checksum(raw):
@@ -150,10 +150,10 @@ def _tokenizer(fields: Fields) -> TokenizerIdentity:
 
 
 def shard_entry(fields: Fields) -> ShardEntry:
-    """The entry of one shard that `asdict` made JSON of."""
+    """Return the entry of one shard that `asdict` made JSON of."""
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is no shard's name")
+        raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is not a shard's name")
     digests = {
         kind: FileDigest(digest.number("size_bytes"), digest.text("xxh3_64"))
         for kind in ("bin", "idx", "origin")
@@ -188,18 +188,18 @@ def _not_a_store(folder: Path) -> UserError:
             f"{folder} is unfinished: the command that makes it did not come to an end",
             hint="rerun the same `datakit` command to continue it",
         )
-    return UserError(f"{folder} is no token store: it has no {FILE_NAME}", hint=f"ls {folder}")
+    return UserError(f"{folder} is not a token store: it has no {FILE_NAME}", hint=f"ls {folder}")
 
 
 def require_folder(path: Path) -> None:
     """Raise UserError if the path of a store is a URL: only files of this machine can be mapped."""
     if url := url_behind(path):
-        raise UserError(f"{url} is no local folder", hint=f"datakit unarchive {url} --output STORE")
+        raise UserError(f"{url} is not a local folder", hint=f"datakit unarchive {url} --output STORE")
 
 
 def is_plain_folder(place: str) -> bool:
-    """Whether a place is a local folder that is no archive, finished or not: one that `TokenStore.open` may open."""
-    # os.path.exists is false where a folder may not be read; opening the store there tells why
+    """Return whether `TokenStore.open` may open a place: a local folder, not an archive, finished or not."""
+    # os.path.exists is false where a folder may not be read; opening the store there says why
     return "://" not in place and not any(
         os.path.exists(f"{place}/{name}") for name in (ARCHIVE_NAME, f"{WORK_FOLDER}/{ARCHIVE_NAME}")
     )

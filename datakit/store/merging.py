@@ -39,7 +39,7 @@ def merge(
 
 
 def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
-    """The manifest of the merged store of these, each given with its name; UserError where they do not fit."""
+    """Return the manifest of the merged store of these, each with its name; raise UserError if they do not fit."""
     assert stores, "a merge of no stores"
     (first_name, first), *others = stores
     faults = {name: found for name, manifest in others if (found := _differences(manifest, first))}
@@ -74,7 +74,7 @@ def _identity(manifest: Manifest) -> dict[str, Any]:
 
 
 def _merged_settings(manifests: list[Manifest]) -> dict[str, Any]:
-    """The settings that all stores share, and under `merged` each store's fingerprint, counts and other settings."""
+    """Return the settings of all stores, and under `merged` each store's fingerprint, counts and other settings."""
     first = manifests[0].settings
     common = {
         name: value

@@ -1,8 +1,8 @@
 """Origins: where each document of a shard came from, kept as columns in one `.origin` file beside the shard.
 
 20 bytes a document: the byte offset in its source file (of the uncompressed text), the file's number, the line within
-the work item, and a check of the document's tokens together with its origin, which tells damaged documents apart. The
-layout stands in docs/formats/token-store.md.
+the work item, and a check of the document's tokens together with its origin, which shows which are damaged. The
+layout is in docs/formats/token-store.md.
 """
 
 import struct
@@ -74,7 +74,7 @@ class Origins:
             what = f"{self.path}: the table of sources is damaged: {error}"
             raise CheckFailed(what, hint=RESTORE_HINT) from error
         if not isinstance(table, list) or not all(isinstance(path, str) for path in table):
-            raise CheckFailed(f"{self.path}: the table of sources is no list of paths", hint=RESTORE_HINT)
+            raise CheckFailed(f"{self.path}: the table of sources is not a list of paths", hint=RESTORE_HINT)
         return table
 
     def __getitem__(self, number: int) -> Origin:

@@ -57,12 +57,12 @@ class Output:
         return f"{self.place}/{part}" if part else self.place
 
     def manifest(self, part: str = "") -> Manifest | None:
-        """The manifest of one of the output's stores, None where it is not complete."""
+        """Return the manifest of one of the output's stores, None if it is not complete."""
         content = self.read(key_of(part, FILE_NAME))
         return None if content is None else Manifest.parse(f"{self.part(part)}/{FILE_NAME}", content)
 
     def read(self, key: str) -> bytes | None:
-        """A small file of the output, None where it is missing."""
+        """Return a small file of the output, None if it is missing."""
         return self.storage.read(key) if self.storage.info(key) else None
 
     def read_many(self, keys: Sequence[str]) -> Iterator[bytes]:
@@ -87,12 +87,12 @@ class Output:
         return found or note
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of a file of the output."""
+        """Return the bytes [start, stop) of a file of the output."""
         [content] = self.storage.read_ranges(key, [(start, stop)])
         return bytes(content)
 
     def blocks(self, key: str) -> Iterator[bytes]:
-        """The bytes of a file of the output, some MiB at a time."""
+        """Yield the bytes of a file of the output, some MiB at a time."""
         with open_file(f"{self.place}/{key}") as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
@@ -136,7 +136,7 @@ class Output:
                 raise StorageError(f"cannot link {source} as {target}: {error.strerror}", hint="--copy") from error
 
     def has(self, name: str, digest: FileDigest) -> bool:
-        """Whether an earlier run placed a file of this name and size, which is then kept."""
+        """Return whether an earlier run placed a file of this name and size, which is then kept."""
         self._placed.add(name)
         return self.size_of(name) == digest.size_bytes
 
@@ -181,18 +181,18 @@ class Output:
         self.remove_work()
 
     def _storage_of(self, folder: str) -> tuple[Storage, str]:
-        """The storage of one of the output's folders, and how its keys begin; a local store may be a link to a disk."""
+        """Return the storage of one of the output's folders and how its keys begin; a store may be a link to a disk."""
         if self.folder is None or not folder or folder.startswith(WORK_FOLDER):
             return self.storage, key_of(folder, "")
         return LocalStorage(self.folder / folder), ""
 
     def size_of(self, key: str) -> int | None:
-        """The size in bytes of a file of the output, None where it is missing."""
+        """Return the size in bytes of a file of the output, None if it is missing."""
         info = self.storage.info(key)
         return info.size_bytes if info else None
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The size in bytes of all that is there, or below a folder, by key."""
+        """Return the size in bytes of all that is there, or below a folder, by key."""
         return {info.key: info.size_bytes for info in self.storage.list(key_of(folder, ""))}
 
     def remove_shards(self, part: str, *, but: set[str]) -> None:
@@ -232,7 +232,7 @@ class Output:
                 self.folder.rmdir()
 
     def vanished(self, num_lost: int, num_items: int) -> StorageError:
-        """What to raise where all work items were done, and some no longer are."""
+        """Return what to raise where all work items were done, and some no longer are."""
         what = f"{num_lost} of {num_items} sealed work items have vanished from {self.place}"
         return StorageError(f"{what}: does another run write there?", hint="rerun the same command to continue")
 
@@ -248,7 +248,7 @@ class Output:
 
 
 def key_of(part: str, name: str) -> str:
-    """The key of a file in one of an output's stores."""
+    """Return the key of a file in one of an output's stores."""
     return f"{part}/{name}" if part else name
 
 

@@ -1,7 +1,7 @@
 """TokenShard: one `.bin` + `.idx` pair, byte-compatible with Megatron's indexed dataset v1.
 
 Opening costs O(1): the header and the file sizes are checked, nothing else is read; both files are memory-mapped, and
-no file descriptor stays open. The layout stands in docs/formats/token-store.md. A damaged pair is a CheckFailed that
+no file descriptor stays open. The layout is in docs/formats/token-store.md. A damaged pair is a CheckFailed that
 names the file and the fault.
 """
 
@@ -30,7 +30,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
-RESTORE_HINT = "restore the file from a copy, or make it anew with `datakit preprocess`"
+RESTORE_HINT = "restore the file from a copy, or make it again with `datakit preprocess`"
 _WRITE_BUFFER_BYTES = 1 << 20
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -55,7 +55,7 @@ class ShardIndex:
 class TokenShard:
     """One open pair of files; `tokens` is all its tokens, `document(i)` those of one document (both are views).
 
-    `address` is where the tokens lie in memory, as long as the shard lives.
+    `address` is where the tokens are in memory, as long as the shard lives.
     """
 
     def __init__(self, stem: str | os.PathLike[str]) -> None:
@@ -202,7 +202,7 @@ def _parse_header(path: Path, index: memoryview) -> tuple["np.dtype[Any]", int, 
         raise CheckFailed(f"{path} has {len(index)} bytes, too few for an index", hint=RESTORE_HINT)
     magic, version, code, num_sequences, boundaries = HEADER.unpack_from(index)
     if magic != MAGIC:
-        raise CheckFailed(f"{path} is no Megatron index: it begins with {magic!r}", hint=RESTORE_HINT)
+        raise CheckFailed(f"{path} is not a Megatron index: it begins with {magic!r}", hint=RESTORE_HINT)
     if version != VERSION:
         what = f"{path} has index version {version}, this program reads version {VERSION}"
         raise CheckFailed(what, hint=RESTORE_HINT)

@@ -32,17 +32,17 @@ class Tag:
     def parse(cls, text: str) -> "Tag":
         """Return the tag of `NAME=GLOB`, its pattern in the form that paths of inputs have.
 
-        ValueError where it is none.
+        ValueError if it is none.
         """
         name, _, pattern = text.partition("=")
         if not name or not pattern:
-            raise ValueError(f"{text!r} is no tag like code=corpus/code")
+            raise ValueError(f"{text!r} is not a tag like code=corpus/code")
         return cls(name, pattern if is_url(pattern) else plain_path(pattern))
 
     def matches(self, path: str) -> bool:
         """Return whether a source file has this tag, where no earlier one matches it."""
         parts = path.split("/")
-        reached = {0}  # how many parts of the path what was seen of the pattern may stand for
+        reached = {0}  # how many parts of the path what was seen of the pattern may mean
         for pattern in self.pattern.split("/"):
             if pattern == "**":
                 reached = set(range(min(reached), len(parts) + 1))
@@ -72,7 +72,7 @@ class StoreTags:
     """The tags of a store's source files; a merged store has those of each of its parts."""
 
     def __init__(self, manifest: Manifest, path: Path | str) -> None:
-        """Read them from the settings of a manifest that lies at `path`; CheckFailed where those are malformed."""
+        """Read them from the settings of the manifest at `path`; CheckFailed if those are malformed."""
         try:
             parts = list(_parts(manifest.settings, (), len(manifest.shards)))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -88,7 +88,7 @@ class StoreTags:
         return any(self._tags)
 
     def of(self, shard: int, path: str) -> str | None:
-        """Return the tag of a source file of a shard, None where it has none."""
+        """Return the tag of a source file of a shard, None if it has none."""
         return tag_of(self._tags[bisect_right(self._ends, shard)], path)
 
 
@@ -103,5 +103,5 @@ def _parts(settings: Any, inherited: tuple[Tag, ...], num_shards: int) -> Iterat
 
 def _tag(name: Any, pattern: Any) -> Tag:
     if not isinstance(name, str) or not isinstance(pattern, str):
-        raise TypeError(f"{name!r}, {pattern!r} are no texts")
+        raise TypeError(f"{name!r}, {pattern!r} are not texts")
     return Tag(name, pattern)

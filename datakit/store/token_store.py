@@ -29,7 +29,7 @@ OPEN_ORIGINS = Bound(8)  # their tables of sources, once read, may be large
 class TokenStore:
     """An open store; safe to read from several threads.
 
-    `fingerprint` identifies the tokens: it is equal for stores of equal content, wherever they lie.
+    `fingerprint` identifies the tokens: it is equal for stores of equal content, wherever they are.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -43,7 +43,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
-        """Open a store; UserError where there is none, CheckFailed or StorageError where it is damaged."""
+        """Open a store; UserError if there is none, CheckFailed or StorageError if it is damaged."""
         folder = Path(path)
         store = cls(folder, Manifest.read(folder))
         for entry in store.manifest.shards:
@@ -94,11 +94,11 @@ class TokenStore:
         return _reopen, (os.path.abspath(self.path), self.fingerprint)
 
     def shard(self, number: int) -> TokenShard:
-        """An open shard; the most recently used ones stay mapped."""
+        """Return an open shard; the most recently used ones stay mapped."""
         return self._shards.get(number, self._open_shard)
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """A copy of the tokens at addresses [start, stop) of the store, over shard borders."""
+        """Return a copy of the tokens at addresses [start, stop) of the store, over shard borders."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens} in {self.path}")
         found = np.empty(stop - start, self.dtype)
@@ -111,12 +111,12 @@ class TokenStore:
         return found
 
     def document(self, number: int) -> Tokens:
-        """The tokens of one document, as a view."""
+        """Return the tokens of one document, as a view."""
         shard, first = self._locate_document(number)
         return self.shard(shard).document(number - first)
 
     def first_token(self, number: int) -> int:
-        """The token address at which one document begins; the inverse of `document_at`."""
+        """Return the token address at which one document begins; the inverse of `document_at`."""
         shard, first = self._locate_document(number)
         opened = self.shard(shard)
         start = int(opened.index.pointers[number - first]) // opened.dtype.itemsize
@@ -135,20 +135,20 @@ class TokenStore:
         return StoreTags(self.manifest, self.path / FILE_NAME)
 
     def tag(self, number: int) -> str | None:
-        """The tag of the file that one document came from, None where it has none."""
+        """Return the tag of the file that one document came from, None if it has none."""
         shard, _ = self._locate_document(number)
         return self.tags.of(shard, self.origin(number).path)
 
     def origins(self, shard: int) -> Origins:
-        """The origins of one shard's documents; few stay open."""
+        """Return the origins of one shard's documents; few stay open."""
         return self._origins.get(shard, self._open_origins)
 
     def locate_token(self, token: int) -> tuple[int, int]:
-        """The shard that a token address lies in, and the address of its first token."""
+        """Return the shard that holds a token address, and the address of its first token."""
         return _locate(self.token_starts, token)
 
     def document_at(self, token: int) -> int:
-        """The document that a token address lies in: from a row of a batch back to its text."""
+        """Return the document that holds a token address: from a row of a batch back to its text."""
         if not 0 <= token < self.num_tokens:
             raise IndexError(f"token {token} of {self.num_tokens} in {self.path}")
         number, first = self.locate_token(token)
@@ -162,7 +162,7 @@ class TokenStore:
         return self.document_starts[number] + inside
 
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
-        """The files of one shard with their recorded sizes and checksums."""
+        """Return the files of one shard with their recorded sizes and checksums."""
         kinds = {"bin": entry.bin, "idx": entry.idx, "origin": entry.origin}
         return [(self.path / f"{entry.name}.{kind}", digest) for kind, digest in kinds.items()]
 

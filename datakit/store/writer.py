@@ -36,7 +36,7 @@ class StoreShardWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether a next document belongs into a new shard."""
+        """Return whether a next document belongs into a new shard."""
         return self.room([0]) == 0
 
     def room(self, lengths: Sequence[int]) -> int:

@@ -1,6 +1,6 @@
 """Blend: weighted stores read as one endless, deterministic stream of samples, with random access and O(1) start.
 
-Sample n of the stream comes from the store that the rotation of its weights gives; it is that store's k-th sample: k
+Sample n of the stream comes from the store that the weighted sequence names; it is that store's k-th sample: k
 counts the store's earlier samples in the stream. Sample k of a store is row p(k mod S) of its epoch k div S: tokens
 [pL, pL + L] of its address space, S = floor((T - 1) / L), p the epoch's keyed permutation. So nothing here depends on
 ranks, batch sizes or history, no sample is lost or repeated, and every prefix keeps to the weights, a few samples off.
@@ -26,9 +26,9 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import HostBatch
 from datakit.stream.cursor import Cursor
-from datakit.stream.gather import Pieces, gather
+from datakit.stream.gather import RowSpans, gather
 from datakit.stream.permutation import Permutation, elements_at
-from datakit.stream.rotation import CIRCLE, Rotation
+from datakit.stream.weighted_sequence import CIRCLE, WeightedSequence
 from threefold.errors import UserError
 
 MAX_SAMPLES = 1 << 62  # the stream is endless, its arithmetic is not
@@ -54,9 +54,9 @@ class Blend:
         seed: int = 0,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
-        """`sources` are stores with their first weights; `later` appends `(from_sample, weights of all stores)`.
+        """Take `sources`, stores with their first weights; `later` appends `(from_sample, weights of all stores)`.
 
-        A store that joins later has weight 0 at first. UserError where a weighted store holds no row, a weight is no
+        A store that joins later has weight 0 at first. UserError if a weighted store holds no row, a weight is no
         finite number from 0 on, or the stores were made with different tokenizers.
         """
         self.stores = tuple(store for store, _ in sources)
@@ -68,13 +68,14 @@ class Blend:
         self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
         self._check_segments()
         self._check_tokenizers()
-        self._rotations = [
-            Rotation(segment.weights, _hash(f"{seed}/segment/{i}") % CIRCLE) for i, segment in enumerate(self.segments)
+        self._sequences = [
+            WeightedSequence(segment.weights, _hash(f"{seed}/segment/{i}") % CIRCLE)
+            for i, segment in enumerate(self.segments)
         ]
         self._bases = [np.zeros(len(self.stores), np.int64)]  # samples of each store before each segment
         for i, following in enumerate(self.segments[1:]):
             length = following.from_sample - self.segments[i].from_sample
-            self._bases.append(self._bases[i] + self._rotations[i].counts(length))
+            self._bases.append(self._bases[i] + self._sequences[i].counts(length))
         self._begins = [segment.from_sample for segment in self.segments]
         self._orders: dict[tuple[int, int], Permutation] = {}
 
@@ -90,9 +91,9 @@ class Blend:
         segments = [
             [
                 segment.from_sample,
-                [[store.fingerprint, arc] for store, arc in zip(self.stores, rotation.arcs) if arc],
+                [[store.fingerprint, arc] for store, arc in zip(self.stores, sequence.arcs) if arc],
             ]
-            for segment, rotation in zip(self.segments[:num_segments], self._rotations)
+            for segment, sequence in zip(self.segments[:num_segments], self._sequences)
         ]
         return xxhash.xxh3_64_hexdigest(orjson.dumps(segments))
 
@@ -121,7 +122,7 @@ class Blend:
         if not 0 <= num_samples <= MAX_SAMPLES:
             raise UserError(f"the stream has no first {num_samples} samples, from 0 to 2^62 can be counted")
         number = bisect_right(self._begins, num_samples) - 1
-        return self._bases[number] + self._rotations[number].counts(num_samples - self._begins[number])
+        return self._bases[number] + self._sequences[number].counts(num_samples - self._begins[number])
 
     def epochs(self, num_samples: int) -> tuple[int, ...]:
         """Return how many whole epochs of each store the stream's first samples make."""
@@ -131,12 +132,12 @@ class Blend:
         """For each global sample, its store's number and which of that store's samples it is; O(log) each."""
         wanted = _checked(samples)
         if len(self.segments) == 1:
-            return self._rotations[0].locate(wanted)
+            return self._sequences[0].locate(wanted)
         sources, numbers = np.empty_like(wanted), np.empty_like(wanted)
         segments = np.searchsorted(self._begins, wanted, side="right") - 1
         for segment in set(segments.tolist()):
             inside = segments == segment
-            found, earlier = self._rotations[segment].locate(wanted[inside] - self._begins[segment])
+            found, earlier = self._sequences[segment].locate(wanted[inside] - self._begins[segment])
             sources[inside], numbers[inside] = found, earlier + self._bases[segment][found]
         return sources, numbers
 
@@ -146,11 +147,11 @@ class Blend:
         return np.array(sources, np.int64), np.array(starts, np.int64)
 
     def batch(self, samples: npt.ArrayLike, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
-        """Return the given global samples as one batch [samples, seq_length]; UserError where there are none."""
-        pieces = Pieces(self.seq_length)
+        """Return the given global samples as one batch [samples, seq_length]; UserError if there are none."""
+        spans = RowSpans(self.seq_length)
         for source, start in zip(*self._starts(samples)):
-            pieces.add(self.stores[source], start)
-        return gather(pieces, mask_eod_loss=mask_eod_loss, reset_positions=reset_positions)
+            spans.add(self.stores[source], start)
+        return gather(spans, mask_eod_loss=mask_eod_loss, reset_positions=reset_positions)
 
     def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
         """Return what `addresses` returns, as lists: for single samples, arrays cost more than what they hold."""
@@ -222,7 +223,7 @@ def _weight(value: Any) -> float:
 
 
 def _checked(samples: npt.ArrayLike) -> Int64s:
-    """Sample numbers as int64 [n]; UserError where one is none."""
+    """Sample numbers as int64 [n]; UserError if one is none."""
     found = np.array(samples, ndmin=1)
     if not found.size:
         raise UserError("no samples are asked for", hint="batch([0]) is the stream's first sample")

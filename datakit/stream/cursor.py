@@ -44,9 +44,9 @@ class Cursor:
 
     @classmethod
     def from_json(cls, value: object) -> "Cursor":
-        """Read what `to_json` gave; UserError where it is something else."""
+        """Read what `to_json` gave; UserError if it is something else."""
         if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise UserError(f"{value!r} is no cursor of version {VERSION}")
+            raise UserError(f"{value!r} is not a cursor of version {VERSION}")
         try:
             return cls(
                 num_samples=int(value["num_samples"]),
@@ -56,4 +56,4 @@ class Cursor:
                 digest=str(value["digest"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{value!r} is no cursor: {error}") from None
+            raise UserError(f"{value!r} is not a cursor: {error}") from None

@@ -1,4 +1,4 @@
-"""The batch gather: rows of L + 1 tokens, in pieces of mapped shards, become tokens, labels, positions and loss mask.
+"""The batch gather: rows of L + 1 tokens, in spans of mapped shards, become tokens, labels, positions and loss mask.
 
 The native form (csrc/datakit/gather.cpp) reads every source token once, without the GIL, on several threads;
 `gather_reference` is the same in numpy.
@@ -18,10 +18,10 @@ MAX_THREADS = 4
 _TOKENS_A_THREAD = 1 << 18  # below this a further thread costs more than it brings
 
 
-class Pieces:
-    """Where the rows of a batch lie in mapped shards; holds the shards while the batch is made.
+class RowSpans:
+    """The places of a batch's rows in mapped shards; holds the shards while the batch is made.
 
-    `table` has for each piece its row, shard, first token there and tokens, in the order of rows and places in them.
+    `table` has for each span its row, shard, first token there and tokens, in the order of rows and places in them.
     """
 
     def __init__(self, seq_length: int) -> None:
@@ -46,44 +46,44 @@ class Pieces:
             start, remaining = start + count, remaining - count
 
 
-def gather(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
+def gather(spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
     """Make a batch [rows, seq_length].
 
     `mask_eod_loss` takes the loss off the positions whose token is an end of document (they would predict the next,
     unrelated document); `reset_positions` counts positions from 0 again after each of them.
     """
-    num_rows, seq_length = pieces.num_rows, pieces.seq_length
+    num_rows, seq_length = spans.num_rows, spans.seq_length
     batch = HostBatch.allocate(num_rows, seq_length)
     native = array("q")  # a dk_piece each
-    for row, shard, start, count in pieces.table:
+    for row, shard, start, count in spans.table:
         itemsize = shard.dtype.itemsize
         native.extend((row, shard.address + start * itemsize, count, itemsize))
-    eod_ids = array("q", pieces.eod_ids)
+    eod_ids = array("q", spans.eod_ids)
     num_tokens = num_rows * seq_length
     num_threads = max(1, min(MAX_THREADS, num_tokens // _TOKENS_A_THREAD))
     tokens, column_bytes = address_of(batch.buffer), 8 * num_tokens
     code = stream_library().dk_gather(
-        native.buffer_info()[0], len(pieces.table), num_rows, seq_length, eod_ids.buffer_info()[0],
+        native.buffer_info()[0], len(spans.table), num_rows, seq_length, eod_ids.buffer_info()[0],
         mask_eod_loss, reset_positions, tokens, tokens + column_bytes, tokens + 2 * column_bytes,
         tokens + 3 * column_bytes, num_threads,
     )  # fmt: skip
-    assert code == 0, "the pieces of every row sum to seq_length + 1 tokens of 2 or 4 bytes"
+    assert code == 0, "the spans of every row sum to seq_length + 1 tokens of 2 or 4 bytes"
     return batch
 
 
-def gather_reference(pieces: Pieces, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
+def gather_reference(spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
     """Return what `gather` does, in numpy."""
-    batch = HostBatch.allocate(pieces.num_rows, pieces.seq_length)
-    rows: list[list[Tokens]] = [[] for _ in range(pieces.num_rows)]
-    for row, shard, start, count in pieces.table:
+    batch = HostBatch.allocate(spans.num_rows, spans.seq_length)
+    rows: list[list[Tokens]] = [[] for _ in range(spans.num_rows)]
+    for row, shard, start, count in spans.table:
         rows[row].append(shard.tokens[start : start + count])
     for row, parts in enumerate(rows):
         tokens = np.concatenate(parts).astype(np.int64)
         batch.tokens[row], batch.labels[row] = tokens[:-1], tokens[1:]
-    eod_ids = np.array(pieces.eod_ids)[:, None]
+    eod_ids = np.array(spans.eod_ids)[:, None]
     is_eod = (batch.tokens == eod_ids) & (eod_ids != NO_EOD)
     batch.loss_mask[:] = ~is_eod if mask_eod_loss else 1
-    positions = np.arange(pieces.seq_length)
+    positions = np.arange(spans.seq_length)
     batch.positions[:] = positions
     if reset_positions:
         after_eod = np.zeros_like(is_eod)

@@ -36,7 +36,7 @@ class Loader:
         mask_eod_loss: bool = False,
         reset_positions: bool = False,
     ) -> None:
-        """Begin at `cursor`, by default at the stream's start; UserError where the blend does not continue it."""
+        """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
         if min(micro_batch_size, num_microbatches) < 1 or not 0 <= dp_rank < dp_size:
             raise UserError(
                 f"micro-batches of {micro_batch_size}, {num_microbatches} of them, on rank {dp_rank} of {dp_size}"
@@ -64,7 +64,7 @@ class Loader:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the stream stands after the steps that were handed out."""
+        """Return the cursor after the steps that were handed out."""
         return Cursor.start(self._blend, self._num_samples)
 
     def next_step(self) -> HostBatch:
@@ -88,7 +88,7 @@ class Loader:
         return batch.reshaped(1, 1, self._blend.seq_length, first_sample=number)
 
     def close(self) -> None:
-        """End the thread; the loader gives no further step."""
+        """End the thread; the loader yields no further step."""
         self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Loader":

@@ -28,5 +28,5 @@ def stream_library() -> ctypes.CDLL:
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
-    """Where a writable, contiguous array of at least one byte lies; `array.ctypes.data` at a third of the time."""
+    """Return the address of a writable, contiguous array of at least one byte, three times as fast as numpy does."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))

@@ -29,7 +29,7 @@ class Permutation:
         self._keys_address, _ = self._keys.buffer_info()
 
     def __call__(self, indices: npt.ArrayLike) -> Int64s:
-        """The elements at these positions, each from 0 to size-1."""
+        """Return the elements at these positions, each from 0 to size-1."""
         positions: list[int] = np.array(indices, np.int64, ndmin=1).tolist()
         return np.array(elements_at([(self, position) for position in positions]), np.int64)
 

@@ -13,7 +13,7 @@ import zstandard
 from datakit.text.inputs import FileSlice, InputFile
 from threefold.errors import StorageError, UserError
 
-_READ_BYTES = 256 << 10  # well below what an allocator takes from the system anew each time
+_READ_BYTES = 256 << 10  # well below what an allocator takes from the system again each time
 _PACKED_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
 _ZSTD_WINDOW_BYTES = 1 << 31  # archives made with `zstd --long=31` need it; memory is what a file's own window takes
 
@@ -92,7 +92,7 @@ def _plain(stream: Any, part: FileSlice) -> Iterator[bytes]:
 def _frames(stream: Any, begin_frame: Callable[[], Any], *limit: int) -> Iterator[bytes]:
     """Return all frames of a file; EOFError if the last is cut off, which the libraries' own readers pass in silence.
 
-    `limit` bounds what a decompressor that can be asked in pieces gives at once.
+    `limit` bounds what a decompressor that can be asked in pieces returns at once.
     """
     frame, begun = begin_frame(), False
     while packed := stream.read(_PACKED_READ_BYTES):

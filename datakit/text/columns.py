@@ -23,9 +23,9 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 
 
 def read_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[bytes]]:
-    """The UTF-8 texts of each row of a slice, in the order of the names, nulls and columns that are not there left out.
+    """Yield the UTF-8 texts of each row of a slice, in the order of the names, without nulls and missing columns.
 
-    UserError for a damaged file, for a column that is no text, and where none of the columns is there.
+    UserError for a damaged file, for a column that is not text, and where none of the columns is there.
     """
     for columns in _columns(part, names):
         for row in zip(*columns, strict=True):
@@ -39,7 +39,7 @@ def rows_before(part: FileSlice, names: Sequence[str]) -> int:
 
 
 def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes | None]]]:
-    """Yield the columns of 64 rows after 64 rows; what pyarrow raises is told in our words."""
+    """Yield the columns of 64 rows after 64 rows; what pyarrow raises is put into our words."""
     from pyarrow import ArrowException
 
     path = part.file.path
@@ -144,7 +144,7 @@ def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Itera
 
 
 def _column(batch: Any, path: Path) -> Any:
-    """Return the column of a batch that a path leads to; null where what it lies in is null."""
+    """Return the column of a batch that a path leads to; null where what holds it is null."""
     column = batch.column(path[0])
     for name in path[1:]:
         column = column.flatten()[column.type.get_field_index(name)]
@@ -180,7 +180,7 @@ def _found_columns(part: FileSlice, names: Sequence[str], schema: Any) -> list[P
         raise UserError(f"{part.file.path}: no column {asked}; its columns: {others}", hint=hint)
     for path in found:
         if not _is_text(kind := _type_of(fields, path)):
-            raise UserError(f"{part.file.path}: the column {'.'.join(path)!r} is no text but {kind}", hint=hint)
+            raise UserError(f"{part.file.path}: the column {'.'.join(path)!r} is not text but {kind}", hint=hint)
     return found
 
 
@@ -203,7 +203,7 @@ def _type_of(fields: dict[str, Any], path: Path) -> Any:
 
 
 def _text_paths(fields: dict[str, Any]) -> Iterator[Path]:
-    """Yield the paths to all texts, those that lie right in the table first."""
+    """Yield the paths to all texts, those right in the table first."""
     yield from ((name,) for name, kind in fields.items() if _is_text(kind))
     for name, kind in fields.items():
         yield from ((name, *path) for path in _text_paths(_fields_of(kind)))

@@ -1,6 +1,6 @@
 """Documents: the texts of a slice of a file, one after the other, with their places; memory is one document's.
 
-jsonl gives one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row (a
+jsonl has one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row (a
 null is a document without text). The texts of several keys or columns are joined by blank lines. Whatever is wrong with
 the text is a UserError that names file, line and byte; only what the rules say is skipped, and counted.
 """
@@ -31,7 +31,7 @@ _AT_ONCE_BYTES = 1 << 18  # more is a long line, of which no copy is made
 
 
 class Document(NamedTuple):
-    """A text and where it stands: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input.
+    """A text and its place: byte offset in the (uncompressed) file, line from 0 in the slice, bytes of input.
 
     In files of columns the line is the row, the offset 0, and the bytes are those of the text.
     """
@@ -98,7 +98,7 @@ class DocumentReader:
 
     `num_lines` counts the lines passed so far, `skipped` the documents among them that were skipped, by reason,
     `num_replaced` those whose lone surrogates were replaced. Once all documents were given, the file was the one that
-    was found; `with_digest` then gives `digest`, the XXH3-64 of the slice's bytes as they are in the file.
+    was found; `with_digest` then makes `digest`, the XXH3-64 of the slice's bytes as they are in the file.
     """
 
     def __init__(self, part: FileSlice, rules: DocumentRules, *, with_digest: bool = False) -> None:

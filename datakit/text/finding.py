@@ -135,5 +135,5 @@ def _matcher(pattern: str) -> Callable[[str], bool]:
     try:
         compiled = re.compile(glob_translate(pattern))
     except ValueError as error:
-        raise UserError(f"{pattern} is no glob: {error}", hint="write ** alone between slashes") from None
+        raise UserError(f"{pattern} is not a glob: {error}", hint="write ** alone between slashes") from None
     return lambda key: compiled.match(key) is not None

@@ -99,7 +99,7 @@ def _path(folder: str, name: str) -> str:
 
 
 def _entries(folder: str) -> tuple[list[os.DirEntry[str]], tuple[int, int]]:
-    """Return the sorted entries of a folder, and the device and inode that tell it from any other."""
+    """Return the sorted entries of a folder, and the device and inode that no other folder has."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)

@@ -1,7 +1,7 @@
 """Inputs: the text files that a command names (files, folders, globs, URLs, pipes), in one sorted order.
 
 They are cut into work items, which group small files and split large ones at line ends, parquet and Arrow files between
-row groups. The cut depends on the files alone, never on workers, so that the same command gives the same bytes with any
+row groups. The cut depends on the files alone, never on workers, so that the same command makes the same bytes with any
 number of them. What is behind URLs is known from listings; only large files of lines are looked into to split them.
 """
 
@@ -88,7 +88,7 @@ class InputFile:
 class FileSlice:
     """The bytes [start, stop) of a file; they begin and end at line ends where they are not the whole file.
 
-    In parquet and Arrow files they stand for the row groups that begin in them (see columns.py).
+    In parquet and Arrow files they mean the row groups that begin in them (see columns.py).
     """
 
     file: InputFile

@@ -91,7 +91,7 @@ class JsonText:
             raise _no_key(value, self._keys)
         for key, other in found.items():
             if not isinstance(other, str):
-                raise Fault(f"{key!r} is no text but {type(other).__name__}")
+                raise Fault(f"{key!r} is not text but {type(other).__name__}")
         return "\n\n".join(filter(None, found.values()))
 
 

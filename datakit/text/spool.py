@@ -1,6 +1,6 @@
 """Spool: what comes through a pipe, copied to a file first, as work items are cut from files and may be read twice.
 
-The file lies under $TMPDIR and has no name: it goes with the process that made it, whatever ends that. Workers open it
+The file is under $TMPDIR and has no name: it goes with the process that made it, whatever ends that. Workers open it
 through /proc while that process lives.
 """
 
@@ -39,7 +39,7 @@ class Spool:
         self._files: list[Any] = []
 
     def copy(self, path: str) -> Spooled:
-        """Read a pipe, or standard input where `path` is "-", to its end; StorageError where that or a write fails."""
+        """Read a pipe, or standard input where `path` is "-", to its end; StorageError if that or a write fails."""
         name = "standard input" if path == STANDARD_INPUT else path
         folder = temporary_folder()
         place = folder / "datakit-spool"  # what an error names; the file has no name

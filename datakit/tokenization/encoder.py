@@ -1,8 +1,8 @@
 """Encoder: what turns documents into ids in bulk, chosen by a proof that its ids are the reference's.
 
 The reference is the library of the tokenizer file's kind. `gigatoken` is a byte-level and sentencepiece BPE engine many
-times as fast. A probe finds on what terms it stands in: hostile text of many scripts, every added token, and documents
-of the very input. Where its ids differ, but only for texts that show it by a token or a character, such documents go to
+times as fast. A probe finds when it may replace the reference: texts of many scripts, all added tokens, documents of
+the very input. Where its ids differ, but only for texts that show it by a token or a character, such documents go to
 the reference one by one; where they differ otherwise, all do.
 """
 
@@ -40,7 +40,7 @@ class ReferenceEncoder:
         self._tokenizer = tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text; TextFault names one on which the library gives up."""
+        """Return the ids of each text; TextFault names one on which the library fails."""
         return Encoded.of(self._tokenizer.encode_batch(texts), len(texts))
 
 
@@ -54,7 +54,7 @@ class Choice:
 
 
 class Unfit(Exception):
-    """Why the fast engine cannot stand in for the reference."""
+    """Why the fast engine cannot replace the reference."""
 
 
 def open_encoder(path: str | os.PathLike[str], backend: str, terms: Terms | None = None) -> Encoder:
@@ -73,7 +73,7 @@ def require_backend(asked: str, path: str, reference: Tokenizer) -> None:
 def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[str]) -> Choice:
     """Return the backend for a tokenizer file: what was asked for, or for "auto" the fastest that passes the probe.
 
-    `texts` are some of the input's own. UserError where the backend that was asked for reads no such file, or fails.
+    `texts` are some of the input's own. UserError if the backend that was asked for reads no such file, or fails.
     """
     require_backend(asked, path, reference)
     if asked == reference.kind:
@@ -95,14 +95,14 @@ def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[
 
 
 def find_terms(path: str, reference: Tokenizer, texts: Sequence[str]) -> Terms:
-    """Return the terms on which the fast engine gives the reference's ids for all texts; Unfit where there are none."""
+    """Return the terms on which the fast engine has the reference's ids for all texts; Unfit if there are none."""
     before, after = reference.frame()
     encoder = _open_fast(path, Terms(before, after))
     added = {number for token in reference.added_tokens() if (number := reference.token_id(token)) is not None}
     doubted, characters, differing = set[int](), tuple[str, ...](), list[tuple[str, set[int]]]()
     for text, fast, sure in zip(texts, _encode_each(encoder, texts), _encode_each(reference, texts), strict=True):
         if fast is None or (sure is not None and np.array_equal(fast, sure)):
-            continue  # where the engine gives up the reference has it
+            continue  # where the engine fails the reference has it
         differing.append((text, added.intersection(fast[len(before) : len(fast) - len(after)].tolist())))
     for only_one in (True, False):  # a token that explains a text by itself is not doubted for its neighbours
         for _, tokens in differing:
@@ -111,7 +111,7 @@ def find_terms(path: str, reference: Tokenizer, texts: Sequence[str]) -> Terms:
     for text, tokens in differing:
         if not tokens & doubted:
             if SPACE not in text:
-                raise Unfit(f"gives other ids than {reference.kind} for {text[:40]!r}")
+                raise Unfit(f"makes other ids than {reference.kind} for {text[:40]!r}")
             characters = (SPACE,)
     return Terms(before, after, tuple(sorted(doubted)), characters)
 
@@ -121,12 +121,12 @@ def _open_fast(path: str, terms: Terms) -> GigatokenEncoder:
         return GigatokenEncoder(Path(path), terms)
     except (KeyboardInterrupt, SystemExit, ImportError):
         raise
-    except BaseException as error:  # a panic of the engine is no Exception
+    except BaseException as error:  # a panic of the engine is not an Exception
         raise Unfit(f"cannot do it: {' '.join(str(error).split())[:200]}") from None
 
 
 def _encode_each(encoder: Encoder | Tokenizer, texts: Sequence[str]) -> list[Ids | None]:
-    """Return the ids of each text, None where the encoder gives up on one."""
+    """Return the ids of each text, None if the encoder fails on one."""
     try:
         return list(encoder.encode_batch(texts))
     except TextFault:

@@ -2,7 +2,7 @@
 
 The engine runs on terms that a probe has found (see encoder.py): what a post-processor puts around a text goes around
 its ids, and a document of which it may think otherwise goes to the reference, alone. It keeps every distinct word it
-has met for ever, so it is loaded anew where its memory has grown.
+has met for ever, so it is loaded again where its memory has grown.
 """
 
 import base64
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datakit.tokenization.doubtful import is_doubtful
 from datakit.tokenization.encoded import Encoded, Ids
 from datakit.tokenization.rank_file import (
     CL100K_PATTERN,
@@ -33,6 +32,7 @@ from datakit.tokenization.rank_file import (
 )
 from datakit.tokenization.tekken import is_tekken, read_tekken
 from datakit.tokenization.tokenizer import TextFault, Tokenizer, gave_up, open_tokenizer
+from datakit.tokenization.unicode_drift import has_drift
 
 MAX_CACHE_BYTES, CHECK_CHARACTERS = 96 << 20, 4 << 20
 # Between lines, where no engine doubts what the characters are: before the newline, or for patterns that put it to the
@@ -55,7 +55,7 @@ SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On what terms the engine stands in for the reference.
+    """On what terms the engine replaces the reference.
 
     Ids `before` and `after` go around each document. One in whose text the engine finds one of the `doubted` ids, or
     which holds one of the doubted `characters`, is the reference's.
@@ -85,7 +85,7 @@ class GigatokenEncoder:
         self._load()
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text; TextFault where both the engine and the reference give up on one."""
+        """Return the ids of each text; TextFault if both the engine and the reference give up on one."""
         texts = list(texts)
         self._num_characters += sum(map(len, texts))
         if self._num_characters > CHECK_CHARACTERS:
@@ -125,8 +125,8 @@ class GigatokenEncoder:
     def _numbers_of_doubted(self, texts: list[str], found: Encoded) -> set[int]:
         """Return which documents the reference has to see."""
         doubted = self._numbers_of_wrong(texts, found)
-        if is_doubtful("".join(texts)):
-            doubted.update(number for number, text in enumerate(texts) if is_doubtful(text))
+        if has_drift("".join(texts)):
+            doubted.update(number for number, text in enumerate(texts) if has_drift(text))
         return doubted
 
     def _numbers_of_wrong(self, texts: list[str], found: Encoded) -> set[int]:
@@ -137,11 +137,11 @@ class GigatokenEncoder:
         return wrong
 
     def _encode(self, number: int, text: str) -> tuple[Ids, bool]:
-        """Return the bare ids of one text, the reference's where they are doubted or the engine gives up; and which."""
+        """Return the bare ids of one text, the reference's where they are doubted or the engine fails; and which."""
         try:
             whole: Ids = self._engine.encode(text)
             if not self._numbers_of_wrong([text], Encoded.of([whole])):
-                if not is_doubtful(text):
+                if not has_drift(text):
                     return whole, True
                 ids = self._encode_lines(text, whole)
                 if ids is not None:
@@ -157,8 +157,8 @@ class GigatokenEncoder:
             raise
 
     def _encode_lines(self, text: str, whole: Ids) -> Ids | None:
-        """The ids of a doubtful text, only of its doubtful lines by the slow reference; None where lines do not stand
-        apart, which the engine tells: what it gives for the whole text must be what it gives for the lines.
+        """Return the ids of a text with drift, only of its drifting lines by the slow reference; None if lines
+        depend on each other: the engine's ids of the whole text must be those of the lines.
         """
         for cut in _CUTS:
             lines = cut.split(text)
@@ -169,7 +169,7 @@ class GigatokenEncoder:
             return None
         try:
             return np.concatenate(
-                [self._encode_surely(line) if is_doubtful(line) else fast for line, fast in zip(lines, ids)]
+                [self._encode_surely(line) if has_drift(line) else fast for line, fast in zip(lines, ids)]
             )
         except TextFault:
             return None

@@ -1,4 +1,4 @@
-"""Probe: texts on which an engine must give the reference's ids before it may stand in for it.
+"""Probe: texts on which an engine must have the reference's ids before it may replace it.
 
 Hostile text of many scripts, and each added token in all the places where libraries differ about it.
 """

@@ -1,7 +1,7 @@
 """Rank files: the vocabulary of a byte-level BPE as tiktoken keeps it, one `base64 rank` a line.
 
 A rank file alone does not say how text is split into words nor which special tokens there are. Files that OpenAI has
-published are known by their SHA-256; beside any other one lies a sidecar, `FILE.json`, that says it, and that is
+published are known by their SHA-256; any other one has a sidecar beside it, `FILE.json`, that says it, and that is
 obeyed beside a known one too. Ids below the largest rank are ranks or special tokens, none is missing.
 """
 
@@ -103,7 +103,7 @@ def read_rank_file(path: Path, content: bytes) -> RankFile:
 
 
 def sidecar_path(path: Path) -> Path:
-    """Where the sidecar of a rank file lies."""
+    """Return the path of a rank file's sidecar."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -130,7 +130,7 @@ def _read_encoding(path: Path, content: bytes) -> Encoding:
 
 
 def _parse_sidecar(raw: Any) -> Encoding:
-    """Return the encoding that a sidecar's JSON says; ValueError where it does not."""
+    """Return the encoding that a sidecar's JSON says; ValueError if it does not."""
     if not isinstance(raw, dict) or raw.keys() - {"special_tokens"} != {"pattern"}:
         raise ValueError('it must be an object of "pattern" and "special_tokens"')
     pattern, tokens = raw["pattern"], raw.get("special_tokens", {})
@@ -141,7 +141,7 @@ def _parse_sidecar(raw: Any) -> Encoding:
     owners: dict[int, str] = {}
     for token, number in tokens.items():
         if type(number) is not int or not 0 <= number <= MAX_ID or not token:
-            raise ValueError(f"the special token {token!r} has the id {number!r}, which is no number up to {MAX_ID}")
+            raise ValueError(f"the special token {token!r} has the id {number!r}, which is not a number up to {MAX_ID}")
         if number in owners:
             raise ValueError(f"the special tokens {owners[number]!r} and {token!r} both have the id {number}")
         owners[number] = token
@@ -159,7 +159,7 @@ def _parse_ranks(path: Path, content: bytes, special_tokens: dict[str, int]) -> 
             encoded, number = text.split(b" ")
             token, rank = base64.b64decode(encoded, validate=True), _parse_rank(number)
         except (ValueError, binascii.Error):
-            raise _fault(path, line, f"{text[:40]!r} is no token in base64 and its rank") from None
+            raise _fault(path, line, f"{text[:40]!r} is not a token in base64 and its rank") from None
         if not token:
             raise _fault(path, line, "a token of no bytes")
         if rank in special:

@@ -2,7 +2,7 @@
 (a tiktoken file, or Mistral's tekken.json).
 
 Ids are those of the libraries' own `encode`: special tokens that a tokenizer.json's post-processor adds are kept, its
-truncation and padding are switched off. Special tokens that stand in a text become their ids with tokenizers and, as
+truncation and padding are switched off. Special tokens that a text spells become their ids with tokenizers and, as
 `allowed_special="all"`, with tiktoken, but not those of a tekken.json. The library is imported when a file of its kind
 is opened.
 """
@@ -53,11 +53,11 @@ class Tokenizer(Protocol):
         """
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token, None where the vocabulary has none of this name."""
+        """Return the id of a token, None if the vocabulary has none of this name."""
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Open a tokenizer file; UserError where it is none."""
+    """Open a tokenizer file; UserError if it is none."""
     file = Path(path)
     if file.suffix not in (".json", ".model", ".tiktoken"):
         raise UserError(
@@ -87,7 +87,7 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool) -> TokenizerIdentity:
-    """Return the tokenizer's entry in a manifest; UserError where its end-of-document token is missing but required."""
+    """Return the tokenizer's entry in a manifest; UserError if its end-of-document token is missing but required."""
     eod_id = tokenizer.token_id(eod_token)
     if eod_id is None and required:
         own = [token for token in tokenizer.added_tokens() if token]
@@ -243,7 +243,7 @@ class TextFault(UserError):
 
 @contextmanager
 def _told(kind: str, number: int, text: str) -> Iterator[None]:
-    """Raise a TextFault where a library gives up, as at added tokens that overlap or at a million blanks in a row."""
+    """Raise a TextFault if a library fails, as at added tokens that overlap or at a million blanks in a row."""
     try:
         yield
     except BaseException as error:
@@ -259,7 +259,7 @@ def _told(kind: str, number: int, text: str) -> Iterator[None]:
 
 def gave_up(error: BaseException) -> bool:
     """Return whether what a library raised is about the text that it was given: an Exception, or a panic of Rust."""
-    is_panic = type(error).__name__ == "PanicException"  # it is no Exception, and no module exports it
+    is_panic = type(error).__name__ == "PanicException"  # it is not an Exception, and no module exports it
     return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
 
 

@@ -42,7 +42,7 @@ def train_tokenizer(
         )
     path = Path(output)
     if url := url_behind(path):
-        raise UserError(f"{url} is no local file, and a tokenizer is written to one", hint=f"--output {path.name}")
+        raise UserError(f"{url} is not a local file, and a tokenizer is written to one", hint=f"--output {path.name}")
     if path.suffix != ".json":
         raise UserError(f"{output}: a tokenizer file ends in .json", hint=f"--output {path.with_suffix('.json')}")
     library = Library(models.BPE())
@@ -70,7 +70,7 @@ def train_tokenizer(
 
 
 class _Texts:
-    """The texts of all files; counts the documents it gives, skips, and gives with lone surrogates replaced."""
+    """The texts of all files; counts the documents that it yields, skips, and yields with lone surrogates replaced."""
 
     def __init__(self, files: Sequence[InputFile], rules: DocumentRules) -> None:
         self._files, self._rules = files, rules

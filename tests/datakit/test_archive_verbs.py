@@ -76,13 +76,13 @@ def test_damage_is_a_failed_check_that_names_the_file(
 
 
 FAULTS = {
-    "no store": (["archive", "nothing", "--output", "a"], 2, "is no token store"),
+    "no store": (["archive", "nothing", "--output", "a"], 2, "is not a token store"),
     "no level": (["archive", "s", "--output", "a", "--level", 0], 2, "there is no level 0"),
     "no workers": (["archive", "s", "--output", "a", "--workers", 0], 2, "0 workers"),
     "full place": (["archive", "s", "--output", "s"], 2, "is not empty"),
     "no place": (["archive", "s", "--output", "nosuch://x"], 2, "cannot open nosuch://x"),
     "no bucket": (["archive", "s", "--output", "s3://"], 2, "names no bucket"),
-    "no source": (["unarchive", "nothing", "--output", "u"], 2, "is no token store or archive"),
+    "no source": (["unarchive", "nothing", "--output", "u"], 2, "is not a token store or archive"),
     "output is a file": (["unarchive", "s", "--output", "s/manifest.json"], 2, "is not a folder"),
 }
 

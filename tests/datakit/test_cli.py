@@ -114,13 +114,13 @@ FAULTS = {
     "missing tokenizer": (2, "no such tokenizer"),
     "faulty split": (2, "do not sum to 1"),
     "split of no numbers": (2, "do not sum to 1"),
-    "no split": (2, "is no pair of fractions"),
+    "no split": (2, "is not a pair of fractions"),
     "empty model": (2, "none.model is empty"),
     "broken URL": (2, "'s3:/bucket/run' is not a URL"),
     "no bucket": (2, "'s3://' names no bucket"),
     "empty part of a URL": (2, "'s3://bucket/a//b' has an empty part"),
     "no workers": (2, "0 workers"),
-    "faulty size": (2, "is no size"),
+    "faulty size": (2, "is not a size"),
     "no characters": (2, "documents of at most 0 characters"),
     "unknown flag": (2, "did you mean --append-eod?"),
 }
@@ -191,7 +191,7 @@ def test_bad_input_is_one_error_one_hint_and_an_exit_code(
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
 def test_what_is_no_store(tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert cli(verb, tmp_path) == 2
-    assert "is no token store" in capsys.readouterr().err
+    assert "is not a token store" in capsys.readouterr().err
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_verb_that_makes_a_local_folder_refuses_a_url_as_output(
     (here := tmp_path / "here").mkdir()
     monkeypatch.chdir(here)
     assert cli("unarchive", tmp_path / "s", "--output", "s3://bucket/x") == 2
-    assert "error: s3://bucket/x is no local folder" in capsys.readouterr().err
+    assert "error: s3://bucket/x is not a local folder" in capsys.readouterr().err
     assert not list(here.iterdir())
 
 
@@ -228,5 +228,5 @@ def test_a_url_is_named_as_it_was_given_where_a_local_store_is_needed(
     cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("stats", "s3://bucket/x") == 2
-    expected = "error: s3://bucket/x is no local folder\nhint: datakit unarchive s3://bucket/x --output STORE\n"
+    expected = "error: s3://bucket/x is not a local folder\nhint: datakit unarchive s3://bucket/x --output STORE\n"
     assert capsys.readouterr().err == expected

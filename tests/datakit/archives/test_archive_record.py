@@ -53,7 +53,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "version": (2, "has version 2, this program reads version 1"),
     "level": (-1, "level is -1"),
     "frame_bytes": (0, "frames of 0 bytes"),
-    "manifest": ([], "manifest is no JSON object"),
+    "manifest": ([], "manifest is not a JSON object"),
     "files": ({}, "files is {}, a list expected"),
 }
 

@@ -312,10 +312,10 @@ def test_a_full_disk_is_one_error_and_the_same_call_continues(store: Path, tmp_p
 def test_what_cannot_be_archived(store: Path, tmp_path: Path, s3_url: str) -> None:
     archive(store, str(tmp_path / "a"))
     for place in (str(tmp_path / "a"), s3_url):
-        with pytest.raises(UserError, match="is no token store in a local folder") as caught:
+        with pytest.raises(UserError, match="is not a token store in a local folder") as caught:
             archive(place, str(tmp_path / "b"))
         assert caught.value.hint == f"datakit unarchive {place} --output STORE"
-    with pytest.raises(UserError, match="is no token store"):
+    with pytest.raises(UserError, match="is not a token store"):
         archive(tmp_path, str(tmp_path / "b"))
     for level in (0, 20, -1):
         with pytest.raises(UserError, match=f"there is no level {level}"):

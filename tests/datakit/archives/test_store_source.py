@@ -71,7 +71,7 @@ def test_every_byte_comes_from_every_kind_of_place(folder: Path, place_of: str, 
 
 
 def test_what_is_no_store(folder: Path, place_of: str) -> None:
-    with pytest.raises(UserError, match="is no token store or archive"):
+    with pytest.raises(UserError, match="is not a token store or archive"):
         StoreSource.open(place_of)
     upload(folder / "store", f"{place_of}/valid")
     with pytest.raises(UserError, match="is split") as caught:

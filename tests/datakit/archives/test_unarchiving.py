@@ -166,7 +166,7 @@ def test_an_archive_is_no_store_to_open(folder: Path) -> None:
 
 
 def test_what_cannot_be_unarchived(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match="is no token store or archive"):
+    with pytest.raises(UserError, match="is not a token store or archive"):
         unarchive(str(tmp_path / "nothing"), tmp_path / "u")
     with pytest.raises(UserError, match="0 workers"):
         unarchive(str(folder / "archive"), tmp_path / "u", num_workers=0)

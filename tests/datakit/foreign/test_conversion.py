@@ -44,7 +44,7 @@ def test_every_format_is_found_out(tmp_path: Path, tokenizer_path: str, sources:
     assert detect(f"{sources['megatron']}.bin") == "megatron"
     assert detect(sources["datatrove"] / "a.ds") == "datatrove"
     assert detect(sources["mds"] / "index.json") == "mds"
-    with pytest.raises(UserError, match="is no dataset"):
+    with pytest.raises(UserError, match="is not a dataset"):
         detect(tmp_path)
     with pytest.raises(UserError, match="of several formats") as caught:
         convert_to_store([sources["mds"], sources["litdata"]], tmp_path / "s", Choices(tokenizer_path))
@@ -70,13 +70,13 @@ def test_the_verb_says_how_documents_were_cut(
 @pytest.mark.parametrize(
     ("kind", "words", "fault"),
     [
-        ("megatron", ["--dtype", "int32"], "indices tell dtype"),
-        ("megatron", ["--documents", "eod"], "indices tell dtype"),
+        ("megatron", ["--dtype", "int32"], "indices say dtype"),
+        ("megatron", ["--documents", "eod"], "indices say dtype"),
         ("megatron", ["--column", "a"], "--column is for mds and litdata"),
         ("datatrove", ["--column", "a"], "--column is for mds and litdata"),
         ("datatrove", ["--copy"], "--copy is for megatron"),
-        ("mds", ["--dtype", "float32"], "'float32' is no dtype of tokens"),
-        ("mds", ["--from", "litdata"], "config is no JSON object|chunks is None"),
+        ("mds", ["--dtype", "float32"], "'float32' is not a dtype of tokens"),
+        ("mds", ["--from", "litdata"], "config is not a JSON object|chunks is None"),
         ("mds", ["--from", "megatron"], "PREFIX names the two files"),
         ("litdata", ["--from", "mds"], "version is None"),
         ("litdata", ["--from", "datatrove"], "nor a folder with any"),

@@ -25,7 +25,7 @@ def test_fields_are_checked_and_a_fault_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "", ".", "a\\u0000b"])
 def test_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckFailed, match="is no file of this folder"):
+    with pytest.raises(CheckFailed, match="is not a file of this folder"):
         read(tmp_path, f'{{"f": "{name}"}}').file("f")
     assert read(tmp_path, '{"f": "0/shard.mds"}').file("f") == tmp_path / "0" / "shard.mds"
 
@@ -35,7 +35,7 @@ def test_a_file_that_is_no_index_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         ForeignIndex.read(tmp_path / "index.json")
     with pytest.raises(CheckFailed, match="is damaged"):
         read(tmp_path, "{")
-    with pytest.raises(CheckFailed, match="its content is no JSON object"):
+    with pytest.raises(CheckFailed, match="its content is not a JSON object"):
         read(tmp_path, "[]")
     monkeypatch.setattr(foreign_index, "MAX_BYTES", 5)
     with pytest.raises(CheckFailed, match="more than the 5 bytes"):

@@ -150,7 +150,7 @@ def test_the_leaf_is_chosen_among_others(tmp_path: Path, tokenizer_path: str) ->
 
 def test_raw_bytes_need_their_dtype(tmp_path: Path, tokenizer_path: str) -> None:
     source = write_litdata(tmp_path / "in", forms=["bytes"])
-    with pytest.raises(UserError, match="raw bytes, which do not tell"):
+    with pytest.raises(UserError, match="raw bytes, which do not say"):
         from_litdata([source], tmp_path / "s", Choices(tokenizer_path))
     store = from_litdata([source], tmp_path / "s", Choices(tokenizer_path, dtype="int64"))
     assert documents_of(store) == DOCUMENTS
@@ -191,7 +191,7 @@ def test_a_config_of_nonsense_is_named(tmp_path: Path, tokenizer_path: str, conf
         ({"chunk_size": 7}, "says 4 items, its index 7"),
         ({"chunk_size": -1}, "chunk_size is -1, a number from 0 expected"),
         ({"chunk_bytes": 1}, "its index says 1"),
-        ({"filename": "../in/chunk-0-0.bin"}, "is no file of this folder"),
+        ({"filename": "../in/chunk-0-0.bin"}, "is not a file of this folder"),
         ({"filename": "gone"}, "names gone, which is missing"),
     ],
 )

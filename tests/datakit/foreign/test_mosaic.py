@@ -127,7 +127,7 @@ def test_the_column_is_chosen_among_others(tmp_path: Path, tokenizer_path: str) 
 def test_raw_bytes_need_their_dtype(tmp_path: Path, tokenizer_path: str) -> None:
     samples = [{"tokens": np.array(document, "<i8").tobytes()} for document in DOCUMENTS]
     source = write_mds(tmp_path / "in", {"tokens": "bytes"}, samples)
-    with pytest.raises(UserError, match="raw bytes, which do not tell"):
+    with pytest.raises(UserError, match="raw bytes, which do not say"):
         from_mds([source], tmp_path / "s", Choices(tokenizer_path))
     with pytest.raises(UserError, match="every second token is 0"):
         from_mds([source], tmp_path / "s", Choices(tokenizer_path, dtype="int32"))
@@ -158,12 +158,12 @@ def test_rows_of_other_shapes(tmp_path: Path, tokenizer_path: str) -> None:
          "compression is 'br'; zstd and gz are read"),
         ({"column_sizes": []}, "do not fit the columns"),
         ({"column_sizes": [8]}, r"sample 0 has columns of \[8\] bytes"),
-        ({"raw_data": {"basename": "../in/shard.00000.mds", "bytes": 1}}, "is no file of this folder"),
-        ({"raw_data": {"basename": "/etc/passwd", "bytes": 1}}, "is no file of this folder"),
+        ({"raw_data": {"basename": "../in/shard.00000.mds", "bytes": 1}}, "is not a file of this folder"),
+        ({"raw_data": {"basename": "/etc/passwd", "bytes": 1}}, "is not a file of this folder"),
         ({"raw_data": {"basename": "gone", "bytes": 1}}, "names gone, which is missing"),
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "bytes, its index says 1"),
-        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1, "hashes": ["sha1"]}}, "hashes is no JSON object"),
-        ({"raw_data": None}, "raw_data is no JSON object"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1, "hashes": ["sha1"]}}, "hashes is not a JSON object"),
+        ({"raw_data": None}, "raw_data is not a JSON object"),
         ({"column_encodings": ["ndarray:float32"]}, "no column that may hold tokens"),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ def test_a_refusal_says_what_there_is(
 
 
 def test_raw_bytes_need_a_dtype_and_others_bear_no_second_one() -> None:
-    with pytest.raises(UserError, match="raw bytes, which do not tell"):
+    with pytest.raises(UserError, match="raw bytes, which do not say"):
         require_dtype("a", "bytes", Choices("t"), is_raw=True)
     with pytest.raises(UserError, match="a is int32, not int64"):
         require_dtype("a", "int32", Choices("t", dtype="int64"), is_raw=False)

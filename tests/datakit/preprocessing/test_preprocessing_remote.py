@@ -82,7 +82,7 @@ def test_objects_are_found_like_files(corpus: Path) -> None:
     for wrong in (f"{url}/nothing", f"{url}/*.gz", f"{url}/nothing/"):
         with pytest.raises(UserError, match="no such input"):
             find_inputs([wrong])
-    with pytest.raises(UserError, match="is no glob"):
+    with pytest.raises(UserError, match="is not a glob"):
         find_inputs([f"{url}/a**b"])
 
 

@@ -171,7 +171,7 @@ def test_a_merge_to_s3_killed_in_an_upload_is_continued(
     begin_upload(f"{s3_url}/shard-000001-000.bin")
     with pytest.raises(UserError, match="begun from other sources"):
         merge(stores[::-1], s3_url)
-    with pytest.raises(UserError, match="is no token store or archive"):
+    with pytest.raises(UserError, match="is not a token store or archive"):
         unarchive(s3_url, tmp_path / "u")
     found = merge(stores, s3_url)
     local = merge(stores, tmp_path / "m")
@@ -180,7 +180,7 @@ def test_a_merge_to_s3_killed_in_an_upload_is_continued(
     assert not verify(s3_url)
     assert not abort_stale_uploads(open_storage(s3_url), older_than_s=-60.0)
     assert not list(tmp_path.glob("datakit-*"))
-    with pytest.raises(UserError, match="is no local folder"):
+    with pytest.raises(UserError, match="is not a local folder"):
         found.document(0)
     assert merge(stores, s3_url).fingerprint == local.fingerprint
     with pytest.raises(UserError, match="is not empty: it holds manifest"):

@@ -65,7 +65,7 @@ def test_an_index_with_sequence_modes_opens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "fault"),
     [
-        (0, b"XXIDIDX\0\0", "no Megatron index"),
+        (0, b"XXIDIDX\0\0", "is not a Megatron index"),
         (9, struct.pack("<Q", 2), "index version 2"),
         (17, b"\x06", "dtype code 6"),
         (18, struct.pack("<Q", 2**63), "expected for 9223372036854775808 sequences"),

@@ -154,7 +154,7 @@ def test_a_tag_that_matches_nothing_or_is_none_is_told(
     assert "tag 'books' matches no input file: books" in capsys.readouterr().err
     for wrong in ("books", "=books", "books="):
         assert cli(*words, "--tag", wrong) == 2
-        assert f"{wrong!r} is no tag like" in capsys.readouterr().err
+        assert f"{wrong!r} is not a tag like" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
     with pytest.raises(UserError, match="matches no input"):
         preprocess([str(corpus)], tmp_path / "s", Recipe(tokenizer_path, tags=(Tag("x", "*.md"),)))

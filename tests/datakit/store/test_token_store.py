@@ -152,7 +152,7 @@ def test_a_shard_of_another_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_store_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no token store"):
+    with pytest.raises(UserError, match="is not a token store"):
         TokenStore.open(tmp_path / "none")
     write_store(tmp_path / "split" / "train", [[1]], vocab_size=9)
     with pytest.raises(UserError, match="is split") as caught:
@@ -192,16 +192,16 @@ def test_any_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
         (["format"], "mds", "format 'mds'"),
         (["dtype"], "float32", "dtype 'float32'"),
         (["num_tokens"], 4, "num_tokens is 4, its shards give 3"),
-        (["tokenizer"], None, "tokenizer is no JSON object"),
+        (["tokenizer"], None, "tokenizer is not a JSON object"),
         (["tokenizer", "vocab_size"], -1, "tokenizer.vocab_size is -1"),
         (["tokenizer", "eod_id"], "x", "tokenizer.eod_id is 'x'"),
         (["shards"], {}, "shards is {}"),
-        (["shards", 0, "name"], "../../etc/passwd", "is no shard's name"),
+        (["shards", 0, "name"], "../../etc/passwd", "is not a shard's name"),
         (["shards", 0, "num_tokens"], True, "num_tokens is True"),
         (["shards", 0, "bin", "size_bytes"], 5, "3 uint16 tokens in 5 bytes"),
-        (["shards", 0, "idx"], 5, "idx is no JSON object"),
-        (["settings"], [], "settings is no JSON object"),
-        (["skipped"], [], "skipped is no JSON object"),
+        (["shards", 0, "idx"], 5, "idx is not a JSON object"),
+        (["settings"], [], "settings is not a JSON object"),
+        (["skipped"], [], "skipped is not a JSON object"),
         (["skipped"], {"empty": -1}, "skipped.empty is -1"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, write_store
-from datakit.stream.gather import Pieces, gather, gather_reference
+from datakit.stream.gather import RowSpans, gather, gather_reference
 from datakit.stream.native import stream_library
 
 ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
@@ -35,14 +35,14 @@ def test_native_equals_reference(
     stores: list[TokenStore], data: st.DataObject, seq_length: int, mask: bool, reset: bool
 ) -> None:
     owners = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
-    pieces = Pieces(seq_length)
+    spans = RowSpans(seq_length)
     expected = []
     for store in (stores[owner] for owner in owners):
         start = data.draw(st.integers(0, store.num_tokens - seq_length - 1))
-        pieces.add(store, start)
+        spans.add(store, start)
         expected.append(store.tokens(start, start + seq_length + 1))
-    native = gather(pieces, mask_eod_loss=mask, reset_positions=reset)
-    reference = gather_reference(pieces, mask_eod_loss=mask, reset_positions=reset)
+    native = gather(spans, mask_eod_loss=mask, reset_positions=reset)
+    reference = gather_reference(spans, mask_eod_loss=mask, reset_positions=reset)
     for name in ARRAYS:
         found = getattr(native, name)
         assert found.shape == (len(owners), seq_length)
@@ -55,13 +55,13 @@ def test_native_equals_reference(
 
 def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: Path) -> None:
     store = write_store(tmp_path / "a", [[1, 2, 0], [3, 0, 4, 5, 6]], vocab_size=9, eod_id=0)
-    pieces = Pieces(7)
-    pieces.add(store, 0)
-    batch = gather(pieces, mask_eod_loss=True, reset_positions=True)
+    spans = RowSpans(7)
+    spans.add(store, 0)
+    batch = gather(spans, mask_eod_loss=True, reset_positions=True)
     assert batch.tokens.tolist() == [[1, 2, 0, 3, 0, 4, 5]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
-    plain = gather(pieces)
+    plain = gather(spans)
     assert plain.positions.tolist() == [list(range(7))]
     assert plain.loss_mask.tolist() == [[1] * 7]
 
@@ -69,10 +69,10 @@ def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: 
 def test_many_rows_use_threads(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 60000, 40_000)
     store = write_store(tmp_path / "a", np.split(tokens, 40), vocab_size=60000, shard_documents=9)
-    pieces = Pieces(1024)
+    spans = RowSpans(1024)
     for row in range(600):
-        pieces.add(store, 60 * row)
-    native, reference = gather(pieces), gather_reference(pieces)
+        spans.add(store, 60 * row)
+    native, reference = gather(spans), gather_reference(spans)
     assert all(np.array_equal(getattr(native, name), getattr(reference, name)) for name in ARRAYS)
 
 
@@ -81,7 +81,7 @@ def test_many_rows_use_threads(tmp_path: Path) -> None:
     [
         [[0, 4, 2]],  # a token is missing
         [[0, 6, 2]],  # one too many
-        [[0, 3, 2], [0, 3, 2]],  # one too many, in two pieces
+        [[0, 3, 2], [0, 3, 2]],  # one too many, in two spans
         [[0, 5, 3]],  # no known token size
         [[0, -1, 2], [0, 6, 2]],
         [[1, 5, 2]],  # row 0 is missing

@@ -113,7 +113,7 @@ def test_the_cursor_is_small_and_checked(blend: Blend) -> None:
     assert len(json.dumps(cursor.to_json())) < 1024
     assert Cursor.from_json(cursor.to_json()) == cursor
     for value in (None, {}, {"version": 2}, {"version": 1, "num_samples": 1}, cursor.to_json() | {"seed": None}):
-        with pytest.raises(UserError, match="no cursor"):
+        with pytest.raises(UserError, match="is not a cursor"):
             Cursor.from_json(value)
     with pytest.raises(UserError, match="seed"):
         Loader(blend, 1, 1, cursor=Cursor(0, 6, L, 1, blend.digest()))

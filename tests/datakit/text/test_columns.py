@@ -185,7 +185,7 @@ def test_another_column_or_type_is_told_with_the_columns(table: Path) -> None:
     with pytest.raises(UserError, match="no column 'text'; its columns: 'id', 'body'") as caught:
         list(read_columns(whole(table), ["text"]))
     assert caught.value.hint == "--text-key body"
-    with pytest.raises(UserError, match="the column 'id' is no text but int64") as caught:
+    with pytest.raises(UserError, match="the column 'id' is not text but int64") as caught:
         list(read_columns(whole(table), ["id"]))
     assert caught.value.hint == "--text-key body"
 
@@ -234,7 +234,7 @@ def test_names_lead_into_structs_and_a_literal_point_wins(tmp_path: Path, form: 
     write_table(tmp_path / form, columns)
     assert texts_of("meta.body") == ["one", "", "", "four"]
     assert texts_of("title,meta.in.x") == ["a\n\n1", "b", "c", "d\n\n4"]
-    for key, fault in [("meta", "'meta' is no text but struct"), ("meta.none", "no column 'meta.none'")]:
+    for key, fault in [("meta", "'meta' is not text but struct"), ("meta.none", "no column 'meta.none'")]:
         with pytest.raises(UserError, match=fault):
             texts_of(key)
     write_table(tmp_path / form, columns | {"meta.body": ["literal"] * 4})

@@ -135,7 +135,7 @@ def test_a_long_line_is_not_copied_to_be_read_at_once(tmp_path: Path, monkeypatc
 
 FAULTY_LINES = [
     (b'{"body": "x", "id": 1}', "line 3: no key 'text'; its keys: 'body', 'id'"),
-    (b'{"text": 7}', "line 3: 'text' is no text but int"),
+    (b'{"text": 7}', "line 3: 'text' is not text but int"),
     (b'["text"]', "line 3: no JSON object"),
     (b'{"text": "x"', "line 3: invalid JSON"),
     (b'{"text": "\xff"}', "line 3: invalid UTF-8: invalid start byte 0xff at byte 44"),
@@ -194,7 +194,7 @@ def test_the_texts_of_several_keys_are_joined_by_blank_lines(tmp_path: Path) -> 
     assert [document.text for document in read(path, text_key="text,title")] == ["x\n\nT", "y", "", "U"]
     for row, fault in [
         ({"title": None, "id": 2}, "no key 'title' or 'text' with a text; its keys: 'title', 'id'"),
-        ({"title": "x", "text": 7}, "'text' is no text but int"),
+        ({"title": "x", "text": 7}, "'text' is not text but int"),
     ]:
         path.write_text(json.dumps(row))
         with pytest.raises(UserError, match=fault):

@@ -87,7 +87,7 @@ def test_one_other_id_on_the_input_is_enough_to_refuse(tokenizer_path: str, monk
     monkeypatch.setattr(GigatokenEncoder, "encode_batch", astray)
     assert choose("auto", tokenizer_path, ["common"]).backend == "gigatoken"
     assert choose("auto", tokenizer_path, ["common", "rare"]) == Choice(
-        "tokenizers", "gigatoken gives other ids than tokenizers for 'rare'"
+        "tokenizers", "gigatoken makes other ids than tokenizers for 'rare'"
     )
 
 

@@ -55,7 +55,7 @@ def test_short_documents_pass_the_engine_in_one_call(tokenizer_path: str, monkey
     assert len(calls) == 1
 
 
-def test_a_text_with_a_doubtful_character_goes_to_the_reference(
+def test_a_text_with_a_drifting_character_goes_to_the_reference(
     tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = GigatokenEncoder(Path(tokenizer_path)), []
@@ -72,7 +72,7 @@ def test_a_text_with_a_doubtful_character_goes_to_the_reference(
     assert seen == texts[2:]
 
 
-def test_only_the_doubtful_lines_of_a_text_go_to_the_reference_where_lines_stand_apart(
+def test_only_the_drifting_lines_of_a_text_go_to_the_reference_where_lines_stand_apart(
     tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = GigatokenEncoder(Path(tokenizer_path)), []

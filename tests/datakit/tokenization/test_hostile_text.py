@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from datakit.store.token_store import TokenStore
-from datakit.tokenization.doubtful import _table, is_doubtful
 from datakit.tokenization.encoder import choose_backend, open_encoder
 from datakit.tokenization.fast_encoder import GigatokenEncoder
 from datakit.tokenization.rank_file import (
@@ -27,6 +26,7 @@ from datakit.tokenization.rank_file import (
     TEKKEN_PATTERN,
 )
 from datakit.tokenization.tokenizer import DEFAULT_EOD, open_tokenizer
+from datakit.tokenization.unicode_drift import _table, has_drift
 from tests.datakit.conftest import Cli, ranks_of, write_jsonl
 
 Encode = Callable[[str], list[int]]
@@ -309,11 +309,11 @@ def contexts(letter: str) -> str:
     )  # fmt: skip
 
 
-def test_doubtful_characters_are_those_on_which_engines_differ(engines: tuple[GigatokenEncoder, Library]) -> None:
+def test_drifting_characters_are_those_on_which_engines_differ(engines: tuple[GigatokenEncoder, Library]) -> None:
     fast, library = engines
-    doubtful = [code for code in np.flatnonzero(_table()).tolist() if code < 0x20000 and not 0xD800 <= code < 0xE000]
-    texts = [contexts(chr(code)) for code in doubtful[::11]]
-    assert all(map(is_doubtful, texts))
+    drifting = [code for code in np.flatnonzero(_table()).tolist() if code < 0x20000 and not 0xD800 <= code < 0xE000]
+    texts = [contexts(chr(code)) for code in drifting[::11]]
+    assert all(map(has_drift, texts))
     assert any(not np.array_equal(fast._engine.encode(text), library.encode(text).ids) for text in texts)
     assert all(np.array_equal(ids, library.encode(text).ids) for ids, text in zip(fast.encode_batch(texts), texts))
 
@@ -337,13 +337,13 @@ LINES = st.sampled_from(
     ]
 )
 NEW = "\u0378\u0897\u1acf\ua7cf\U00010d70\U00016ec0\U000323b0\U0001e4ec"
-DOUBTFUL = st.sampled_from(NEW).map("x{0}\u0301y {0}".format)
-TEXTS = st.lists(LINES | DOUBTFUL | st.tuples(LINES, DOUBTFUL).map("".join), max_size=30)
+DRIFTING = st.sampled_from(NEW).map("x{0}\u0301y {0}".format)
+TEXTS = st.lists(LINES | DRIFTING | st.tuples(LINES, DRIFTING).map("".join), max_size=30)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from(["\n", "\r\n"]))
-def test_texts_with_doubtful_lines_get_the_references_ids(
+def test_texts_with_drifting_lines_get_the_references_ids(
     engines: tuple[GigatokenEncoder, Library], lines: list[str], end: str
 ) -> None:
     fast, library = engines

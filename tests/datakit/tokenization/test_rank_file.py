@@ -142,12 +142,12 @@ def test_a_special_token_may_fill_a_hole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "fault"),
     [
-        ([*BYTES, b"YWI="], "line 257: b'YWI=' is no token in base64 and its rank"),
-        ([*BYTES, b"YWI 256"], "line 257: .* is no token in base64"),
-        ([*BYTES, b"Y*I= 256"], "line 257: .* is no token in base64"),
-        ([*BYTES, b"YWI= -1"], "line 257: .* is no token in base64"),
-        ([*BYTES, b"YWI= 99999999999"], "line 257: .* is no token in base64"),
-        ([*BYTES, b"YWI= 4294967295"], "line 257: .* is no token in base64"),
+        ([*BYTES, b"YWI="], "line 257: b'YWI=' is not a token in base64 and its rank"),
+        ([*BYTES, b"YWI 256"], "line 257: .* is not a token in base64"),
+        ([*BYTES, b"Y*I= 256"], "line 257: .* is not a token in base64"),
+        ([*BYTES, b"YWI= -1"], "line 257: .* is not a token in base64"),
+        ([*BYTES, b"YWI= 99999999999"], "line 257: .* is not a token in base64"),
+        ([*BYTES, b"YWI= 4294967295"], "line 257: .* is not a token in base64"),
         ([*BYTES, b"", b" 256"], "line 258: a token of no bytes"),
         ([*BYTES, b"YWI= 7"], "line 257: rank 7 was given in line 8 already"),
         ([*BYTES, b"YWI= 256", b"YWI= 257"], "line 258: the token b'ab' was given in line 257 already"),
@@ -156,7 +156,7 @@ def test_a_special_token_may_fill_a_hole(tmp_path: Path) -> None:
         ([*BYTES, b"YWI= 2147483000"], "line 257: before rank 2147483000 there is no token of rank 256"),
         (BYTES[:-1], "no token for the byte 0xff"),
         ([], "no token for the byte 0x00"),
-        ([b"\x0a\x07\x00junk"], "line 2: .* is no token in base64"),
+        ([b"\x0a\x07\x00junk"], "line 2: .* is not a token in base64"),
     ],
 )
 def test_damage_is_named_by_its_line(tmp_path: Path, lines: list[bytes], fault: str) -> None:

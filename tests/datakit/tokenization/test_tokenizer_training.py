@@ -58,6 +58,6 @@ def test_faults(tmp_path: Path, content: bytes, vocab_size: int, output: str, fa
 def test_a_url_as_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n')
-    with pytest.raises(UserError, match=r"s3://bucket/t.json is no local file"):
+    with pytest.raises(UserError, match=r"s3://bucket/t.json is not a local file"):
         train_tokenizer(["a.jsonl"], "s3://bucket/t.json", vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -1,4 +1,4 @@
-"""The rotation: exact counts, and weights kept at every prefix."""
+"""Weighted sequence: exact counts, and weights kept at every prefix."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.stream.rotation import CIRCLE, Rotation
+from datakit.stream.weighted_sequence import CIRCLE, WeightedSequence
 
 WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=12).filter(lambda weights: sum(weights) > 1e-3)
 THETAS = st.integers(0, CIRCLE - 1)
@@ -33,12 +33,12 @@ def test_the_reference_is_the_sum(n: int, m: int, a: int, b: int) -> None:
 
 @given(weights=WEIGHTS, theta=THETAS)
 def test_counts_are_those_of_the_stream_and_keep_to_the_weights(weights: list[float], theta: int) -> None:
-    rotation = Rotation(weights, theta)
-    sources, numbers = rotation.locate(np.arange(2000))
+    sequence = WeightedSequence(weights, theta)
+    sources, numbers = sequence.locate(np.arange(2000))
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     assert numbers.tolist() == (counts[np.arange(2000), sources] - 1).tolist()
     for n in (0, 1, 7, 1999):
-        assert rotation.counts(n + 1).tolist() == counts[n].tolist()
+        assert sequence.counts(n + 1).tolist() == counts[n].tolist()
     shares = np.array(weights) / sum(weights)
     assert np.abs(counts - np.arange(1, 2001)[:, None] * shares).max() <= 4
     assert not counts[-1][np.array(weights) == 0].any()
@@ -46,16 +46,16 @@ def test_counts_are_those_of_the_stream_and_keep_to_the_weights(weights: list[fl
 
 @given(weights=WEIGHTS, theta=THETAS, sample=st.integers(0, 2**62 - 1))
 def test_access_is_random_and_exact(weights: list[float], theta: int, sample: int) -> None:
-    rotation = Rotation(weights, theta)
-    [source], [number] = (column.tolist() for column in rotation.locate(np.array([sample])))
-    edges = [0, *np.cumsum(rotation.arcs).tolist()]
+    sequence = WeightedSequence(weights, theta)
+    [source], [number] = (column.tolist() for column in sequence.locate(np.array([sample])))
+    edges = [0, *np.cumsum(sequence.arcs).tolist()]
     assert edges[source] <= (STEP * sample + theta) % CIRCLE < edges[source + 1]
     beyond = [floor_sum(sample, CIRCLE, STEP, theta + CIRCLE - edge) for edge in edges]
     assert number == beyond[source] - beyond[source + 1]
-    assert rotation.counts(sample).tolist() == [first - second for first, second in pairwise(beyond)]
+    assert sequence.counts(sample).tolist() == [first - second for first, second in pairwise(beyond)]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e6])
 def test_weights_need_not_sum_to_one(scale: float) -> None:
-    plain, scaled = Rotation([0.5, 0.3, 0.2]), Rotation([0.5 * scale, 0.3 * scale, 0.2 * scale])
+    plain, scaled = WeightedSequence([0.5, 0.3, 0.2]), WeightedSequence([0.5 * scale, 0.3 * scale, 0.2 * scale])
     assert (plain.locate(np.arange(1000))[0] == scaled.locate(np.arange(1000))[0]).all()

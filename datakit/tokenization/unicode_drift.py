@@ -1,4 +1,4 @@
-"""Doubtful characters: those that a newer Unicode knows and an older one does not, so that two engines may differ.
+"""Unicode drift: the characters that a newer Unicode knows and an older one does not, so that two engines may differ.
 
 What is a letter, a number or a combining mark decides where text is split and how it is normalized. Engines carry
 tables of their own, from Unicode 10 (the marks in tokenizers' normalizers) to 17. All other characters have had
@@ -26,7 +26,7 @@ _NEWER = (
 )
 
 
-def is_doubtful(text: str) -> bool:
+def has_drift(text: str) -> bool:
     """Return whether a text holds such a character, or one that is assigned in no Unicode that Python knows."""
     if text.isascii():
         return False
@@ -40,13 +40,13 @@ def is_doubtful(text: str) -> bool:
 
 @cache
 def _table() -> npt.NDArray[np.bool_]:
-    """For every code point whether it is doubtful; 1 MiB, made in some 10 ms."""
+    """Return for every code point whether it drifts; 1 MiB, made in some 10 ms."""
     table = np.ones(_NUM_CODES, np.bool_)
     for start, stop in _LOOKED_UP:
         table[start:stop] = [unicodedata.category(chr(code)) == "Cn" for code in range(start, stop)]
     table[0xF0000:] = False  # for private use
-    for entries, doubtful in ((_IDEOGRAPHS, False), (_NEWER, True)):
+    for entries, drifts in ((_IDEOGRAPHS, False), (_NEWER, True)):
         for entry in entries.split():
             first, _, last = entry.partition("-")
-            table[int(first, 16) : int(last or first, 16) + 1] = doubtful
+            table[int(first, 16) : int(last or first, 16) + 1] = drifts
     return table

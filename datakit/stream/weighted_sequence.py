@@ -16,7 +16,7 @@ from datakit.stream.native import address_of, stream_library
 CIRCLE = 1 << 62
 
 
-class Rotation:
+class WeightedSequence:
     """The stream of one fixed list of weights; a source of weight 0 never comes."""
 
     def __init__(self, weights: Sequence[float], theta: int = 0) -> None:
