@@ -110,11 +110,11 @@ def sweeps_what_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         commits_over_another,
         deletes_data_before_roots,
-        looks_for_pins_only_before,
-        forgets_the_newest,
-        clears_after_a_lost_answer,
-        removes_files_that_may_be_named,
-        sweeps_what_is_young,
+        pytest.param(looks_for_pins_only_before, marks=pytest.mark.slow),
+        pytest.param(forgets_the_newest, marks=pytest.mark.slow),
+        pytest.param(clears_after_a_lost_answer, marks=pytest.mark.slow),
+        pytest.param(removes_files_that_may_be_named, marks=pytest.mark.slow),
+        pytest.param(sweeps_what_is_young, marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

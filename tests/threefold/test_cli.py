@@ -191,7 +191,8 @@ from threefold.cli import Parser, run
 def wait(arguments):
     try:
         print("waiting", flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal that comes just before a sleep does not shorten it
+            time.sleep(0.1)
     finally:
         print("cleaning up", flush=True)
         time.sleep(float(sys.argv[1]))

@@ -489,7 +489,8 @@ class TwoNodes:
         return pieces_of(SMALL, self.layout, rank, arrays)
 
 
-@pytest.mark.parametrize("slow", ["local", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", ["local", "s3"], indirect=True)
 def test_nodes_save_apart_and_a_shared_tier_gets_the_whole_step(tmp_path: Path, slow: str) -> None:
     nodes = TwoNodes(tmp_path / "nodes", slow)
     for node in (0, 1):

@@ -156,6 +156,7 @@ def objects_of(url: str) -> dict[str, bytes]:
     return {info.key: storage.read(info.key) for info in storage.list()}
 
 
+@pytest.mark.slow
 def test_a_merge_to_s3_killed_in_an_upload_is_continued(
     stores: list[Path], tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
