@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_demo_in_float64_agrees_throughout(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "demo.py", "--output", tmp_path / "out", "--precision", "fp64",
-         "--all-rtol", "1e-8", "--train-steps", "60", "--save-interval", "10"],
+         "--all-rtol", "1e-8", "--train-steps", "64", "--save-interval", "8"],
         capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -281,13 +281,14 @@ def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
     tmp_path: Path, large_corpus: Path, tokenizer_path: str, victim: str
 ) -> None:
     flags = ["--workers", "2", "--split", "0.9,0.1", "--item-size", "256KiB"]
-    started_s = time.monotonic()
     subprocess.run(command(large_corpus, tmp_path / "whole", tokenizer_path, *flags), check=True, cwd=ROOT, timeout=200)
-    life_s = time.monotonic() - started_s
     for attempt in range(5):
         words = command(large_corpus, tmp_path / "killed", tokenizer_path, *flags)
         process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        time.sleep(life_s * (0.3 + 0.13 * attempt))
+        time.sleep(1.0)
+        while attempt and len(list((tmp_path / "killed").rglob("*.bin"))) < 16 * attempt:  # two files an item, of 70
+            assert process.poll() is None
+            time.sleep(0.02)
         workers = psutil.Process(process.pid).children()
         chosen = process.pid if victim == "parent" or not workers else workers[attempt % len(workers)].pid
         os.kill(chosen, signal.SIGKILL)
