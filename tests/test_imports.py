@@ -46,9 +46,8 @@ def test_completion_help_and_type_checkers_see_the_same_names(kit: str) -> None:
     assert dir(package) == sorted([*package.__all__, "__version__"])
     assert package.__version__ == import_module("threefold").__version__
     assert (ROOT / kit / "py.typed").is_file()
-    tree = ast.parse((ROOT / kit / "__init__.py").read_text())
-    [block] = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = {each.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for each in node.names}
+    stub = ast.parse((ROOT / kit / "__init__.pyi").read_text())
+    typed = {each.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for each in node.names}
     assert sorted(typed) == package.__all__
     for name, module in typed.items():
         assert getattr(import_module(module), name) is getattr(package, name)

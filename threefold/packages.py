@@ -6,6 +6,7 @@ whose it is: other distributions own the names `ckptkit` and `trainer` too, and 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -48,19 +49,7 @@ def start(kit: str) -> int:
     return code
 
 
-def datakit() -> int:
-    """Run the `datakit` command."""
-    return start("datakit")
-
-
-def ckptkit() -> int:
-    """Run the `ckptkit` command."""
-    return start("ckptkit")
-
-
-def trainer() -> int:
-    """Run the `trainer` command."""
-    return start("trainer")
+datakit, ckptkit, trainer = (partial(start, kit) for kit in KITS)  # the commands
 
 
 def require(package: str, what: str) -> None:

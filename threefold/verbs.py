@@ -1,12 +1,14 @@
-"""The verbs of a kit, a file each: `KIT/commands/VERB.py` holds SUMMARY, the dataclass Options and the function run.
+"""The verbs of a kit, a file each: `KIT/commands/VERB.py` holds the dataclass Options and the function run.
 
-The package lists its verbs in the order of the help, `help` and `completion` come with every kit. The first lines of
-`run` are the description. A verb's arguments are added when its parser is first used, so that no other one pays for it.
+The package lists its verbs in the order of the help, `help` and `completion` come with every kit. What a file's first
+line says behind the verb is its summary, the first lines of `run` are the description. A file is imported and a verb's
+arguments are added when its parser is first used, so that no other verb and no `--help` of all pays for it.
 """
 
 import argparse
 import importlib
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 from threefold.cli import Parser
@@ -20,9 +22,9 @@ def add_verbs(parser: Parser, commands: ModuleType) -> Parser:
     """Add the verbs of a package of commands to a parser, then `help` and `completion`; return the parser."""
     verbs = parser.add_subparsers(metavar="{" + ",".join((*commands.VERBS, "help", "completion")) + "}")
     for name in commands.VERBS:
-        module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
-        verb = verbs.add_parser(name, help=module.SUMMARY, description=module.run.__doc__)
-        verb.fill_later(_filler(module))
+        module = name.replace("-", "_")
+        verb = verbs.add_parser(name, help=summary(Path(str(commands.__file__)).with_name(f"{module}.py")))
+        verb.fill_later(partial(_fill, module=f"{commands.__name__}.{module}"))
     about = verbs.add_parser("help", help="show the help of a verb", description="Show the help of a verb, or of all.")
     about.add_argument("verb", nargs="?", metavar="VERB", help="a verb, such as " + commands.VERBS[0])
     about.set_defaults(handler=lambda arguments: _help(parser, arguments.verb))
@@ -37,12 +39,18 @@ def add_verbs(parser: Parser, commands: ModuleType) -> Parser:
     return parser
 
 
-def _filler(module: ModuleType) -> Callable[[Parser], None]:
-    def fill(parser: Parser) -> None:
-        add_options(parser, module.Options)
-        parser.set_defaults(handler=lambda arguments: module.run(read_options(module.Options, arguments)))
+def summary(file: Path) -> str:
+    """Return what the first line of a verb's file says of it: its docstring begins with "`KIT VERB`: SUMMARY."."""
+    with file.open(encoding="utf-8") as lines:
+        return lines.readline().partition("`: ")[2].rstrip('."\n')
 
-    return fill
+
+def _fill(parser: Parser, module: str) -> None:
+    """Import a verb, and add its arguments to its parser."""
+    verb = importlib.import_module(module)
+    parser.description = verb.run.__doc__
+    add_options(parser, verb.Options)
+    parser.set_defaults(handler=lambda arguments: verb.run(read_options(verb.Options, arguments)))
 
 
 def _help(parser: Parser, verb: str | None) -> int:

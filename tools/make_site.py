@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
 FRONT = "README.md"  # the site's first page
 KITS = ("datakit", "ckptkit", "trainer", "threefold")
-PUBLIC = re.compile(r"^    from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
+PUBLIC = re.compile(r"^from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def gather_pages(folder: Path) -> None:
 
 def reference(kit: str) -> str:
     """Return the page of a kit's public names, each to be filled in from its docstring."""
-    names = PUBLIC.findall((ROOT / kit / "__init__.py").read_text())
+    names = PUBLIC.findall((ROOT / kit / "__init__.pyi").read_text())
     entries = [f"## `{name}`\n\n::: {module}.{name}\n" for module, name in sorted(names, key=lambda found: found[1])]
     return "\n".join([f"# {kit}: public names\n", *entries])
 

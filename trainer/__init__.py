@@ -3,39 +3,5 @@
 from threefold import __version__ as __version__
 from threefold.lazy import lazy_names
 
-TYPE_CHECKING = False
-
 # `trainer.train.train` shares its module's name and is imported from there.
-if TYPE_CHECKING:
-    from trainer.config import Config as Config
-    from trainer.config_file import load_config as load_config
-    from trainer.engine import Batch as Batch
-    from trainer.engine import Engine as Engine
-    from trainer.engine import StepStats as StepStats
-    from trainer.evaluate import evaluate_checkpoint as evaluate_checkpoint
-    from trainer.generate import generate_text as generate_text
-    from trainer.mesh import ProcessMesh as ProcessMesh
-    from trainer.ranks import Ranks as Ranks
-    from trainer.schedule import gpipe as gpipe
-    from trainer.schedule import one_f_one_b as one_f_one_b
-    from trainer.trained import TrainedModel as TrainedModel
-    from trainer.trained import open_checkpoint as open_checkpoint
-else:
-    __all__, __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "Batch": "engine",
-            "Config": "config",
-            "Engine": "engine",
-            "ProcessMesh": "mesh",
-            "Ranks": "ranks",
-            "StepStats": "engine",
-            "TrainedModel": "trained",
-            "evaluate_checkpoint": "evaluate",
-            "generate_text": "generate",
-            "gpipe": "schedule",
-            "load_config": "config_file",
-            "one_f_one_b": "schedule",
-            "open_checkpoint": "trained",
-        },
-    )
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

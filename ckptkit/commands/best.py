@@ -6,8 +6,6 @@ from ckptkit.commands.shared import ByMetric, OfRun, check_metric, open_run
 from threefold.cli import log, print_json, print_line
 from threefold.errors import EXIT_OK, UserError
 
-SUMMARY = "print the URL of the step with the best metric"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ByMetric, OfRun):

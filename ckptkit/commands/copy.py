@@ -7,8 +7,6 @@ from threefold.cli import print_json, print_line, report
 from threefold.errors import EXIT_OK, CheckFailed, UserError
 from threefold.options import argument, option
 
-SUMMARY = "copy a checkpoint to another storage"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):

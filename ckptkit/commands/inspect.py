@@ -7,8 +7,6 @@ from threefold.cli import print_json, print_line
 from threefold.errors import EXIT_OK
 from threefold.options import option
 
-SUMMARY = "what a checkpoint holds"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfCheckpoint):

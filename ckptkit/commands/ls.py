@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from ckptkit.runs.record import StepRecord
 
-SUMMARY = "list a run's committed steps"
 Key = Literal["step", "tokens", "loss", "val_loss", "lr", "layout", "bytes", "saved_at", "seconds"]
 COLUMNS = (*get_args(Key), "pinned", "marks")
 

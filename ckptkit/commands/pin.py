@@ -9,8 +9,6 @@ from threefold.options import option
 if TYPE_CHECKING:
     from threefold.storage import Storage
 
-SUMMARY = "keep a step from being pruned"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfSteps):

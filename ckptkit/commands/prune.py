@@ -12,7 +12,6 @@ from threefold.options import option
 if TYPE_CHECKING:
     from ckptkit.runs.pruning import PruneReport
 
-SUMMARY = "delete steps that no rule keeps"
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

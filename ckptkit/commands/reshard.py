@@ -7,8 +7,6 @@ from threefold.cli import print_json, print_line
 from threefold.errors import EXIT_OK, UserError
 from threefold.options import argument, option
 
-SUMMARY = "rewrite a checkpoint for another layout"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from ckptkit.commands.shared import OfSteps, each_step
 
-SUMMARY = "take a pin away"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfSteps):

@@ -7,8 +7,6 @@ from threefold.cli import print_json, print_line
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 from threefold.options import option
 
-SUMMARY = "check every byte of a checkpoint"
-
 
 def share(text: str) -> float:
     """Return the share of a file that is read."""

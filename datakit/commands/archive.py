@@ -7,8 +7,6 @@ from threefold.cli import log, print_json, print_line
 from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
-SUMMARY = "compress a store into a folder or a URL"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):

@@ -9,8 +9,6 @@ from threefold.cli import print_json
 from threefold.errors import EXIT_OK, UserError
 from threefold.options import argument, option
 
-SUMMARY = "others' tokenized datasets to a store, and to Megatron's"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Linking):

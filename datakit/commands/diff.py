@@ -12,8 +12,6 @@ from threefold.options import argument
 if TYPE_CHECKING:
     from datakit.reports.difference import Side
 
-SUMMARY = "find where two stores differ"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):

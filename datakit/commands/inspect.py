@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from datakit.reports.excerpt import Excerpt
     from datakit.tokenization.tokenizer import Tokenizer
 
-SUMMARY = "say what a store or archive holds"
 _COLOURS, _PLAIN = ("\x1b[30;46m", "\x1b[30;43m"), "\x1b[0m"
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 

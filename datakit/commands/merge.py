@@ -7,8 +7,6 @@ from datakit.commands.shared import Linking, print_store
 from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
-SUMMARY = "make one store of several"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Linking):

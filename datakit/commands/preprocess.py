@@ -10,8 +10,6 @@ from threefold.console import live
 from threefold.errors import EXIT_OK
 from threefold.options import option
 
-SUMMARY = "make a token store of text"
-
 
 def _fractions(text: str) -> tuple[float, float]:
     try:

@@ -14,8 +14,6 @@ from threefold.options import argument, option
 if TYPE_CHECKING:
     from datakit.reports.statistics import Statistics
 
-SUMMARY = "count documents, lengths and sources"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):

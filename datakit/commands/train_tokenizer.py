@@ -7,8 +7,6 @@ from threefold.cli import log
 from threefold.errors import EXIT_OK
 from threefold.options import option
 
-SUMMARY = "train a byte-level BPE tokenizer"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfInput):

@@ -7,8 +7,6 @@ from threefold.cli import log
 from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
-SUMMARY = "make a local store of an archive or of a store at a URL"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):

@@ -7,8 +7,6 @@ from datakit.commands.shared import OfStored
 from threefold.cli import log, print_json
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, CheckFailed
 
-SUMMARY = "check every byte of a store or archive"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfStored):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.test_help import KITS
 from threefold.options import leaves
+from threefold.verbs import summary
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -32,7 +33,7 @@ def test_each_verb_is_a_file_with_its_help_its_options_and_its_run(kit: str) -> 
     assert len(package.VERBS) == len(files)
     for name in files:
         module = import_module(f"{kit}.commands.{name}")
-        assert module.__doc__.startswith(f"`{kit} {name.replace('_', '-')}`: {module.SUMMARY}.")
+        assert module.__doc__.startswith(f"`{kit} {name.replace('_', '-')}`: {summary(Path(module.__file__))}.")
         assert module.run.__doc__
         assert dataclasses.is_dataclass(module.Options)
         for leaf in leaves(module.Options):

@@ -8,8 +8,6 @@ from threefold.options import option
 from trainer.commands.shared import OfCheckpoint, before_ranks, is_first_rank, world_size
 from trainer.failure import recorded
 
-SUMMARY = "loss and perplexity of a checkpoint on [data.valid]"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfCheckpoint):

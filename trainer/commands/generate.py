@@ -7,8 +7,6 @@ from threefold.options import option
 from trainer.commands.shared import OfCheckpoint
 from trainer.failure import recorded
 
-SUMMARY = "continue a prompt with a checkpoint"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OfCheckpoint):

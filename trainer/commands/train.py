@@ -9,8 +9,6 @@ from trainer.commands.shared import before_ranks, is_first_rank, world_size
 from trainer.config import Config
 from trainer.failure import recorded
 
-SUMMARY = "train, or resume, a run"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

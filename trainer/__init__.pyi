@@ -1,0 +1,15 @@
+from trainer.config import Config as Config
+from trainer.config_file import load_config as load_config
+from trainer.engine import Batch as Batch
+from trainer.engine import Engine as Engine
+from trainer.engine import StepStats as StepStats
+from trainer.evaluate import evaluate_checkpoint as evaluate_checkpoint
+from trainer.generate import generate_text as generate_text
+from trainer.mesh import ProcessMesh as ProcessMesh
+from trainer.ranks import Ranks as Ranks
+from trainer.schedule import gpipe as gpipe
+from trainer.schedule import one_f_one_b as one_f_one_b
+from trainer.trained import TrainedModel as TrainedModel
+from trainer.trained import open_checkpoint as open_checkpoint
+
+__version__: str
