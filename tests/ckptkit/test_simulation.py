@@ -18,7 +18,7 @@ from threefold.errors import StorageError
 from threefold.storage import Storage
 
 SEED = os.environ.get("SIMULATION_SEED")
-FAST, SLOW, PLANTED = 100, int(os.environ.get("SIMULATION_SEEDS", "5000")), 1000
+FAST, SLOW, PLANTED = 50, int(os.environ.get("SIMULATION_SEEDS", "5000")), 1000
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,7 @@ def test_lasting_faults_are_errors_and_no_hangs(
     assert patient.read("key") == b"after"
 
 
+@pytest.mark.slow
 def test_a_large_write_that_fails_is_never_listed(s3_proxy: FaultProxy, s3_url: str) -> None:
     storage = open_storage(s3_url)
     s3_proxy.fault = Fault("503", method="PUT", skip=1)
@@ -132,6 +133,7 @@ open_storage(sys.argv[1]).write("step/key", buffers())
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_upload_left_is_found_and_aborted(s3_url: str) -> None:
     for url in (f"{s3_url}/run", f"{s3_url}/run-2"):
         died = subprocess.run([sys.executable, "-c", UPLOAD_AND_DIE, url], check=False, timeout=60)
@@ -187,7 +189,13 @@ def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_url: str) -> None:
     assert storage.read("key") == b"x"
 
 
-@pytest.mark.parametrize("name", operations(None))  # type: ignore[arg-type]  # the names alone
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("write", "read", "list") else pytest.param(name, marks=pytest.mark.slow)
+        for name in operations(None)  # type: ignore[arg-type]  # the names alone
+    ],
+)
 def test_a_missing_bucket_is_named(s3_url: str, name: str) -> None:
     storage = open_storage("s3://no-such-bucket/run")
     with pytest.raises(StorageError, match="bucket 'no-such-bucket' does not exist on http://") as caught:

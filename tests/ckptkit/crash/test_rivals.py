@@ -76,6 +76,7 @@ def test_of_two_jobs_that_save_one_step_one_wins(url: str, num_races: int) -> No
             assert attempts_of(url, step) == {f"{winner[0]}-{step:04d}"}, "the loser's files are gone"
 
 
+@pytest.mark.slow
 def test_both_of_two_jobs_are_at_the_root_when_one_wins(tmp_path: Path) -> None:
     """Each has written all its files before either links its root."""
     url = str(tmp_path)
@@ -104,6 +105,7 @@ def test_a_writer_of_a_dead_job_is_overtaken_on_s3(s3_proxy: FaultProxy, s3_url:
     trainer.communicate(timeout=30)
 
 
+@pytest.mark.slow
 def test_a_writer_of_a_dead_job_is_overtaken_on_a_disk(tmp_path: Path) -> None:
     url, slow = str(tmp_path), strace("fsync:delay_enter=300000")
     trainer = start_rank(url, "--steps", 5, "--attempt", "old", "--then", "kill", under=slow)
@@ -142,6 +144,7 @@ def test_a_writer_of_a_dead_job_overtakes_the_next_job(tmp_path: Path) -> None:
     assert attempts_of(url, 5) == {"old-0001"}
 
 
+@pytest.mark.slow
 def test_a_job_whose_step_another_committed_meanwhile_gives_up_at_once(tmp_path: Path) -> None:
     """The first rank has begun when the other job commits, the second has not."""
     ranks = [Checkpointer(str(tmp_path), rank=rank, world_size=2, attempt="late") for rank in (0, 1)]

@@ -78,6 +78,7 @@ def test_each_byte_is_read_once_and_results_are_equal(run: Path, layouts: list[s
     assert len({layout for layout in layouts if layout}) > 1 or max(each["read"] for each in told) < NUM_BYTES / 2
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_reads_is_told_to_all(run: Path) -> None:
     path = next(run.rglob("part-00002.safetensors"))
     content = path.read_bytes()
@@ -110,7 +111,7 @@ def test_a_rank_that_is_gone_is_named_by_all_others(run: Path, then: str, said: 
     ("limit", "said"),
     [
         ("FSIZE=65536", "rank 1 has no memory for [0-9]+ bytes: File too large"),
-        ("NOFILE=6", r"rank 1 may have no 3 more files open \(ulimit -n\)"),
+        pytest.param("NOFILE=6", r"rank 1 may have no 3 more files open \(ulimit -n\)", marks=pytest.mark.slow),
     ],
 )
 def test_what_one_rank_lacks_is_told_to_all_at_once(run: Path, limit: str, said: str) -> None:

@@ -118,7 +118,7 @@ def test_tied_tensors_come_from_the_tensor_that_holds_them(tmp_path: Path) -> No
     assert (embed.data == expected).all()
 
 
-@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
     tmp_path: Path, place: str, request: pytest.FixtureRequest
 ) -> None:
@@ -148,6 +148,7 @@ def test_a_flipped_byte_is_found_with_file_offset_and_tensor(
         restore(url, 1, [piece for piece in pieces if piece.name == "optim.exp_avg_sq/norm.weight"])
 
 
+@pytest.mark.slow
 def test_a_byte_flipped_on_the_wire_is_found(s3_proxy: FaultProxy, s3_url: str) -> None:
     tensors = gpt_tensors(hidden=128, ffn=512, vocab=2000)
     assert save_whole(s3_url, 1, tensors).ok
@@ -162,7 +163,7 @@ def test_a_byte_flipped_on_the_wire_is_found(s3_proxy: FaultProxy, s3_url: str) 
         assert_restored(pieces, pieces_of(tensors, ONE, 0, values(tensors)))
 
 
-@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_rank_reads_little_more_than_its_part(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
     tensors = gpt_tensors(hidden=256, ffn=1024, vocab=16_000)
     url = str(tmp_path / "run") if place == "local" else request.getfixturevalue("s3_url")

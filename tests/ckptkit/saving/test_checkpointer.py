@@ -48,7 +48,7 @@ from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_url")
 
@@ -163,7 +163,7 @@ def test_the_writer_has_a_session_and_no_torch(tmp_path: Path) -> None:
     assert not is_running(writer)
 
 
-@pytest.mark.parametrize("then", ["kill", "fork-kill"])
+@pytest.mark.parametrize("then", ["kill", pytest.param("fork-kill", marks=pytest.mark.slow)])
 def test_a_writer_finishes_its_save_after_its_trainer_was_killed(s3_proxy: FaultProxy, s3_url: str, then: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
     trainer = start_rank(s3_url, "--steps", 7, "--then", then)
@@ -219,6 +219,7 @@ def test_a_writer_that_hangs_is_killed(tmp_path: Path) -> None:
     assert committed_steps(open_storage(tmp_path)) == [2]
 
 
+@pytest.mark.slow
 def test_a_writer_that_takes_no_order_is_killed(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), attempt="a", options=CheckpointerOptions(timeout_s=2.0)) as checkpointer:
         os.kill(checkpointer.writer_pid, signal.SIGSTOP)
@@ -264,6 +265,7 @@ def test_the_writer_imports_nothing_from_the_current_folder(planted: Planted) ->
     assert committed_steps(open_storage("run")) == [1]
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_a_slow_storage_takes_its_time(s3_proxy: FaultProxy, s3_url: str) -> None:
     s3_proxy.fault = Fault("delay", method="PUT", delay_s=1.0)
     num_steps = 0

@@ -65,7 +65,12 @@ def pieces(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> l
 
 @pytest.mark.parametrize(
     ("pieces", "overlap", "window_bytes"),
-    [("all", True, 0), ("some", False, 0), ("some", True, 2 * BLOCK_BYTES), ("all", False, 2 * BLOCK_BYTES)],
+    [
+        ("some", True, 2 * BLOCK_BYTES),
+        pytest.param("all", True, 0, marks=pytest.mark.slow),
+        pytest.param("some", False, 0, marks=pytest.mark.slow),
+        pytest.param("all", False, 2 * BLOCK_BYTES, marks=pytest.mark.slow),
+    ],
     indirect=["pieces"],
 )
 def test_a_checkpointer_saves_them(tmp_path: Path, pieces: list[Piece], overlap: bool, window_bytes: int) -> None:

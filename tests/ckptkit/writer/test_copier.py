@@ -150,6 +150,7 @@ def test_a_dead_tier_fails_no_save_and_gets_the_step_once_it_is_back(
     assert_holds(s3_url, 2, SMALL, scale=2)
 
 
+@pytest.mark.slow
 def test_a_writer_finishes_its_copies_after_its_trainer_was_killed(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
@@ -182,6 +183,7 @@ def test_a_writer_without_a_trainer_prunes_nothing(tmp_path: Path, s3_proxy: Fau
     assert committed_steps(open_storage(s3_url)) == [1, 7]
 
 
+@pytest.mark.slow
 def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor_copies_the_step(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_writer_killed_while_it_copies_leaves_nothing_listed_and_its_successor
     assert committed_steps(open_storage(fast)) == [10, 13]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_copy_of_several_ranks_survives_the_death_of_a_writer(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str, killed: int
@@ -236,6 +239,7 @@ def test_a_copy_of_several_ranks_survives_the_death_of_a_writer(
     assert_holds(s3_url, 10, SMALL, scale=10)
 
 
+@pytest.mark.slow
 def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
     tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
 ) -> None:
@@ -258,6 +262,7 @@ def test_what_a_writer_left_undone_at_the_end_is_taken_up_once(
     assert len(set(killed)) == 2
 
 
+@pytest.mark.slow
 def test_a_tier_gets_the_step_after_one_that_was_skipped(tmp_path: Path, s3_proxy: FaultProxy, s3_url: str) -> None:
     slow = str(tmp_path)
     options = CheckpointerOptions(tiers=(Tier(slow, every=20),), when_busy="skip")

@@ -105,6 +105,7 @@ def test_the_bytes_are_the_same_with_any_number_of_workers(tmp_path: Path, corpu
     assert files_of(tmp_path / "3") == one
 
 
+@pytest.mark.slow
 def test_split_shares_the_documents_by_their_text(
     tmp_path: Path, corpus: Path, expected: list[str], tokenizer_path: str
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_killed_run_continues_on_the_object_store(
     assert again.num_items_done_before == again.num_items
 
 
+@pytest.mark.slow
 def test_uploads_that_a_killed_run_left_are_aborted(s3_url: str, corpus: Path, tokenizer_path: str) -> None:
     begin_upload(f"{s3_url}/store/train/shard-000000-000.bin")
     begin_upload(f"{s3_url}/store/mine.bin")
@@ -187,6 +188,7 @@ def test_another_recipe_is_refused_while_a_store_is_unfinished(s3_url: str, corp
         preprocess([str(corpus)], f"{s3_url}/other", recipe)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_one_clear_error(
     s3_url: str, corpus: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

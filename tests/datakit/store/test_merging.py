@@ -124,6 +124,7 @@ merge(sys.argv[3:], sys.argv[2], copy=True)
 """
 
 
+@pytest.mark.slow
 def test_a_copy_killed_in_the_middle_of_a_file_is_continued(stores: list[Path], tmp_path: Path) -> None:
     for num_flushes in (0, 4):
         command = [sys.executable, "-c", KILLED, str(num_flushes), tmp_path / "m", *stores]
@@ -249,6 +250,7 @@ def test_a_copy_of_damage_is_refused(tmp_path: Path) -> None:
         merge([store], tmp_path / "m", copy=True)
 
 
+@pytest.mark.slow
 def test_the_verb(
     stores: list[Path], tmp_path: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -276,11 +276,15 @@ CASES = {
     "gpt2 with NFC": (None, normalizers.NFC()),
     "qwen with NFC": (QWEN_PATTERN, normalizers.NFC()),
 }
+QUICK_CASES = ("gpt2 with NFC", "llama3")
 HOSTILE_PIECES = st.sampled_from([*"".join(SCRIPTS.values()), "'s", "'LL", "\r\n", "  ", DEFAULT_EOD, "don't", "12345"])
 HOSTILE_TEXTS = st.lists(HOSTILE_PIECES | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[each if each in QUICK_CASES else pytest.param(each, marks=pytest.mark.slow) for each in CASES],
+)
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[GigatokenEncoder, Library]:
