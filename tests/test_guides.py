@@ -122,6 +122,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Pin a step": write_long_run,
     "Prune by hand": write_long_run,
     "Ask a run": write_run,
+    "From an element to a byte, and back": write_run,
     "See requests and tracebacks": write_run,
     "Resume under another layout": write_config,
     "Read each byte once": write_config,

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from tests.test_docs import ROOT, anchors, prose
+from tests.test_docs import PAGES, ROOT, anchors, prose
 
 OUT = {  # word: what it looks like; CONTRIBUTING.md says what to write instead
     "tell": r"tells?|telling|told",
@@ -31,6 +31,14 @@ LEFT: dict[str, dict[str, int]] = {  # how many are left; these numbers only shr
 }
 PLAIN = {  # terms that are also plain words, which no page has to link
     "action", "archive", "batch", "commit", "cover", "part", "place", "row", "run", "share", "split", "step", "tag",
+}  # fmt: skip
+HARD = {  # terms that no page but the glossary uses before it links or defines them
+    "arena", "attempt", "box", "chunk", "data file", "exclusive write", "first writer", "granule", "layout",
+    "manifest", "master weight", "micro-batch", "orphan", "part index", "piece", "placement", "quarantine", "rank",
+    "recipe", "root", "slab", "tier", "window", "work item", "writer process",
+}  # fmt: skip
+MEANS_ANOTHER = {  # pages where a word is other people's, or plain
+    ("archive.md", "piece"), ("convert.md", "chunk"), ("preprocess.md", "rank"), ("token-store.md", "chunk"),
 }  # fmt: skip
 WRITTEN_SO = ["ARCHITECTURE.md", "docs/glossary.md", "docs/concepts/*.md", "docs/decisions/*.md"]
 MAX_WORDS = 25
@@ -82,6 +90,28 @@ def test_a_glossary_term_is_linked_where_a_concept_page_first_uses_it() -> None:
             linked = link.search(text)
             used = re.search(rf"(?<![\w-]){words}(?:e?s)?(?![\w-])", re.sub(r"\]\([^)]*\)", "]", text), re.IGNORECASE)
             assert term.lower() in PLAIN or not used or linked, f"{page.name} uses {term!r} without a link"
+
+
+def blanked(pattern: str, text: str) -> str:
+    """Return the text with what matches as spaces, so that places stay."""
+    return re.sub(pattern, lambda found: " " * len(found[0]), text, flags=re.MULTILINE)
+
+
+def test_a_hard_term_is_linked_or_defined_where_a_page_first_uses_it() -> None:
+    num_used = 0
+    for page in PAGES:
+        text = blanked(r"!\[[^\]]*\]\([^)]*\)|^[#|].*$|`[^`]+`", prose(page))
+        text = blanked(r"(?<=\])\([^)]*\)", text)
+        for term in sorted(HARD):
+            words = term.replace(" ", r"\s+")
+            used = re.search(rf"(?<![\w-]){words}(?:e?s)?(?![\w-])", text, re.IGNORECASE)
+            if page.name in ("CHANGELOG.md", "glossary.md") or (page.name, term) in MEANS_ANOTHER or not used:
+                continue
+            before = text[: used.start()]
+            is_linked, is_defined = before.rfind("[") > before.rfind("]"), before.endswith("*")
+            assert is_linked or is_defined, f"{page.relative_to(ROOT)} first uses {used[0]!r} without a link"
+            num_used += 1
+    assert num_used > 100
 
 
 def test_public_classes_that_concept_pages_name_are_in_the_glossary() -> None:
