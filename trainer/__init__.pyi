@@ -5,7 +5,7 @@ from trainer.engine import Engine as Engine
 from trainer.engine import StepStats as StepStats
 from trainer.evaluate import evaluate_checkpoint as evaluate_checkpoint
 from trainer.generate import generate_text as generate_text
-from trainer.mesh import ProcessMesh as ProcessMesh
+from trainer.mesh.mesh import ProcessMesh as ProcessMesh
 from trainer.ranks import Ranks as Ranks
 from trainer.schedule import gpipe as gpipe
 from trainer.schedule import one_f_one_b as one_f_one_b

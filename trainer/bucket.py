@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit import bucket_offsets, overlaps, padded_size, shard_interval
-from trainer.mesh import Group
+from trainer.mesh.group import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from threefold.errors import UserError
 from trainer.bucket import Bucket, Segment, attach, cut_into_buckets, squared_norm, wide_dtype
 from trainer.config import Config
 from trainer.layers import Noise
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.optim import update
 from trainer.parameters import Parameter, initialise, parameter_table
 from trainer.pipeline import Pipeline

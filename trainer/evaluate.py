@@ -10,7 +10,7 @@ from datakit import HostBatch
 from trainer.config import Config
 from trainer.data import Int64s, open_blend, to_device, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.ranks import Ranks
 from trainer.trained import Checkpoint, TrainedModel
 

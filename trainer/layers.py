@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import ModelConfig
-from trainer.mesh import Group
+from trainer.mesh.group import Group
 from trainer.ops.dropout import dropout
 from trainer.ops.rmsnorm import rms_norm
 from trainer.tensor_parallel import ColumnLinear, RowLinear, enter

@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from trainer.mesh import Group
+from trainer.mesh.group import Group
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -23,7 +22,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             max_T = exps_TV.amax(-1)
         else:  # a rank may hold padding only
             max_T = torch.full_like(labels_T, float("-inf"), dtype=wide)
-        group.all_reduce(max_T, dist.ReduceOp.MAX)
+        group.all_reduce(max_T, "max")
         exps_TV.sub_(max_T.unsqueeze(-1))
         local_T = labels_T - first_row
         is_here_T = (local_T >= 0) & (local_T < num_true_rows)

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from trainer.mesh import Link, ProcessMesh
+from trainer.mesh.group import Group, Work
+from trainer.mesh.mesh import ProcessMesh
 from trainer.schedule import Action
 from trainer.stage import MicroBatch, Stage
 
@@ -65,36 +65,28 @@ class Pipeline:
             self._finish(sends, keep=0)
         return total
 
-    def _receive(self, link: Link | None) -> Tensor | None:
+    def _receive(self, link: Group | None) -> Tensor | None:
         if link is None:
             return None
         tensor = torch.empty(self.activation_shape, dtype=self.stage.dtype, device=self.mesh.device)
-        with self.mesh.clock.span("bubble"):
-            work = dist.irecv(tensor, src=link.peer, group=link.handle)
-            assert work is not None, "a receive from another rank"
-            work.wait()
-        return tensor
+        return link.receive(tensor, source=1 - link.index).wait()
 
     def _send(self, sends: "_Sends", tensor: Tensor) -> None:
         if sends.link is None:
             return
         self._finish(sends, keep=self.mesh.layout.pp - 1)
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, dst=sends.link.peer, group=sends.link.handle)
-        assert work is not None, "a send to another rank"
-        sends.under_way.append((work, tensor))
+        sends.under_way.append(sends.link.send(tensor.contiguous(), to=1 - sends.link.index))
         self.peak_sends = max(self.peak_sends, len(sends.under_way))
 
     def _finish(self, sends: "_Sends", *, keep: int) -> None:
         """Wait for all but the newest `keep` sends and let go of their tensors."""
         while len(sends.under_way) > keep:
-            with self.mesh.clock.span("bubble"):
-                sends.under_way.popleft()[0].wait()
+            sends.under_way.popleft().wait()
 
 
 class _Sends:
-    """The sends under way to one neighbour, oldest first, each with the tensor that it reads."""
+    """The sends under way to one neighbour, oldest first, each of which keeps the tensor that it reads."""
 
-    def __init__(self, link: Link | None) -> None:
+    def __init__(self, link: Group | None) -> None:
         self.link = link
-        self.under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self.under_way: deque[Work] = deque()

@@ -80,8 +80,9 @@ class Ranks:
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
+            text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
             raise StorageError(
-                f"{where}another rank is gone: {str(error).splitlines()[0]}",
+                f"{where}another rank is gone: {text}",
                 hint="what ended it stands above or in its log; the same command resumes",
             ) from error
 

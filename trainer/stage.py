@@ -9,7 +9,7 @@ from ckptkit import stage_layers
 from trainer.config import Config
 from trainer.layers import Block, Noise, Norm, Rotation
 from trainer.loss import vocab_cross_entropy
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.tensor_parallel import VocabMatrix, enter
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,10 +86,7 @@ class Stage(nn.Module):
         last_BD = self.norm(self.hidden(None, batch))[:, -1]
         head = self._head()
         local_BV = head.logits(last_BD)
-        parts = torch.zeros(self.mesh.tp.size, *local_BV.shape, dtype=local_BV.dtype, device=local_BV.device)
-        parts[self.mesh.tp.index] = local_BV
-        self.mesh.tp.all_reduce(parts)
-        return torch.cat(parts.unbind(), -1)[:, : self.config.model.vocab_size]
+        return torch.cat(self.mesh.tp.all_gather_rows(local_BV).unbind(), -1)[:, : self.config.model.vocab_size]
 
     def _head(self) -> VocabMatrix:
         return self.head if hasattr(self, "head") else self.embed

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.mesh import Group
+from trainer.mesh.group import Group
 
 
 class _Enter(torch.autograd.Function):

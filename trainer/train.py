@@ -18,7 +18,7 @@ from trainer.data import open_blend, open_loader, spoil, to_device, token_fault,
 from trainer.engine import Batch, Engine, StepStats
 from trainer.evaluate import Evaluation
 from trainer.flops import peak_flops, token_flops
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.metrics import Log, StepMetrics, throughput
 from trainer.node import tiers_here
 from trainer.ranks import Ranks

@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.config_check import layout_of
 from trainer.config_file import config_from, read_toml
 from trainer.engine import Engine
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.ranks import Ranks
 from trainer.restoring import restore_step
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer.bucket import Bucket, attach, cut_into_buckets, squared_norm
 from trainer.clock import Clock
-from trainer.mesh import Group
+from trainer.mesh.group import Group
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=6)
@@ -21,7 +21,7 @@ def named(shapes: list[list[int]]) -> dict[str, torch.Size]:
 
 def buckets_of(shapes: list[list[int]], dtype: torch.dtype, dp_size: int) -> list[Bucket]:
     """The bucket as each data-parallel rank has it, without processes."""
-    groups = [Group(tuple(range(dp_size)), index, None, Clock(CPU)) for index in range(dp_size)]
+    groups = [Group("dp", tuple(range(dp_size)), index, Clock(CPU)) for index in range(dp_size)]
     return [Bucket(named(shapes), dtype, CPU, group, cut=True, trains=True) for group in groups]
 
 

@@ -10,7 +10,7 @@ from trainer.config_check import layout_of
 from trainer.config_file import config_from
 from trainer.dry_run import rank_memory, size_text
 from trainer.engine import Engine
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.stage import MicroBatch
 
 Capture = pytest.CaptureFixture[str]

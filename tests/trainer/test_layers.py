@@ -8,7 +8,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import MODELS
 from trainer.layers import Block, Noise, Rotation
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 
 BATCH, SEQ = 2, 10
 

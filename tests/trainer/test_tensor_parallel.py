@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.ranks import run_ranks
+from trainer.clock import Clock
 from trainer.loss import vocab_cross_entropy
-from trainer.mesh import Group, ProcessMesh
+from trainer.mesh.group import Group
+from trainer.mesh.mesh import ProcessMesh
 from trainer.tensor_parallel import ColumnLinear, RowLinear, VocabMatrix, enter
 
 TP, VOCAB, HIDDEN, INNER, NUM_TOKENS = 3, 4, 5, 6, 7
@@ -84,7 +86,7 @@ def test_three_ranks_equal_the_whole() -> None:
 
 def test_the_loss_of_bf16_logits_is_computed_in_fp32() -> None:
     logits = (30 * values(NUM_TOKENS, VOCAB, seed=6)).bfloat16()
-    alone = Group((0,), 0, None, None)  # type: ignore[arg-type]
+    alone = Group("tp", (0,), 0, Clock(torch.device("cpu")))
     losses = vocab_cross_entropy(logits, LABELS, first_row=0, num_true_rows=VOCAB, group=alone)
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, F.cross_entropy(logits.float(), LABELS, reduction="none"))

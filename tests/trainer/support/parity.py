@@ -9,7 +9,7 @@ from ckptkit.model.layout import ParallelLayout
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config_check import layout_of, resolve
 from trainer.engine import Batch, Engine
-from trainer.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.native import csrc_calls
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH = 50257, 16, 16, 1

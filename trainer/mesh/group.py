@@ -1,0 +1,153 @@
+"""Group: ranks that communicate, whatever carries it. Every collective of the trainer goes through one.
+
+So timing, recording and the order of calls are here, and what carries the data is behind `Transport`: torch.distributed
+between processes (trainer/mesh/processes.py), or threads of one process in the tests. A group of one rank has no
+transport and its collectives do nothing. Source of the buffers' form: ZeRO (Rajbhandari et al., 2020).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from trainer.clock import Clock
+from trainer.mesh.recorder import Call, Recorder
+
+Op = Literal["sum", "max"]
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """Carries a group's calls for one rank; every rank of the group makes the same ones in the same order.
+
+    With `is_async` a collective returns at once and its handle is waited for; else it is done on return. `source` and
+    `to` are places in the group. A tensor that is sent may not change before its handle was waited for.
+    """
+
+    def all_reduce(self, tensor: Tensor, op: Op, *, is_async: bool) -> Handle | None: ...
+    def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> Handle | None: ...
+    def reduce_scatter(self, flat: Tensor, *, is_async: bool) -> Handle | None: ...
+    def all_gather(self, flat: Tensor, *, is_async: bool) -> Handle | None: ...
+    def send(self, tensor: Tensor, to: int) -> Handle | None: ...
+    def receive(self, tensor: Tensor, source: int) -> Handle | None: ...
+
+
+class Network(Protocol):
+    """Where the transports of one rank come from."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def connect(self, name: str, ranks: Sequence[int]) -> Transport | None:
+        """Build one group of two or more ranks; every rank of the world calls it, a rank outside gets None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A call of a group that is under way; it keeps its tensor."""
+
+    group: "Group"
+    kind: str
+    tensor: Tensor
+    handle: Handle | None
+
+    def wait(self) -> Tensor:
+        """Wait until the tensor may be used, and return it; on CUDA the current stream waits, not the host."""
+        if self.handle is not None:
+            cause = "bubble" if self.kind in ("send", "receive") else "comm"
+            with self.group.naming(self.kind), self.group.clock.span(cause):
+                self.handle.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some ranks under a name; `index` is this rank's place among `ranks`."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    clock: Clock
+    transport: Transport | None = None
+    recorder: Recorder | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Reduce in place over the group and return the tensor."""
+        self._call("all_reduce", tensor, op)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite in place with the tensor of the rank at place `source`, and return it."""
+        self._call("broadcast", tensor, source)
+        return tensor
+
+    def reduce_scatter(self, flat: Tensor) -> Tensor:
+        """Sum a flat buffer over the group and return this rank's equal share of it, a view; the rest is undefined."""
+        self._call("reduce_scatter", flat)
+        return flat.chunk(self.size)[self.index]
+
+    def all_gather(self, flat: Tensor) -> Tensor:
+        """Fill a flat buffer from the equal shares that the ranks hold of it, and return it."""
+        self._call("all_gather", flat)
+        return flat
+
+    def all_gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, ...]."""
+        rows = tensor.new_empty(self.size, *tensor.shape)
+        rows[self.index] = tensor
+        self.all_gather(rows.view(-1))
+        return rows
+
+    def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
+        """Begin `all_reduce`, `broadcast`, `reduce_scatter` or `all_gather`, with that method's arguments.
+
+        The tensor may not be touched before `wait` returned it. On CUDA it runs beside the current stream.
+        """
+        return Work(self, kind, tensor, self._call(kind, tensor, *arguments, is_async=True))
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """Begin to send to the rank at place `to`."""
+        return Work(self, "send", tensor, self._transfer("send", tensor, to))
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Begin to fill the tensor with the next one that the rank at place `source` sends."""
+        return Work(self, "receive", tensor, self._transfer("receive", tensor, source))
+
+    @contextmanager
+    def naming(self, kind: str) -> Iterator[None]:
+        """Add to an error inside which call of which group failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            shown = ", ".join(map(str, self.ranks[:8])) + (" ..." if self.size > 8 else "")
+            error.add_note(f"in {kind} of group {self.name}, ranks {shown}")
+            raise
+
+    def _call(self, kind: str, tensor: Tensor, *arguments: Any, is_async: bool = False) -> Handle | None:
+        if self.transport is None:
+            return None
+        self._record(kind, tensor)
+        with self.naming(kind), self.clock.span("comm"):
+            return getattr(self.transport, kind)(tensor, *arguments, is_async=is_async)
+
+    def _transfer(self, kind: str, tensor: Tensor, peer: int) -> Handle | None:
+        assert self.transport is not None, f"group {self.name}: rank {self.ranks[0]} alone has nobody to {kind}"
+        self._record(kind, tensor)
+        with self.naming(kind):
+            return getattr(self.transport, kind)(tensor, peer)
+
+    def _record(self, kind: str, tensor: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.calls.append(Call(kind, self.name, tensor.numel() * tensor.itemsize))

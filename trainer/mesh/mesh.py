@@ -1,0 +1,90 @@
+"""ProcessMesh: a ParallelLayout made live, this rank's groups; passed as an argument, never fetched.
+
+Every rank builds every group, in the same order. A group of one rank has no transport, so one process needs no
+torch.distributed at all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ckptkit import ParallelLayout
+from threefold.errors import UserError
+from trainer.clock import Clock
+from trainer.mesh.group import Group, Network
+from trainer.mesh.layout import groups_needed
+from trainer.mesh.processes import Processes
+from trainer.mesh.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The groups that reach the neighbouring stages, None at the pipeline's ends."""
+
+    previous: Group | None
+    following: Group | None
+
+
+class ProcessMesh:
+    """Groups of this rank in a layout; `groups_needed` says who is in them. Those that nothing uses are not built.
+
+    `activations` and `gradients` hold the links to the previous and the following stage, in each of which the earlier
+    stage has place 0. `recorder` holds this rank's calls, where one was passed.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        network: Network | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Build the groups; a collective that the others do not join within `timeout_s` fails.
+
+        `network` connects the ranks, by default the processes of torch.distributed.
+        """
+        self._network = network or Processes(device, timeout_s=timeout_s)
+        world_size = self._network.world_size
+        if layout.world_size != world_size:
+            raise UserError(
+                f"layout {layout} needs {layout.world_size} processes, started are {world_size}",
+                hint=f"torchrun --nproc-per-node {layout.world_size} -m trainer train ...",
+            )
+        self.layout, self.rank, self.device, self.recorder = layout, rank, device, recorder
+        self.coords, self.clock = layout.coords(rank), Clock(device)
+        self.world = self._group("world")
+        self.tp = self._group("tp")
+        self.dp = self._group("dp")
+        self.ends = self._group("ends")
+        self.activations = self._links("activations")
+        self.gradients = self._links("gradients")
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coords.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coords.pp == self.layout.pp - 1
+
+    def _group(self, name: str) -> Group:
+        """Build every group of a name and return this rank's; where it is in none, itself alone."""
+        mine = self._connect(name)
+        return mine[0] if mine else Group(name, (self.rank,), 0, self.clock)
+
+    def _links(self, name: str) -> Links:
+        mine = self._connect(name)
+        previous = next((group for group in mine if group.index == 1), None)
+        following = next((group for group in mine if group.index == 0), None)
+        return Links(previous, following)
+
+    def _connect(self, name: str) -> list[Group]:
+        mine = []
+        for ranks in groups_needed(self.layout)[name]:
+            transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine.append(Group(name, ranks, ranks.index(self.rank), self.clock, transport, self.recorder))
+        return mine
