@@ -63,6 +63,7 @@ trainer train run.toml
 trainer train run.toml --save s3://bucket/run
 trainer eval trained
 trainer generate trained --prompt x
+trainer schedule
 trainer help train
 trainer completion bash
 """

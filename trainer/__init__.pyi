@@ -6,9 +6,12 @@ from trainer.engine import StepStats as StepStats
 from trainer.evaluate import evaluate_checkpoint as evaluate_checkpoint
 from trainer.generate import generate_text as generate_text
 from trainer.mesh.mesh import ProcessMesh as ProcessMesh
+from trainer.pipeline.draw import draw as draw
+from trainer.pipeline.gpipe import gpipe as gpipe
+from trainer.pipeline.one_f_one_b import one_f_one_b as one_f_one_b
+from trainer.pipeline.passes import with_transfers as with_transfers
+from trainer.pipeline.simulate import simulate as simulate
 from trainer.ranks import Ranks as Ranks
-from trainer.schedule import gpipe as gpipe
-from trainer.schedule import one_f_one_b as one_f_one_b
 from trainer.trained import TrainedModel as TrainedModel
 from trainer.trained import open_checkpoint as open_checkpoint
 

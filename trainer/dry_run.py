@@ -17,6 +17,10 @@ from trainer.config import Config
 from trainer.config_check import layout_of, tiers_of
 from trainer.data import open_blend, with_vocabulary
 from trainer.parameters import Parameter, parameter_table
+from trainer.pipeline.actions import peak_live
+from trainer.pipeline.passes import with_transfers
+from trainer.pipeline.schedules import SCHEDULES, rank_actions
+from trainer.pipeline.simulate import simulate
 from trainer.stage import DTYPES
 
 
@@ -56,8 +60,18 @@ def print_plan(config: Config) -> int:
     for pp in range(config.parallel.pp):
         stage = f"a rank of stage {pp}: " if config.parallel.pp > 1 else "a rank: "
         facts.append(("memory", stage + str(rank_memory(config, pp))))
+    if config.parallel.pp > 1:
+        facts.append(("bubble", bubble(config)))
     print_facts([*facts, ("dry run", "nothing was started or written")])
     return EXIT_OK
+
+
+def bubble(config: Config) -> str:
+    """Return the share of a step in which ranks wait under the run's schedule if all stages take as long."""
+    parallel, num_microbatches = config.parallel, config.train.gradient_accumulation_steps
+    timeline = simulate(with_transfers(SCHEDULES[parallel.schedule](parallel.pp, num_microbatches)))
+    shape = f"--pp {parallel.pp} --microbatches {num_microbatches} --schedule {parallel.schedule}"
+    return f"{timeline.bubble_share:.1%} of a step if all stages take as long: trainer schedule {shape}"
 
 
 def rank_memory(config: Config, pp: int) -> RankMemory:
@@ -90,7 +104,7 @@ def local_size(row: Parameter, tp: int) -> int:
 
 
 def activation_bytes(config: Config, pp: int) -> int:
-    """Return about what a stage keeps for the backward pass, with one forward in one backward.
+    """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
 
     A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and the inside of
     the MLP: 2 tensors of it, 4 with SwiGLU. The last stage also keeps the logits in the wide dtype.
@@ -101,7 +115,7 @@ def activation_bytes(config: Config, pp: int) -> int:
     inside = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size
     layer = 4 * model.hidden_size + (2 * model.hidden_size + 2 * kv_size + inside) // parallel.tp
     num_layers = -(-model.num_layers // parallel.pp)
-    in_flight = min(parallel.pp - pp, train.gradient_accumulation_steps)
+    in_flight = peak_live(rank_actions(parallel.schedule, parallel.pp, train.gradient_accumulation_steps, pp))
     token = num_layers * layer * in_flight * dtype.itemsize
     if pp == parallel.pp - 1:
         token += model.vocab_size // parallel.tp * (wide_dtype(dtype).itemsize + dtype.itemsize)

@@ -19,8 +19,9 @@ from trainer.layers import Noise
 from trainer.mesh.mesh import ProcessMesh
 from trainer.optim import update
 from trainer.parameters import Parameter, initialise, parameter_table
-from trainer.pipeline import Pipeline
-from trainer.schedule import forward_only, one_f_one_b
+from trainer.pipeline.executor import Pipeline
+from trainer.pipeline.gpipe import forward_only
+from trainer.pipeline.schedules import SCHEDULES
 from trainer.stage import MicroBatch, Stage
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32"}
@@ -105,7 +106,7 @@ class Engine:
         scale = 1 / num_tokens.clamp(min=1)
         for gradients in self._flat_gradients():
             gradients.zero_()
-        actions = one_f_one_b(mesh.coords.pp, mesh.layout.pp, len(batch.tokens))
+        actions = SCHEDULES[config.parallel.schedule](mesh.layout.pp, len(batch.tokens))[mesh.coords.pp]
         loss = self.pipeline.run(
             actions,
             self._microbatches(step, batch),
@@ -138,7 +139,7 @@ class Engine:
         """Sum of the token losses and number of unmasked tokens of a batch over all data-parallel ranks."""
         mesh = self.mesh
         loss = self.pipeline.run(
-            forward_only(len(batch.tokens)),
+            forward_only(mesh.layout.pp, len(batch.tokens))[mesh.coords.pp],
             self._microbatches(0, batch, drops=False),
             lambda losses, microbatch: (losses * microbatch.loss_mask).sum(dtype=torch.float64),
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.mesh.group import Group, Work
 from trainer.mesh.mesh import ProcessMesh
-from trainer.schedule import Action
+from trainer.pipeline.actions import Action
 from trainer.stage import MicroBatch, Stage
 
 
@@ -41,7 +41,7 @@ class Pipeline:
         live: dict[int, tuple[Tensor | None, Tensor]] = {}
         activations, gradients = _Sends(mesh.activations.following), _Sends(mesh.gradients.previous)
         is_training = any(action.kind == "B" for action in actions)
-        for kind, number in actions:
+        for kind, _, number in actions:
             if kind == "F":
                 received = self._receive(mesh.activations.previous)
                 if received is not None and is_training:

@@ -1,0 +1,61 @@
+"""Transfers pair up in the order that both ends expect, and receives are posted as early as asked."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.pipeline.actions import PASSES, Action
+from trainer.pipeline.gpipe import forward_only, gpipe
+from trainer.pipeline.one_f_one_b import one_f_one_b
+from trainer.pipeline.passes import with_transfers
+
+MAKERS = st.sampled_from([gpipe, one_f_one_b, forward_only])
+
+
+def names(row: list[Action]) -> str:
+    return " ".join(map(str, row))
+
+
+def test_rows_by_hand() -> None:
+    rows = [with_transfers(one_f_one_b(2, 2), ahead) for ahead in (0, 1)]
+    assert names(rows[0][0]) == "F0 SF0 F1 SF1 RB0 B0 RB1 B1"
+    assert names(rows[0][1]) == "RF0 F0 B0 SB0 RF1 F1 B1 SB1"
+    assert names(rows[1][0]) == "F0 SF0 RB0 F1 SF1 RB1 B0 B1"
+    assert names(rows[1][1]) == "RF0 F0 RF1 B0 SB0 F1 B1 SB1"
+
+
+@given(make=MAKERS, num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16), ahead=st.integers(0, 3))
+def test_both_ends_of_a_link_have_one_order(make, num_stages: int, num_microbatches: int, ahead: int) -> None:
+    schedule = make(num_stages, num_microbatches)
+    rows = with_transfers(schedule, ahead)
+    assert [[action for action in row if action.kind in PASSES] for row in rows] == schedule
+    for stage in range(num_stages - 1):
+        for send, receive, here, there in (("SF", "RF", stage, stage + 1), ("SB", "RB", stage + 1, stage)):
+            sent = [action.microbatch for action in rows[here] if action.kind == send]
+            received = [action.microbatch for action in rows[there] if action.kind == receive]
+            kept = range(num_microbatches) if send == "SF" or make is not forward_only else []
+            assert sent == received == list(kept)
+    for row in rows:
+        passes = [action for action in row if action.kind in PASSES]
+        for place, action in enumerate(row):
+            if action.kind in ("RF", "RB"):
+                reader = passes.index(Action("F" if action.kind == "RF" else "B", *action[1:]))
+                before = sum(earlier.kind in PASSES for earlier in row[:place])
+                assert before == max(reader - ahead, 0)
+
+
+def test_stages_of_one_rank_pass_tensors_on_without_a_transfer() -> None:
+    together = [[Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]]
+    assert with_transfers(together) == together
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_v_of_stages_sends_only_between_ranks(ahead: int) -> None:
+    v = [
+        [Action("F", 0, 0), Action("F", 3, 0), Action("B", 3, 0), Action("B", 0, 0)],
+        [Action("F", 1, 0), Action("F", 2, 0), Action("B", 2, 0), Action("B", 1, 0)],
+    ]
+    found = {(action.kind, action.stage) for row in with_transfers(v, ahead) for action in row} - {
+        (action.kind, action.stage) for row in v for action in row
+    }
+    assert found == {("SF", 0), ("RF", 1), ("SF", 2), ("RF", 3), ("SB", 3), ("RB", 2), ("SB", 1), ("RB", 0)}

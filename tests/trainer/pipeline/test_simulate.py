@@ -1,0 +1,120 @@
+"""Schedules run without deadlock under bounded sends, timelines have known figures, and planted faults are named."""
+
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from threefold.errors import UserError
+from trainer.pipeline.actions import Action
+from trainer.pipeline.gpipe import forward_only, gpipe
+from trainer.pipeline.one_f_one_b import one_f_one_b
+from trainer.pipeline.passes import with_transfers
+from trainer.pipeline.simulate import Timeline, simulate
+
+MAKERS = [gpipe, one_f_one_b, forward_only]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_no_schedule_waits_for_ever(make, ahead: int) -> None:
+    for num_stages in range(1, 9):
+        for num_microbatches in range(1, 17):
+            rows = with_transfers(make(num_stages, num_microbatches), ahead)
+            timeline = simulate(rows, max_sends=1)
+            assert len(timeline.spans) == sum(map(len, rows))
+
+
+@given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16), backward=st.integers(1, 4))
+def test_the_bubble_is_that_of_warming_up_and_draining(num_stages: int, num_microbatches: int, backward: int) -> None:
+    costs = {"F": 1, "B": backward, "SF": 0, "SB": 0}
+    for make in (gpipe, one_f_one_b):
+        timeline = simulate(with_transfers(make(num_stages, num_microbatches)), lambda action: costs[action.kind])
+        assert timeline.duration == (num_microbatches + num_stages - 1) * (1 + backward)
+        expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
+        assert timeline.bubble_share == pytest.approx(expected, abs=1e-12)
+
+
+def test_figures_by_hand() -> None:
+    timeline = simulate(with_transfers(one_f_one_b(4, 8)))
+    assert (timeline.duration, timeline.peaks) == (33, [4, 3, 2, 1])
+    assert timeline.bubble_share == pytest.approx(3 / 11)
+    assert timeline.spans[Action("B", 3, 0)] == (4, 6)
+    assert str(timeline) == "33 units, bubble 27.3%, live micro-batches by rank: 4 3 2 1"
+    # rank 1 of 2: F0 ends at 1 and travels until 3; B0 ends at 6 there and its gradient arrives at 8
+    costs = {"F": 1, "B": 2, "SF": 2, "SB": 2}
+    slow = simulate(with_transfers(one_f_one_b(2, 1)), lambda action: costs[action.kind])
+    assert slow.spans[Action("SF", 0, 0)] == slow.spans[Action("RF", 1, 0)] == (1, 3)
+    assert [slow.spans[Action("SB", 1, 0)], slow.spans[Action("B", 0, 0)]] == [(6, 8), (8, 10)]
+
+
+@given(seed=st.integers(0, 2**32), make=st.sampled_from(MAKERS))
+@settings(max_examples=30)
+def test_posting_ahead_never_costs_time_and_two_sends_are_enough_for_1f1b(seed: int, make) -> None:
+    def cost(action: Action) -> float:
+        return random.Random(f"{seed} {action!r}").randint(1, 10 * (1 + (action.kind == "B")))
+
+    schedule = make(4, 8)
+    durations = [simulate(with_transfers(schedule, ahead), cost).duration for ahead in (0, 1, 2)]
+    assert durations == sorted(durations, reverse=True)
+    if make is one_f_one_b:
+        assert simulate(with_transfers(schedule), cost, max_sends=8).duration == durations[1]
+
+
+def timeline_or_fault(rows: list[list[Action]]) -> Timeline | UserError:
+    try:
+        return simulate(rows)
+    except UserError as fault:
+        return fault
+
+
+@given(data=st.data(), make=st.sampled_from(MAKERS), ahead=st.integers(0, 2))
+@settings(max_examples=300)
+def test_two_swapped_actions_are_found_and_named(data: st.DataObject, make, ahead: int) -> None:
+    rows = with_transfers(make(data.draw(st.integers(2, 5)), data.draw(st.integers(2, 6))), ahead)
+    row = rows[data.draw(st.integers(0, len(rows) - 1))]
+    first, second = sorted(data.draw(st.lists(st.integers(0, len(row) - 1), min_size=2, max_size=2, unique=True)))
+    row[first], row[second] = row[second], row[first]
+    outcome = timeline_or_fault(rows)
+    if isinstance(outcome, UserError):
+        named = set(re.findall(r"[A-Z]+\d+", outcome.message))
+        assert named & {str(row[first]), str(row[second])}, outcome.message
+        assert "trainer schedule" in str(outcome.hint)
+    else:  # an order that runs too: each kind keeps its order, and nothing starts before what it needs
+        assert row[first].kind != row[second].kind
+        for (kind, stage, m), (start, _) in outcome.spans.items():
+            before = Action(kind, stage + 1 if kind == "B" else stage - 1, m)
+            assert kind not in "FB" or before not in outcome.spans or outcome.spans[before][1] <= start
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ((1, 0, 1), "rank 1 at F0 of stage 1 waits for RF0 of stage 1"),
+        ((1, 1, 2), "B0 of stage 1 waits for F0 of stage 1"),
+        ((0, 0, 2), "F1 of stage 0 comes before F0"),
+    ],
+)
+def test_faults_by_hand(places: tuple[int, int, int], text: str) -> None:
+    rank, first, second = places
+    rows = with_transfers(one_f_one_b(2, 2), 0)
+    rows[rank][first], rows[rank][second] = rows[rank][second], rows[rank][first]
+    with pytest.raises(UserError, match=re.escape(text)):
+        simulate(rows)
+
+
+def test_a_missing_action_is_named() -> None:
+    rows = with_transfers(one_f_one_b(2, 2))
+    without = [[action for action in row if action != Action("SF", 0, 1)] for row in rows]
+    with pytest.raises(UserError, match="waits for RF1 of stage 1"):
+        simulate(without)
+    for row in rows:
+        row[:] = [action for action in row if action.kind != "B" or action.microbatch == 0]
+    with pytest.raises(UserError, match="B1 of stage 0 is missing"):
+        simulate(rows)
+    with pytest.raises(UserError, match="F0 of stage 0 is on rank 0, others of the stage on rank 1"):
+        simulate([[Action("F", 0, 0)], [Action("F", 0, 1)]])
+    with pytest.raises(UserError, match="SF0 of stage 0 has no other end"):
+        simulate([[Action("F", 0, 0), Action("SF", 0, 0)], []])

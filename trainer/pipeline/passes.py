@@ -1,0 +1,35 @@
+"""Passes: pure functions from a schedule to a wider one.
+
+`with_transfers` makes explicit what follows from the order of forward and backward passes. A send comes right after the
+pass that made the tensor; a receive is posted some passes before the one that reads it, so that the tensor may arrive
+beside computation. Between two ranks the tensors of one direction travel in order of micro-batches on both ends.
+"""
+
+from collections.abc import Sequence
+
+from trainer.pipeline.actions import Action, Schedule, stage_ranks
+
+
+def with_transfers(schedule: Schedule, ahead: int = 1) -> list[list[Action]]:
+    """Return a schedule with sends and receives; each receive is posted `ahead` passes before its tensor is read.
+
+    Stages on one rank need none. With ahead 1, rank 1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1.
+    """
+    ranks = stage_ranks(schedule)
+    return [_row_with_transfers(rank, row, ranks, ahead) for rank, row in enumerate(schedule)]
+
+
+def _row_with_transfers(rank: int, row: Sequence[Action], ranks: dict[int, int], ahead: int) -> list[Action]:
+    widened: list[Action] = []
+    num_posted = 0
+    for number, action in enumerate(row):
+        for later in row[num_posted : number + ahead + 1]:
+            before = later.stage - 1 if later.kind == "F" else later.stage + 1
+            if ranks.get(before, rank) != rank:
+                widened.append(Action("RF" if later.kind == "F" else "RB", later.stage, later.microbatch))
+        num_posted = number + ahead + 1
+        widened.append(action)
+        after = action.stage + 1 if action.kind == "F" else action.stage - 1
+        if ranks.get(after, rank) != rank:
+            widened.append(Action("SF" if action.kind == "F" else "SB", action.stage, action.microbatch))
+    return widened
