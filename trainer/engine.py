@@ -5,7 +5,7 @@ tokens of the global batch, whose count is known before the first backward; the 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,12 +16,13 @@ from threefold.errors import UserError
 from trainer.bucket import Bucket, Segment, attach, cut_into_buckets, squared_norm, wide_dtype
 from trainer.config import Config
 from trainer.layers import Noise
+from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.optim import update
 from trainer.parameters import Parameter, initialise, parameter_table
-from trainer.pipeline.executor import Pipeline
-from trainer.pipeline.gpipe import forward_only
-from trainer.pipeline.schedules import SCHEDULES
+from trainer.pipeline.actions import Action
+from trainer.pipeline.executor import Executor
+from trainer.pipeline.schedules import rank_actions
 from trainer.stage import MicroBatch, Stage
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32"}
@@ -86,7 +87,10 @@ class Engine:
             attach(self.stage, name, values, self._gradients.get(name))
         self._initialise()
         train = config.train
-        self.pipeline = Pipeline(self.stage, mesh, (train.micro_batch_size, train.seq_length, config.model.hidden_size))
+        shape = (train.micro_batch_size, train.seq_length, config.model.hidden_size)
+        self.pipeline: Executor[MicroBatch] = Executor(
+            self._link_of, lambda: torch.empty(shape, dtype=dtype, device=device)
+        )
 
     @property
     def optimizer_bytes(self) -> int:
@@ -106,9 +110,8 @@ class Engine:
         scale = 1 / num_tokens.clamp(min=1)
         for gradients in self._flat_gradients():
             gradients.zero_()
-        actions = SCHEDULES[config.parallel.schedule](mesh.layout.pp, len(batch.tokens))[mesh.coords.pp]
-        loss = self.pipeline.run(
-            actions,
+        loss = self._run_schedule(
+            config.parallel.schedule,
             self._microbatches(step, batch),
             lambda losses, microbatch: (losses * microbatch.loss_mask).sum() * scale.to(losses.dtype),
         )
@@ -138,8 +141,8 @@ class Engine:
     def eval_batch(self, batch: Batch) -> tuple[float, int]:
         """Sum of the token losses and number of unmasked tokens of a batch over all data-parallel ranks."""
         mesh = self.mesh
-        loss = self.pipeline.run(
-            forward_only(mesh.layout.pp, len(batch.tokens))[mesh.coords.pp],
+        loss = self._run_schedule(
+            "forward",
             self._microbatches(0, batch, drops=False),
             lambda losses, microbatch: (losses * microbatch.loss_mask).sum(dtype=torch.float64),
         )
@@ -156,6 +159,26 @@ class Engine:
         positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         unused = torch.empty(0)
         return self.stage.logits(MicroBatch(tokens_BS, unused, positions_BS, unused, None))
+
+    def _link_of(self, transfer: Action) -> Group:
+        links = self.mesh.activations if transfer.kind in ("SF", "RF") else self.mesh.gradients
+        link = links.following if transfer.kind in ("SF", "RB") else links.previous
+        assert link is not None, f"{transfer} of stage {transfer.stage} has no other end"
+        return link
+
+    def _run_schedule(
+        self, name: str, microbatches: Sequence[MicroBatch], reduce_loss: Callable[[Tensor, MicroBatch], Tensor]
+    ) -> Tensor:
+        """Return the sum of `reduce_loss` of the token losses over the micro-batches, float64; 0 off the last stage."""
+        mesh = self.mesh
+
+        def chunk(received: Tensor | None, microbatch: MicroBatch) -> Tensor:
+            out = self.stage(received, microbatch)
+            return reduce_loss(out, microbatch) if mesh.is_last_stage else out
+
+        actions = rank_actions(name, mesh.layout.pp, len(microbatches), mesh.coords.pp)
+        losses = self.pipeline.run(actions, {mesh.coords.pp: chunk}, microbatches)
+        return sum(losses, torch.zeros((), dtype=torch.float64, device=mesh.device))
 
     def _microbatches(self, step: int, batch: Batch, *, drops: bool = True) -> list[MicroBatch]:
         train, p = self.config.train, self.config.model.dropout if drops else 0.0

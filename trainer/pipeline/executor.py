@@ -1,92 +1,105 @@
-"""Runs a schedule's actions on one stage: receive, compute, send.
+"""The executor: runs a rank's row of actions against its neighbours, whatever schedule and passes made the row.
 
-Receives wait; a send waits only once `num_stages` earlier ones to the same neighbour are under way, so what is kept for
-sending stays bounded whatever the number of micro-batches. `peak_live` counts the micro-batches whose activations were
-held at once, `peak_sends` the sends under way to one neighbour.
+A receive is begun at its action and waited for by the pass that reads it. A send waits while `max_sends` earlier ones
+on its link are under way, so what is kept for sending stays bounded whatever the number of micro-batches. Between the
+two passes of a micro-batch its graph is kept, but not its output: that is freed once sent.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trainer.mesh.group import Group, Work
-from trainer.mesh.mesh import ProcessMesh
 from trainer.pipeline.actions import Action
-from trainer.stage import MicroBatch, Stage
+from trainer.pipeline.simulate import MAX_SENDS
+
+M = TypeVar("M")
+# The forward pass of a stage: from what it received (None on the first stage) and a micro-batch to what the next stage
+# receives, or on the last stage to the scalar that the backward pass starts from.
+Chunk = Callable[[Tensor | None, M], Tensor]
 
 
-class Pipeline:
-    """Executes actions of one stage against its neighbours."""
+class Executor(Generic[M]):
+    """Runs rows of actions on one rank's thread; `peak_live` and `peak_sends` count what it held at once.
 
-    def __init__(self, stage: Stage, mesh: ProcessMesh, activation_shape: Sequence[int]) -> None:
-        self.stage, self.mesh = stage, mesh
-        self.activation_shape = tuple(activation_shape)  # [B, S, D]
-        self.peak_live = 0
-        self.peak_sends = 0
+    `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received.
+    """
 
-    def run(
-        self,
-        actions: Sequence[Action],
-        batches: Sequence[MicroBatch],
-        reduce_loss: Callable[[Tensor, MicroBatch], Tensor],
-    ) -> Tensor:
-        """Run all actions; return the sum of `reduce_loss` over the micro-batches, float64 and 0 off the last stage.
+    def __init__(
+        self, link_of: Callable[[Action], Group], new_buffer: Callable[[], Tensor], *, max_sends: int = MAX_SENDS
+    ) -> None:
+        self._link_of, self._new_buffer, self._max_sends = link_of, new_buffer, max_sends
+        self._read_by: dict[Action, Tensor | Work]  # what a pass reads, or its receive, which keeps the buffer
+        self._live: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]]
+        self._sends: dict[tuple[str, tuple[int, ...]], deque[Work]]  # by group
+        self.peak_live = self.peak_sends = 0
 
-        `reduce_loss` turns the token losses [B, S] into the scalar that the backward starts from.
+    def run(self, actions: Sequence[Action], chunks: Mapping[int, Chunk[M]], microbatches: Sequence[M]) -> list[Tensor]:
+        """Run a row on the chunks of the rank's stages; return the outputs that no stage read, those of the last one.
+
+        Without backward passes in the row nothing is kept for them.
         """
-        mesh = self.mesh
-        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        live: dict[int, tuple[Tensor | None, Tensor]] = {}
-        activations, gradients = _Sends(mesh.activations.following), _Sends(mesh.gradients.previous)
-        is_training = any(action.kind == "B" for action in actions)
-        for kind, _, number in actions:
+        self._read_by, self._live = {}, {}
+        self._sends = defaultdict(deque)
+        trains = any(action.kind == "B" for action in actions)
+        for action in actions:
+            kind, stage, m = action
             if kind == "F":
-                received = self._receive(mesh.activations.previous)
-                if received is not None and is_training:
-                    received.requires_grad_()
-                out = self.stage(received, batches[number])
-                if mesh.is_last_stage:
-                    out = reduce_loss(out, batches[number])
-                    total += out.detach()
-                self._send(activations, out.detach())
-                if is_training:
-                    live[number] = (received, out)
-                    self.peak_live = max(self.peak_live, len(live))
+                out = self._forward(action, chunks[stage], microbatches[m], trains=trains)
+                self._read_by[Action("F", stage + 1, m)] = out
+            elif kind == "B":
+                gradient = self._backward(action)
+                if gradient is not None:
+                    self._read_by[Action("B", stage - 1, m)] = gradient
+            elif kind in ("SF", "SB"):
+                reader = Action("F", stage + 1, m) if kind == "SF" else Action("B", stage - 1, m)
+                self._send(self._link_of(action), self._taken(reader))
             else:
-                gradient = self._receive(mesh.gradients.following)
-                received, out = live.pop(number)
-                torch.autograd.backward(out, gradient)
-                if received is not None:
-                    assert received.grad is not None, "the stage's input takes part in its output"
-                    self._send(gradients, received.grad)
-        for sends in (activations, gradients):
+                link = self._link_of(action)
+                reader = Action("F" if kind == "RF" else "B", stage, m)
+                self._read_by[reader] = link.receive(self._new_buffer(), source=1 - link.index)
+        for sends in self._sends.values():
             self._finish(sends, keep=0)
-        return total
+        unread = [self._taken(reader) for reader in list(self._read_by)]
+        return [tensor for tensor in unread if tensor is not None]
 
-    def _receive(self, link: Group | None) -> Tensor | None:
-        if link is None:
+    def _forward(self, action: Action, chunk: Chunk[M], microbatch: M, *, trains: bool) -> Tensor:
+        received = self._taken(action)
+        if received is not None and trains:
+            received.requires_grad_()
+        out = chunk(received, microbatch)
+        if trains:  # of a tensor its place in the graph is enough, of the loss the shape is needed too
+            self._live[action.stage, action.microbatch] = received, get_gradient_edge(out) if out.dim() else out
+            self.peak_live = max(self.peak_live, len(self._live))
+        return out.detach()
+
+    def _backward(self, action: Action) -> Tensor | None:
+        """Add the gradients of all weights; return that of what the stage received."""
+        gradient = self._taken(action)
+        received, out = self._live.pop((action.stage, action.microbatch))
+        torch.autograd.backward(out, gradient)
+        if received is None:
             return None
-        tensor = torch.empty(self.activation_shape, dtype=self.stage.dtype, device=self.mesh.device)
-        return link.receive(tensor, source=1 - link.index).wait()
+        assert received.grad is not None, "the stage's input takes part in its output"
+        return received.grad
 
-    def _send(self, sends: "_Sends", tensor: Tensor) -> None:
-        if sends.link is None:
-            return
-        self._finish(sends, keep=self.mesh.layout.pp - 1)
-        sends.under_way.append(sends.link.send(tensor.contiguous(), to=1 - sends.link.index))
-        self.peak_sends = max(self.peak_sends, len(sends.under_way))
+    def _taken(self, reader: Action) -> Tensor | None:
+        """Take what a pass reads, None if there is nothing; wait if it is on its way."""
+        found = self._read_by.pop(reader, None)
+        return found.wait() if isinstance(found, Work) else found
 
-    def _finish(self, sends: "_Sends", *, keep: int) -> None:
-        """Wait for all but the newest `keep` sends and let go of their tensors."""
-        while len(sends.under_way) > keep:
-            sends.under_way.popleft().wait()
+    def _send(self, link: Group, tensor: Tensor | None) -> None:
+        assert tensor is not None, "a pass made what is sent"
+        sends = self._sends[link.name, link.ranks]
+        self._finish(sends, keep=self._max_sends - 1)
+        sends.append(link.send(tensor.contiguous(), to=1 - link.index))
+        self.peak_sends = max(self.peak_sends, len(sends))
 
-
-class _Sends:
-    """The sends under way to one neighbour, oldest first, each of which keeps the tensor that it reads."""
-
-    def __init__(self, link: Group | None) -> None:
-        self.link = link
-        self.under_way: deque[Work] = deque()
+    def _finish(self, sends: deque[Work], *, keep: int) -> None:
+        """Wait for all but the newest `keep` sends, and let go of their tensors."""
+        while len(sends) > keep:
+            sends.popleft().wait()
