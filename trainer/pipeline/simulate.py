@@ -185,4 +185,4 @@ class _Simulation:
                 blocker = self.blocker(action)
                 assert blocker is not None, "the rank did not move"
                 texts.append(f"rank {rank} at {_named(action)} waits for {_named(blocker)}")
-        return ", ".join(texts)
+        return "; ".join(texts)
