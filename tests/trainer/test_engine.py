@@ -11,11 +11,12 @@ from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.global_state import assembled, copied, fill
 from tests.trainer.support.parity import MODELS, make_engine
 from tests.trainer.support.plain_model import logits, train
-from tests.trainer.support.ranks import run_ranks
+from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config_check import resolve
 from trainer.engine import Batch, StepStats
+from trainer.mesh.group import Network
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 61, 12, 8, 2, 6
 LAYOUTS_OF_FOUR = [
@@ -54,10 +55,15 @@ def batches(dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
 
 
 def train_part(
-    rank: int, config: Config, state: dict[str, torch.Tensor] | None, steps: range
+    rank: int,
+    config: Config,
+    state: dict[str, torch.Tensor] | None,
+    steps: range,
+    *,
+    network: Network | None = None,
 ) -> tuple[list[StepStats], list[Any], Any]:
     """Run `steps` on one rank, from `state` where given; its statistics, pieces and table afterwards."""
-    engine = make_engine(rank, config)
+    engine = make_engine(rank, config, network=network)
     if state is not None:
         fill(engine.restore_pieces({info.name: info for info in engine.tensors()}), state)
         engine.after_restore()
@@ -102,34 +108,34 @@ def test_evaluation_sums_token_losses_without_dropout() -> None:
     assert loss_sum / num_tokens == pytest.approx(stats.loss, rel=1e-12)
 
 
-def pieces_of_layouts(rank: int, model: str, precision: str) -> list[tuple[list[Any], Any]]:
+def pieces_of_layouts(rank: int, model: str, precision: str, *, network: Network) -> list[tuple[list[Any], Any]]:
     """Pieces and table of fresh engines of one rank, a layout each."""
     results = []
     for layout, zero_stage in LAYOUTS_OF_FOUR:
-        engine = make_engine(rank, small_config(model, layout, precision=precision, zero_stage=zero_stage))
+        config = small_config(model, layout, precision=precision, zero_stage=zero_stage)
+        engine = make_engine(rank, config, network=network)
         results.append((copied(engine.pieces()), engine.tensors()))
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt2", "fp64")])
 def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(model: str, precision: str) -> None:
     engine = make_engine(0, small_config(model, ParallelLayout(), precision=precision))
     expected = assembled(engine.tensors(), copied(engine.pieces()))
-    by_rank = run_ranks(4, pieces_of_layouts, model, precision)
+    by_rank = run_threads(4, pieces_of_layouts, model, precision)
     for number, (layout, _) in enumerate(LAYOUTS_OF_FOUR):
         assert all(results[number][1] == engine.tensors() for results in by_rank), "one table on all ranks"
         state = assembled(engine.tensors(), [piece for results in by_rank for piece in results[number][0]])
         assert all(torch.equal(state[name], expected[name]) for name in expected), layout
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", sorted(MODELS))
 def test_state_moves_between_layouts_and_training_goes_on(model: str) -> None:
     alone = small_config(model, ParallelLayout())
     whole, half = range(NUM_STEPS), NUM_STEPS // 2
     (uninterrupted, *_) = train_part(0, alone, None, whole)
-    first = run_ranks(4, train_part, small_config(model, ParallelLayout(tp=2, pp=2)), None, whole[:half])
-    second = run_ranks(4, train_part, small_config(model, ParallelLayout(dp=2, pp=2)), state_of(first), whole[half:])
+    first = run_threads(4, train_part, small_config(model, ParallelLayout(tp=2, pp=2)), None, whole[:half])
+    second = run_threads(4, train_part, small_config(model, ParallelLayout(dp=2, pp=2)), state_of(first), whole[half:])
     (third, *_) = train_part(0, alone, state_of(first), whole[half:])
     for expected, moved, back in zip(uninterrupted[half:], second[0][0], third, strict=True):
         assert (moved.loss, moved.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)

@@ -55,6 +55,7 @@ class ProcessMesh:
             )
         self.layout, self.rank, self.device, self.recorder = layout, rank, device, recorder
         self.coords, self.clock = layout.coords(rank), Clock(device)
+        self._needed = groups_needed(layout)
         self.world = self._group("world")
         self.tp = self._group("tp")
         self.dp = self._group("dp")
@@ -83,7 +84,7 @@ class ProcessMesh:
 
     def _connect(self, name: str) -> list[Group]:
         mine = []
-        for ranks in groups_needed(self.layout)[name]:
+        for ranks in self._needed[name]:
             transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine.append(Group(name, ranks, ranks.index(self.rank), self.clock, transport, self.recorder))

@@ -6,13 +6,17 @@ from typing import Any
 import torch
 
 from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.global_state import assembled, copied
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config_check import layout_of, resolve
 from trainer.engine import Batch, Engine
+from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.recorder import Recorder
 from trainer.ops.native import csrc_calls
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH = 50257, 16, 16, 1
+LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
 
 MODELS = {
     "llama": ModelConfig(
@@ -41,42 +45,66 @@ def config_for(
     return resolve(config, layout.world_size)
 
 
-def global_batch(step: int) -> dict[str, torch.Tensor]:
-    """Samples of one step in global order; each has another number of unmasked tokens, few distinct rows to learn."""
+def small(config: Config) -> Config:
+    """The same run with a small vocabulary."""
+    return replace(config, model=replace(config.model, vocab_size=61))
+
+
+def alone(config: Config) -> Config:
+    """The same run on one process."""
+    return resolve(replace(config, parallel=ParallelConfig()), 1)
+
+
+def global_batch(config: Config, step: int) -> dict[str, torch.Tensor]:
+    """Samples of one step in global order; few distinct rows to learn.
+
+    Each sample has another number of unmasked tokens, some have none; a second document begins somewhere in each.
+    """
+    batch, seq, vocab = config.train.global_batch_size, config.train.seq_length, config.model.vocab_size
     generator = torch.Generator().manual_seed(1234)
-    pool = torch.randint(VOCAB, (8, SEQ + 1), generator=generator)
-    rows = pool[[(step * 5 + sample) % len(pool) for sample in range(GLOBAL_BATCH)]]
-    lengths = torch.tensor([1 + (3 * sample + step) % SEQ for sample in range(GLOBAL_BATCH)])
-    positions = torch.arange(SEQ).expand(GLOBAL_BATCH, SEQ)
-    mask = (positions < lengths.unsqueeze(-1)).float()
-    return {"tokens": rows[:, :-1], "labels": rows[:, 1:], "positions": positions, "loss_mask": mask}
+    pool = torch.randint(vocab, (8, seq + 1), generator=generator)
+    rows = pool[[(step * 5 + sample) % len(pool) for sample in range(batch)]]
+    lengths, starts = (
+        torch.tensor([(factor * sample + step) % (seq + 1) for sample in range(batch)]).unsqueeze(-1)
+        for factor in (3, 5)
+    )
+    order = torch.arange(seq).expand(batch, seq)
+    positions = torch.where(order < starts, order, order - starts)
+    return {
+        "tokens": rows[:, :-1],
+        "labels": rows[:, 1:],
+        "positions": positions,
+        "loss_mask": (order < lengths).float(),
+    }
 
 
-def local_batch(step: int, dp_rank: int, dp_size: int, device: torch.device) -> Batch:
+def local_batch(config: Config, step: int, mesh: ProcessMesh) -> Batch:
     """A data-parallel rank's share: sample (m * dp_size + dp_rank) * micro_batch + i."""
-    num_microbatches = GLOBAL_BATCH // (MICRO_BATCH * dp_size)
-    order = torch.arange(GLOBAL_BATCH).view(num_microbatches, dp_size, MICRO_BATCH)[:, dp_rank]
-    parts = {name: rows[order].to(device) for name, rows in global_batch(step).items()}
-    return Batch(**parts, first_sample=step * GLOBAL_BATCH)
+    train = config.train
+    order = torch.arange(train.global_batch_size).view(-1, mesh.dp.size, train.micro_batch_size)[:, mesh.dp.index]
+    parts = {name: rows[order].to(mesh.device) for name, rows in global_batch(config, step).items()}
+    return Batch(**parts, first_sample=step * train.global_batch_size)
 
 
-def make_engine(rank: int, config: Config) -> Engine:
+def make_engine(rank: int, config: Config, *, network: Network | None = None) -> Engine:
     """The engine of one rank, on its own GPU where the configuration asks for one."""
-    index = rank if config.train.device == "cuda" else None
-    return Engine(config, ProcessMesh(layout_of(config), rank, torch.device(config.train.device, index), timeout_s=60))
+    device = torch.device(config.train.device, rank if config.train.device == "cuda" else None)
+    mesh = ProcessMesh(layout_of(config), rank, device, timeout_s=60, network=network, recorder=Recorder())
+    return Engine(config, mesh)
 
 
-def run_steps(rank: int, config: Config, num_steps: int) -> dict[str, Any]:
-    """Train from the start; losses and norms, and what the rank holds and did."""
-    engine = make_engine(rank, config)
-    mesh = engine.mesh
-    stats = [
-        engine.train_step(step, local_batch(step, mesh.dp.index, mesh.dp.size, mesh.device))
-        for step in range(num_steps)
-    ]
+def run_steps(rank: int, config: Config, num_steps: int, *, network: Network | None = None) -> dict[str, Any]:
+    """Train from the start; losses and norms, what the rank holds afterwards, and what it did."""
+    engine = make_engine(rank, config, network=network)
+    batches = [local_batch(config, step, engine.mesh) for step in range(num_steps)]
+    stats = [engine.train_step(step, batch) for step, batch in enumerate(batches)]
     return {
         "losses": [each.loss for each in stats],
         "norms": [each.grad_norm for each in stats],
+        "num_tokens": [each.num_tokens for each in stats],
+        "evaluation": engine.eval_batch(batches[-1]),
+        "weights": copied(piece for piece in engine.pieces() if not piece.name.startswith("optim.")),
+        "table": [info for info in engine.tensors() if not info.name.startswith("optim.")],
         "names": [name for name, _ in engine.stage.named_parameters()],
         "peak_live": engine.pipeline.peak_live,
         "peak_sends": engine.pipeline.peak_sends,
@@ -85,12 +113,27 @@ def run_steps(rank: int, config: Config, num_steps: int) -> dict[str, Any]:
     }
 
 
+def assert_parity(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """Every rank saw the losses, norms and counts of one process, and together they hold its weights; in float64."""
+    for rank, run in enumerate(runs):
+        gap = largest_gap(run, reference)
+        assert gap <= LOSSES_WITHIN, f"rank {rank}: losses and norms differ by {gap:.2e}"
+        assert run["num_tokens"] == reference["num_tokens"], f"rank {rank}"
+    gap, name = weights_gap(runs, reference)
+    assert gap <= WEIGHTS_WITHIN, f"{name} differs by {gap:.2e}"
+
+
 def largest_gap(run: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Largest relative difference of the losses and gradient norms of two runs."""
-    pairs = [pair for key in ("losses", "norms") for pair in zip(run[key], reference[key], strict=True)]
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    """Largest relative difference of losses, gradient norms and evaluations; infinite if one is not a number."""
+    keys = ("losses", "norms", "evaluation")
+    pairs = [pair for key in keys for pair in zip(run[key], reference[key], strict=True)]
+    gaps = [abs(a - b) / max(abs(b), 1e-300) for a, b in pairs]
+    return max(gap if gap == gap else float("inf") for gap in gaps)
 
 
-def without_clip(config: Config) -> Config:
-    """The same run with clipping off."""
-    return replace(config, optim=replace(config.optim, clip=0.0))
+def weights_gap(runs: list[dict[str, Any]], reference: dict[str, Any]) -> tuple[float, str]:
+    """Largest difference of the weights that all ranks hold together from a reference, and where it is."""
+    expected = assembled(reference["table"], reference["weights"])
+    found = assembled(runs[0]["table"], [piece for run in runs for piece in run["weights"]])
+    assert found.keys() == expected.keys()
+    return max((float((found[name] - expected[name]).abs().max()), name) for name in expected)

@@ -1,0 +1,60 @@
+"""Random runs: a tiny model with any options on any layout that fits it."""
+
+from itertools import product
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ckptkit.model.layout import ParallelLayout
+from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from trainer.config_check import cross_faults, resolve
+
+LAYOUTS = [
+    ParallelLayout(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5, 8))
+]
+
+
+def layouts(max_ranks: int) -> st.SearchStrategy[ParallelLayout]:
+    """Layouts of two ranks and more."""
+    return st.sampled_from([layout for layout in LAYOUTS if 1 < layout.world_size <= max_ranks])
+
+
+@st.composite
+def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Config:
+    """A run of float64 on a CPU that has no fault."""
+    layout = draw(layouts)
+    kv_heads = layout.tp * draw(st.integers(1, 2))
+    num_heads = kv_heads * draw(st.integers(1, 2))
+    micro_batch, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    options: dict[str, Any] = {
+        name: draw(st.booleans()) for name in ("bias", "qk_norm", "tie_embeddings")
+    } | {
+        name: draw(st.sampled_from(values))
+        for name, values in {
+            "norm": ("rmsnorm", "layernorm"),
+            "position": ("rope", "learned", "none"),
+            "activation": ("swiglu", "gelu"),
+            "dropout": (0.0, 0.2),
+        }.items()
+    }  # fmt: skip
+    model = ModelConfig(
+        num_layers=layout.pp + draw(st.integers(0, 2)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
+        num_heads=num_heads, num_kv_heads=kv_heads, ffn_hidden_size=layout.tp * draw(st.integers(1, 5)),
+        vocab_size=draw(st.integers(layout.tp, 23)), init_std=0.3, **options,
+    )  # fmt: skip
+    config = Config(
+        model=model,
+        # a bucket of 0 MiB holds one parameter
+        parallel=ParallelConfig(
+            tp=layout.tp, pp=layout.pp, dp=layout.dp,
+            zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
+        ),
+        optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=draw(st.sampled_from([0.0, 0.05])), warmup_steps=1),
+        train=TrainConfig(
+            train_steps=5, seq_length=draw(st.integers(2, 6)), micro_batch_size=micro_batch,
+            global_batch_size=micro_batch * num_microbatches * layout.dp, precision="fp64", device="cpu",
+            seed=draw(st.integers(0, 99)),
+        ),
+    )  # fmt: skip
+    assert cross_faults(config, layout.world_size) == []
+    return resolve(config, layout.world_size)

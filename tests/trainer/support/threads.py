@@ -1,0 +1,249 @@
+"""run_threads: a function on many ranks in one process, a thread each, of which one at a time runs.
+
+A rank runs until it must wait for others; then the next that can go on does. So the order of everything is always the
+same, threads never fight for the interpreter, and when no rank can go on that is an error at once, which says what each
+waits for. Sums are in order of rank. A send is waited for until it was received, and read only then, as NCCL may.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Deadlock(Exception):
+    """No rank can go on."""
+
+
+class Stopped(Exception):
+    """Another rank failed."""
+
+
+def run_threads(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call function(rank, *arguments, network=...) on every rank; return the results in order of rank.
+
+    The first error of a rank ends all of them and is raised.
+    """
+    turns = Turns(num_ranks)
+    meetings: dict[Any, Meeting] = {}
+    results: list[Any] = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        turns.begin(rank)
+        try:
+            torch.set_num_threads(1)
+            turns.raise_if_stopped()
+            results[rank] = function(rank, *arguments, network=Threads(turns, meetings, rank))
+        except BaseException as error:
+            turns.stop(error)
+        finally:
+            turns.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    turns.pass_on()
+    for thread in threads:
+        thread.join()
+    if turns.error is not None:
+        raise turns.error
+    return results
+
+
+class Turns:
+    """Whose turn it is among the ranks' threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._may_run = [threading.Semaphore(0) for _ in range(num_ranks)]
+        self._ready = deque(range(num_ranks))
+        self._waits: dict[int, Transfer] = {}
+        self.error: BaseException | None = None
+
+    def begin(self, rank: int) -> None:
+        self._may_run[rank].acquire()
+
+    def end(self, rank: int) -> None:
+        self.pass_on()
+
+    def wait(self, rank: int, transfer: "Transfer") -> None:
+        """Return once the transfer is done; meanwhile others run."""
+        if not transfer.is_done:
+            self._waits[rank] = transfer
+            self.pass_on()
+            self._may_run[rank].acquire()
+            self.raise_if_stopped()
+
+    def finish(self, transfer: "Transfer") -> None:
+        """Mark a transfer as done; who waits for it can go on."""
+        transfer.is_done = True
+        self._wake(rank for rank, waited in self._waits.items() if waited is transfer)
+
+    def pass_on(self) -> None:
+        """Let the next rank run."""
+        if not self._ready and self._waits:
+            texts = [f"rank {rank} waits for {transfer}" for rank, transfer in sorted(self._waits.items())]
+            self.stop(Deadlock("no rank can go on: " + "; ".join(texts)))
+        if self._ready:
+            self._may_run[self._ready.popleft()].release()
+
+    def stop(self, error: BaseException) -> None:
+        """End all ranks; the first error is kept."""
+        self.error = self.error or error
+        self._wake(self._waits)
+
+    def raise_if_stopped(self) -> None:
+        if self.error is not None:
+            raise Stopped("another rank failed")
+
+    def _wake(self, ranks: Any) -> None:
+        for rank in sorted(ranks):
+            del self._waits[rank]
+            self._ready.append(rank)
+
+
+class Transfer:
+    """What ranks wait for: a collective that all of them join, or a tensor on its way."""
+
+    def __init__(self, what: str, tensor: Tensor, arguments: tuple[Any, ...] = ()) -> None:
+        self.what, self.tensor = what, tensor
+        self.form = (what, tensor.numel(), tensor.dtype, *arguments)
+        self.joined: dict[int, Tensor] = {}
+        self.is_done = False
+
+    def __str__(self) -> str:
+        return f"{self.what}, which places {sorted(self.joined)} joined" if self.joined else self.what
+
+    def check(self, other: "Transfer") -> None:
+        if self.form[1:] != other.form[1:] or (self.joined and self.form != other.form):
+            raise RuntimeError(f"calls differ: {other.form} meets {self.form}")
+
+
+class Meeting:
+    """What the transports of one group share."""
+
+    def __init__(self) -> None:
+        self.collectives: dict[int, Transfer] = {}
+        self.sent: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+        self.awaited: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+
+
+class Threads:
+    """The network of one rank."""
+
+    def __init__(self, turns: Turns, meetings: dict[Any, Meeting], rank: int) -> None:
+        self._turns, self._meetings, self._rank = turns, meetings, rank
+        self._numbers = count()
+        self.world_size = len(turns._may_run)
+
+    def connect(self, name: str, ranks: Sequence[int]) -> "ThreadTransport | None":
+        place = (next(self._numbers), name, tuple(ranks))
+        if self._rank not in ranks:
+            return None
+        return ThreadTransport(self._turns, self._meetings.setdefault(place, Meeting()), place, self._rank)
+
+
+class ThreadTransport:
+    """One rank's end of a group."""
+
+    def __init__(self, turns: Turns, meeting: Meeting, place: tuple[int, str, tuple[int, ...]], rank: int) -> None:
+        self._turns, self._meeting, self._rank = turns, meeting, rank
+        _, self._name, self._ranks = place
+        self._index = self._ranks.index(rank)
+        self._numbers = count()
+
+    def all_reduce(self, tensor: Tensor, op: str, *, is_async: bool) -> "Handle | None":
+        return self._join(all_reduce, tensor, op, is_async=is_async)
+
+    def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> "Handle | None":
+        return self._join(broadcast, tensor, source, is_async=is_async)
+
+    def reduce_scatter(self, flat: Tensor, *, is_async: bool) -> "Handle | None":
+        return self._join(reduce_scatter, flat, is_async=is_async)
+
+    def all_gather(self, flat: Tensor, *, is_async: bool) -> "Handle | None":
+        return self._join(all_gather, flat, is_async=is_async)
+
+    def send(self, tensor: Tensor, to: int) -> "Handle":
+        sent = Transfer(f"a send to rank {self._ranks[to]} by {self._name}", tensor)
+        return self._meet(sent, self._meeting.awaited, self._meeting.sent, (self._index, to))
+
+    def receive(self, tensor: Tensor, source: int) -> "Handle":
+        awaited = Transfer(f"a receive from rank {self._ranks[source]} by {self._name}", tensor)
+        return self._meet(awaited, self._meeting.sent, self._meeting.awaited, (source, self._index))
+
+    def _meet(self, mine: Transfer, others: Any, own: Any, way: tuple[int, int]) -> "Handle":
+        if others[way]:
+            other = others[way].popleft()
+            other.check(mine)
+            source, target = (other, mine) if others is self._meeting.sent else (mine, other)
+            with torch.no_grad():
+                target.tensor.copy_(source.tensor)
+            self._turns.finish(other)
+            self._turns.finish(mine)
+        else:
+            own[way].append(mine)
+        return Handle(self._turns, self._rank, mine)
+
+    @torch.no_grad()
+    def _join(self, carry: Callable[..., None], tensor: Tensor, *arguments: Any, is_async: bool) -> "Handle | None":
+        number = next(self._numbers)
+        mine = Transfer(f"{carry.__name__} {number} of {self._name} {self._ranks}", tensor, arguments)
+        collective = self._meeting.collectives.setdefault(number, mine)
+        collective.check(mine)
+        collective.joined[self._index] = tensor
+        if len(collective.joined) == len(self._ranks):
+            carry([collective.joined[index] for index in range(len(self._ranks))], *arguments)
+            del self._meeting.collectives[number]
+            self._turns.finish(collective)
+        handle = Handle(self._turns, self._rank, collective)
+        return handle if is_async else handle.wait()
+
+
+class Handle:
+    """A transfer that one rank may wait for."""
+
+    def __init__(self, turns: Turns, rank: int, transfer: Transfer) -> None:
+        self._turns, self._rank, self._transfer = turns, rank, transfer
+
+    def wait(self) -> None:
+        self._turns.wait(self._rank, self._transfer)
+
+
+def all_reduce(tensors: list[Tensor], op: str) -> None:
+    total = reduced(tensors, op)
+    for tensor in tensors:
+        tensor.copy_(total)
+
+
+def broadcast(tensors: list[Tensor], source: int) -> None:
+    for tensor in tensors:
+        tensor.copy_(tensors[source])
+
+
+def reduce_scatter(tensors: list[Tensor]) -> None:
+    """What a rank does not own is poisoned."""
+    shares = reduced(tensors, "sum").chunk(len(tensors))
+    for index, (tensor, share) in enumerate(zip(tensors, shares, strict=True)):
+        tensor.fill_(torch.nan)
+        tensor.chunk(len(tensors))[index].copy_(share)
+
+
+def all_gather(tensors: list[Tensor]) -> None:
+    whole = torch.cat([tensor.chunk(len(tensors))[index] for index, tensor in enumerate(tensors)])
+    for tensor in tensors:
+        tensor.copy_(whole)
+
+
+def reduced(tensors: list[Tensor], op: str) -> Tensor:
+    """The tensors' sum or maximum, in order of rank."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        if op == "sum":
+            total += tensor
+        else:
+            torch.maximum(total, tensor, out=total)
+    return total

@@ -1,0 +1,43 @@
+"""Random models on random layouts train as one process does: losses, gradient norms, evaluations and final weights.
+
+The ranks are threads of one process, so that a layout takes a fraction of a second. Examples are the same in each run.
+"""
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.layouts import configs, layouts
+from tests.trainer.support.parity import alone, assert_parity, run_steps
+from tests.trainer.support.threads import run_threads
+from trainer.config import Config
+from trainer.config_check import layout_of
+
+OF_64 = st.sampled_from([ParallelLayout(tp=4, pp=4, dp=4), ParallelLayout(tp=2, pp=4, dp=8)])
+examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
+
+
+def check(config: Config, num_steps: int = 2) -> None:
+    reference = run_steps(0, alone(config), num_steps)
+    assert_parity(run_threads(layout_of(config).world_size, run_steps, config, num_steps), reference)
+
+
+@settings(examples, max_examples=40)
+@given(config=configs(layouts(16)))
+def test_random_layouts_of_up_to_16_ranks(config: Config) -> None:
+    check(config)
+
+
+@settings(examples, max_examples=2)
+@given(config=configs(OF_64))
+def test_layouts_of_64_ranks(config: Config) -> None:
+    check(config, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(examples, max_examples=200)
+@given(config=configs(layouts(16)))
+def test_many_random_layouts(config: Config) -> None:
+    check(config, 3)
