@@ -77,7 +77,16 @@ class ProcessMesh:
         return mine[0] if mine else Group(name, (self.rank,), 0, self.clock)
 
     def _links(self, name: str) -> Links:
+        """Build the links of a name; on GPUs send through each once, from the first pair of stages to the last.
+
+        NCCL connects two ranks at their first transfer and blocks both hosts until then. A schedule may begin a receive
+        long before its neighbour sends, and the neighbour may wait for this rank.
+        """
         mine = self._connect(name)
+        if self.device.type == "cuda":
+            for group in mine:
+                first = torch.zeros(1, device=self.device)
+                (group.receive(first, 0) if group.index else group.send(first, 1)).wait()
         previous = next((group for group in mine if group.index == 1), None)
         following = next((group for group in mine if group.index == 0), None)
         return Links(previous, following)
