@@ -95,7 +95,41 @@ def spoil(host: HostBatch) -> None:
 
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:
-    """Return a batch of datakit as tensors on the device."""
-    arrays = (host.tokens, host.labels, host.positions, host.loss_mask)
-    tokens, labels, positions, loss_mask = (torch.from_numpy(array).to(device) for array in arrays)
-    return Batch(tokens, labels, positions, loss_mask, host.first_sample)
+    """Return a batch of datakit as tensors on the device, views of one buffer; on a CPU that is the batch's own.
+
+    Out of pinned memory the copy to a GPU is only enqueued: the batch may not change before it is done.
+    """
+    buffer, shape = torch.from_numpy(host.buffer).to(device, non_blocking=True), host.tokens.shape
+    wide, narrow = buffer.split([24 * host.tokens.size, 4 * host.tokens.size])
+    tokens, labels, positions = wide.view(torch.int64).view(3, *shape)
+    return Batch(tokens, labels, positions, narrow.view(torch.float32).view(shape), host.first_sample)
+
+
+class StepReader:
+    """A rank's steps, in two buffers of host memory by turns, pinned for a GPU; owned by the thread that trains.
+
+    While a step is trained, the Loader's thread makes the next one in the other buffer. That waits until the buffer's
+    last copy to the GPU is done. On a CPU a step's tensors are views of its buffer, good until the next `to_device`.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self._loader, self._device, self._turn = loader, device, 0
+        num_bytes, is_cuda = HostBatch.num_bytes(loader.shape), device.type == "cuda"
+        tensors = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        self._buffers = [tensor.numpy() for tensor in tensors]
+        self._copied = [torch.cuda.Event() for _ in tensors] if is_cuda else []
+
+    def next_step(self) -> HostBatch:
+        """Return the next step of the stream."""
+        return self._loader.next_step(out=self._buffers[self._turn])
+
+    def to_device(self, host: HostBatch) -> Batch:
+        """Return the step that `next_step` returned as tensors on the device, and let the one after it be read."""
+        batch = to_device(host, self._device)
+        other = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
+            self._copied[other].synchronize()
+        self._loader.prefetch(out=self._buffers[other])
+        self._turn = other
+        return batch

@@ -14,7 +14,7 @@ from threefold.errors import EXIT_OK, UserError
 from trainer.banner import banner
 from trainer.config import Config
 from trainer.config_check import layout_of
-from trainer.data import open_blend, open_loader, spoil, to_device, token_fault, with_vocabulary
+from trainer.data import StepReader, open_blend, open_loader, spoil, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine, StepStats
 from trainer.evaluate import Evaluation
 from trainer.flops import peak_flops, token_flops
@@ -56,6 +56,7 @@ class Run:
         self.progress, self._loss = resumed.progress, resumed.loss
         dp_rank = self.mesh.coords.dp
         self._loader = ranks.together(lambda: open_loader(blend, config, dp_rank, self.progress.cursor))
+        self._reader = ranks.together(lambda: StepReader(self._loader, ranks.device))
         self._log = ranks.together(self._open_log)
         if resumed.url:
             self._log.event("resume", self.progress.step, url=resumed.url)
@@ -85,11 +86,11 @@ class Run:
     def step(self) -> None:
         """Read, train, save where due, log."""
         ranks, train, started = self.ranks, self.config.train, time.perf_counter()
-        host = self._loader.next_step()
+        host = self._reader.next_step()
         fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
         if fault is not None:
             spoil(host)
-        batch = to_device(host, ranks.device)
+        batch = self._reader.to_device(host)
         data_wait_s = time.perf_counter() - started
         stats = self._train_step(batch, fault)
         num_tokens = train.global_batch_size * train.seq_length

@@ -1,25 +1,32 @@
-"""HostBatch: the rows of one step in one buffer of host memory."""
+"""HostBatch: the rows of one step in one buffer of host memory, the caller's or its own."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from datakit.store.shard import Int64s
+from datakit.stream.native import address_of
+from threefold.errors import UserError
 
 BYTES_A_TOKEN = 28  # three int64 and one float32
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
     """Arrays of one shape [..., seq_length], all of them views of `buffer`.
 
-    tokens, labels (the next token) and positions are int64, loss_mask is float32. `first_sample` is the global number
-    of the first sample. `epochs` says of a step, for each store of the blend, how many whole epochs of it the stream
-    has read once this step is consumed; a single sample has none.
+    tokens, labels (the next token) and positions are int64, loss_mask is float32. They follow each other in the buffer
+    in this order, without gaps: of shape [2, 3, 4], 24 tokens, they begin at bytes 0, 192, 384 and 576 of 672.
+
+    `first_sample` is the global number of the first sample. `epochs` says of a step, for each store of the blend, how
+    many whole epochs of it the stream has read once this step is consumed; a single sample has none.
     """
 
-    buffer: npt.NDArray[np.uint8]
+    buffer: Bytes
     tokens: Int64s
     labels: Int64s
     positions: Int64s
@@ -27,14 +34,38 @@ class HostBatch:
     first_sample: int = 0
     epochs: tuple[int, ...] = ()
 
+    @staticmethod
+    def num_bytes(shape: Sequence[int]) -> int:
+        """Return the size of the buffer of a batch."""
+        return math.prod(shape) * BYTES_A_TOKEN
+
+    @classmethod
+    def over(cls, buffer: Bytes, shape: Sequence[int]) -> "HostBatch":
+        """Return a batch whose arrays are `buffer` as it is; UserError unless that is `num_bytes(shape)` bytes.
+
+        The buffer is a writable, contiguous array of uint8 in one dim, at an address that 8 divides.
+        """
+        expected = cls.num_bytes(shape)
+        hint = f"np.empty({expected}, np.uint8), or torch.empty({expected}, dtype=torch.uint8).numpy()"
+        if not isinstance(buffer, np.ndarray):
+            raise UserError(f"the memory of a batch is a {type(buffer).__name__}, not a numpy array", hint=hint)
+        if buffer.dtype != np.uint8 or buffer.shape != (expected,):
+            raise UserError(
+                f"the memory of a batch of shape {list(shape)} is {buffer.dtype}{list(buffer.shape)}, "
+                f"uint8[{expected}] expected",
+                hint=hint,
+            )
+        flags = buffer.flags
+        if not flags.c_contiguous or not flags.writeable or address_of(buffer) % 8:
+            raise UserError("the memory of a batch is read-only, has gaps or is not aligned to 8 bytes", hint=hint)
+        tokens, labels, positions = np.ndarray((3, *shape), np.int64, buffer)
+        return cls(buffer, tokens, labels, positions, np.ndarray(shape, np.float32, buffer, 24 * math.prod(shape)))
+
     @classmethod
     def allocate(cls, num_rows: int, seq_length: int) -> "HostBatch":
         """Return an uninitialised batch of shape [num_rows, seq_length]."""
         shape = num_rows, seq_length
-        size = num_rows * seq_length
-        buffer = np.empty(size * BYTES_A_TOKEN, np.uint8)
-        tokens, labels, positions = np.ndarray((3, *shape), np.int64, buffer)
-        return cls(buffer, tokens, labels, positions, np.ndarray(shape, np.float32, buffer, 24 * size))
+        return cls.over(np.empty(cls.num_bytes(shape), np.uint8), shape)
 
     def reshaped(self, *shape: int, first_sample: int, epochs: tuple[int, ...] = ()) -> "HostBatch":
         """Return the same memory in another shape, with its place in the stream."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from datakit.store.shard import Tokens, TokenShard
 from datakit.store.token_store import TokenStore
-from datakit.stream.batch import HostBatch
+from datakit.stream.batch import Bytes, HostBatch
 from datakit.stream.native import address_of, stream_library
 
 NO_EOD = -1
@@ -46,14 +46,16 @@ class RowSpans:
             start, remaining = start + count, remaining - count
 
 
-def gather(spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
-    """Make a batch [rows, seq_length].
+def gather(
+    spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False, out: Bytes | None = None
+) -> HostBatch:
+    """Make a batch [rows, seq_length], in the memory `out` if it is given.
 
     `mask_eod_loss` takes the loss off the positions whose token is an end of document (they would predict the next,
     unrelated document); `reset_positions` counts positions from 0 again after each of them.
     """
     num_rows, seq_length = spans.num_rows, spans.seq_length
-    batch = HostBatch.allocate(num_rows, seq_length)
+    batch = HostBatch.allocate(num_rows, seq_length) if out is None else HostBatch.over(out, (num_rows, seq_length))
     native = array("q")  # a dk_piece each
     for row, shard, start, count in spans.table:
         itemsize = shard.dtype.itemsize

@@ -3,7 +3,8 @@
 Pickled, it goes on at its cursor in the process that unpickles it; so does each side of a fork.
 
 In a step that begins at sample `first`, row i of micro-batch m on data-parallel rank r is global sample
-`first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works.
+`first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works: in new
+memory by itself, in the caller's memory (pinned, say) if the caller asks by `prefetch`.
 """
 
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from datakit.store.shard import Int64s
-from datakit.stream.batch import HostBatch
+from datakit.stream.batch import Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
 from threefold.errors import UserError
@@ -46,9 +47,10 @@ class Loader:
         self._blend = blend
         self._shape = num_microbatches, micro_batch_size, blend.seq_length
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._options = {"mask_eod_loss": mask_eod_loss, "reset_positions": reset_positions}
+        self._options: dict[str, Any] = {"mask_eod_loss": mask_eod_loss, "reset_positions": reset_positions}
         self._num_samples = 0 if cursor is None else cursor.num_samples
         self._ahead: Future[HostBatch] | None = None
+        self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
         self._start_thread()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,6 +58,11 @@ class Loader:
         num_microbatches, micro_batch_size, _ = self._shape
         shape = micro_batch_size, num_microbatches, self._dp_rank, self._dp_size
         return partial(Loader, self._blend, *shape, self.cursor, **self._options), ()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of a step's arrays on this rank: [num_microbatches, micro_batch_size, seq_length]."""
+        return self._shape
 
     @property
     def global_batch_size(self) -> int:
@@ -67,16 +74,33 @@ class Loader:
         """Return the cursor after the steps that were handed out."""
         return Cursor.start(self._blend, self._num_samples)
 
-    def next_step(self) -> HostBatch:
-        """Return the next step's rows of this rank, arrays [num_microbatches, micro_batch_size, seq_length]."""
-        if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
-            self._start_thread()
-        ahead = self._ahead or self._thread.submit(self._step, self._num_samples)
-        self._ahead = None  # a step that failed is made again by the next call
+    def next_step(self, out: Bytes | None = None) -> HostBatch:
+        """Return the next step's rows of this rank, arrays of `shape`, made in the memory `out` if it is given.
+
+        `out` is an array of HostBatch.num_bytes(shape) bytes. Without it the step has memory of its own, and the next
+        one is begun at once; with it, `prefetch` begins the next one.
+        """
+        if self._ahead is None or self._out is not out or self._process != os.getpid():
+            self.prefetch(out)
+        assert self._ahead is not None, "prefetch sets it"
+        ahead, self._ahead = self._ahead, None  # a step that failed is made again by the next call
         batch = ahead.result()
         self._num_samples += self.global_batch_size
-        self._ahead = self._thread.submit(self._step, self._num_samples)
+        if out is None:
+            self.prefetch()
         return batch
+
+    def prefetch(self, out: Bytes | None = None) -> None:
+        """Begin the next step on the thread, in the memory `out` if it is given; the cursor stays.
+
+        `next_step`, called with that very array, returns it; with another one the step is made again. Nothing else may
+        use the memory until then, or until the loader is closed.
+        """
+        if out is not None:
+            HostBatch.over(out, self._shape)  # what does not fit is raised here
+        if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
+            self._start_thread()
+        self._ahead, self._out = self._thread.submit(self._step, self._num_samples, out), out
 
     def __iter__(self) -> Iterator[HostBatch]:
         while True:
@@ -105,9 +129,9 @@ class Loader:
 
     def _start_thread(self) -> None:
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
-        self._ahead = None
+        self._ahead = self._out = None
 
-    def _step(self, first: int) -> HostBatch:
-        batch = self._blend.batch(self.samples(first).ravel(), **self._options)
+    def _step(self, first: int, out: Bytes | None) -> HostBatch:
+        batch = self._blend.batch(self.samples(first).ravel(), **self._options, out=out)
         epochs = self._blend.epochs(first + self.global_batch_size)
         return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)

@@ -1,14 +1,16 @@
-"""A token that the vocabulary does not hold is named, with its store and sample, before a device reads it."""
+"""Steps on a device, out of two buffers by turns; a token that the vocabulary does not hold is named before."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from datakit import Blend, write_store
+from datakit import Blend, HostBatch, Loader, write_store
 from tests.trainer.support.training import call, last_step
-from trainer.data import token_fault
+from trainer.data import StepReader, to_device, token_fault
+from trainer.engine import Batch
 
 BAD = 70  # of a vocabulary of 61
 
@@ -60,3 +62,57 @@ def test_a_run_ends_before_the_step_that_would_read_it(
     flags = ["--data.valid.stores", store, "--data.valid.num-samples", 500, "--train.eval-interval", 1]
     assert call("train", job_config, *flags, "--train-steps", 1) == 2
     assert f"error: {store} holds token {BAD} at address 6,620" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Blend:
+    documents = [np.random.default_rng(number).integers(0, 61, 60) for number in range(40)]
+    return Blend([(write_store(tmp_path / "stream", documents, vocab_size=61, eod_id=0), 1.0)], seq_length=8)
+
+
+def assert_same(batch: Batch, host: HostBatch) -> None:
+    for name in ("tokens", "labels", "positions", "loss_mask"):
+        found, expected = getattr(batch, name), torch.from_numpy(getattr(host, name))
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found.cpu(), expected)
+    assert batch.first_sample == host.first_sample
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_on_a_cpu_the_tensors_of_each_step_are_views_of_two_buffers(stream: Blend, num_microbatches: int) -> None:
+    shape = 2, num_microbatches
+    with Loader(stream, *shape, mask_eod_loss=True) as loader, Loader(stream, *shape, mask_eod_loss=True) as plain:
+        reader, addresses = StepReader(loader, torch.device("cpu")), []
+        for _ in range(100):
+            batch, host = reader.to_device(reader.next_step()), plain.next_step()
+            assert_same(batch, host)
+            assert loader.cursor.num_samples == host.first_sample + loader.global_batch_size
+            addresses.append(batch.tokens.data_ptr())
+            assert batch.loss_mask.data_ptr() == addresses[-1] + 24 * batch.tokens.numel()
+        assert addresses == 50 * addresses[:2]
+        assert addresses[0] != addresses[1]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_no_step_is_overwritten_before_it_was_copied(stream: Blend) -> None:
+    """The GPU is kept busy, so that copies are enqueued long before they are made."""
+    device, batches = torch.device("cuda", 0), []
+    with Loader(stream, 64, 8) as loader, Loader(stream, 64, 8) as plain:
+        reader = StepReader(loader, device)
+        for _ in range(100):
+            torch.cuda._sleep(5_000_000)
+            host = reader.next_step()
+            assert torch.from_numpy(host.buffer).is_pinned()
+            batches.append(reader.to_device(host))
+        for batch in batches:
+            assert_same(batch, plain.next_step())
+    host = stream.batch(range(4)).reshaped(2, 2, 8, first_sample=0)  # memory that is not pinned
+    assert_same(to_device(host, device), host)
+
+
+def test_on_a_cpu_a_batch_is_not_copied(stream: Blend) -> None:
+    host = stream.batch(range(6)).reshaped(3, 2, 8, first_sample=0)
+    batch = to_device(host, torch.device("cpu"))
+    assert_same(batch, host)
+    assert batch.tokens.data_ptr() == host.buffer.ctypes.data

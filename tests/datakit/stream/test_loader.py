@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import Blend, Cursor, Loader, TokenStore, write_store
+from datakit import Blend, Cursor, HostBatch, Loader, TokenStore, write_store
 from threefold.errors import CheckFailed, UserError
 
 L = 8
@@ -178,6 +178,78 @@ def test_both_sides_of_a_fork_go_on(blend: Blend) -> None:
             os._exit(0 if (batch.tokens == blend.batch([2, 3]).tokens).all() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (batch.tokens == blend.batch([2, 3]).tokens).all()
+
+
+def memory_for(loader: Loader) -> np.ndarray:
+    return np.full(HostBatch.num_bytes(loader.shape), 0xAA, np.uint8)
+
+
+def test_a_step_in_the_callers_memory_has_the_same_bytes(blend: Blend) -> None:
+    """One buffer for 100 steps, and two by turns with the next step made ahead."""
+    with Loader(blend, 2, 3, 1, 2) as plain, Loader(blend, 2, 3, 1, 2) as one, Loader(blend, 2, 3, 1, 2) as two:
+        buffer, turns = memory_for(one), [memory_for(two), memory_for(two)]
+        for step in range(100):
+            expected, found = plain.next_step(), one.next_step(out=buffer)
+            assert found.buffer is buffer
+            ahead = two.next_step(out=turns[step % 2])
+            two.prefetch(out=turns[1 - step % 2])
+            assert ahead.buffer is turns[step % 2]
+            for batch in (found, ahead):
+                assert (batch.buffer == expected.buffer).all()
+                assert (batch.first_sample, batch.epochs) == (expected.first_sample, expected.epochs)
+                assert batch.tokens.shape == plain.shape == (3, 2, L)
+        assert one.cursor == two.cursor == plain.cursor
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 7])
+def test_a_step_made_ahead_does_not_move_the_cursor(blend: Blend, num_steps: int) -> None:
+    with Loader(blend, 2, 3, 1, 2) as whole:
+        buffers = [memory_for(whole), memory_for(whole)]
+        for step in range(num_steps):
+            whole.next_step(out=buffers[step % 2])
+            whole.prefetch(out=buffers[1 - step % 2])
+        whole.prefetch(out=buffers[num_steps % 2])
+        cursor, content = whole.cursor, pickle.dumps(whole)
+        assert cursor.num_samples == num_steps * whole.global_batch_size
+        expected = whole.next_step(out=buffers[num_steps % 2]).buffer.copy()
+        with Loader(blend, 2, 3, 1, 2, cursor) as resumed, pickle.loads(content) as other:
+            assert (resumed.next_step().buffer == expected).all()
+            assert (other.next_step(out=buffers[0]).buffer == expected).all()
+
+
+def test_other_memory_than_that_of_the_step_ahead_gets_the_step_too(blend: Blend) -> None:
+    with Loader(blend, 2, 1) as loader, Loader(blend, 2, 1) as plain:
+        first, second = memory_for(loader), memory_for(loader)
+        loader.prefetch(out=first)
+        assert loader.next_step(out=second).buffer is second
+        assert (second == plain.next_step().buffer).all()
+        loader.prefetch(out=first)
+        own, expected = loader.next_step(), plain.next_step()  # in memory of its own, and the next one after it
+        assert own.buffer is not first
+        assert (own.buffer == expected.buffer).all()
+        assert (loader.next_step(out=first).buffer == plain.next_step().buffer).all()
+
+
+def test_memory_that_does_not_fit_is_refused_and_the_stream_goes_on(blend: Blend) -> None:
+    with Loader(blend, 2, 1) as loader:
+        for give in (loader.next_step, loader.prefetch):
+            with pytest.raises(UserError, match=r"of shape \[1, 2, 8\] is uint8\[447\], uint8\[448\] expected"):
+                give(np.empty(447, np.uint8))
+        assert loader.cursor.num_samples == 0
+        assert (loader.next_step(memory_for(loader)).tokens[0] == blend.batch([0, 1]).tokens).all()
+
+
+def test_a_fork_makes_the_step_ahead_again_in_its_own_memory(blend: Blend) -> None:
+    with Loader(blend, 2, 1) as loader:
+        buffer = memory_for(loader)
+        loader.prefetch(out=buffer)
+        child = os.fork()
+        batch = loader.next_step(out=buffer)
+        if not child:
+            signal.alarm(20)
+            os._exit(0 if (batch.tokens == blend.batch([0, 1]).tokens).all() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (batch.tokens == blend.batch([0, 1]).tokens).all()
 
 
 @pytest.mark.parametrize("number", [-1, 2**62, 1.5, "1", None])
