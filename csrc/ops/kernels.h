@@ -11,6 +11,11 @@ struct Kernels {
   // Adds the weight gradient of these rows to `dweight`, which has rstd's type.
   void (*rmsnorm_backward)(int dtype, const void* dy, const void* x, const void* weight, const void* rstd, void* dx,
                            void* dweight, int64_t num_rows, int64_t num_cols);
+  // Tokens [begin, end); the backward adds the gradients of the weights to `dweights` [2, head_size].
+  void (*rope_forward)(int dtype, const op_heads& heads, const void* qkv, void* out, int64_t out_stride, int64_t begin,
+                       int64_t end);
+  void (*rope_backward)(int dtype, const op_heads& heads, const op_head_gradients& gradients, const void* qkv,
+                        void* dqkv, void* dweights, int64_t begin, int64_t end);
   // One row: the features [first_feature, first_feature + num_features) of one global sample and position.
   void (*dropout_row)(int dtype, const void* x, void* y, const MaskKey& key, uint64_t sample, uint32_t position,
                       uint64_t first_feature, int64_t num_features);
@@ -23,6 +28,7 @@ extern const Kernels kernels_base, kernels_avx2, kernels_avx512;
 const Kernels& kernels();  // the table of op_simd()
 
 inline int64_t item_bytes(int dtype) { return dtype == OP_F64 ? 8 : dtype == OP_F32 ? 4 : 2; }
+inline int64_t number_bytes(int dtype) { return dtype == OP_F64 ? 8 : 4; }  // of what it is computed in
 inline bool is_dtype(int dtype) { return dtype >= OP_F64 && dtype <= OP_BF16; }
 inline const void* at(const void* pointer, int64_t bytes) { return static_cast<const char*>(pointer) + bytes; }
 inline void* at(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }

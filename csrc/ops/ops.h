@@ -1,4 +1,5 @@
-// C ABI of the trainer's native library: RMSNorm, dropout, normals by counter; on CPU, and on CUDA if it was built.
+// C ABI of the trainer's native library: RMSNorm, RoPE, dropout, normals by counter; on CPU, and on CUDA if that was
+// built.
 //
 // Tensors are dense and row-major. Every function that can fail returns 0, OP_BAD_ARGUMENT, or a positive cudaError_t.
 // CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current
@@ -39,6 +40,37 @@ OP_API int op_rmsnorm_backward_cuda(int dtype, const void* dy, const void* x, co
                                     void* dx, void* dweight, void* partials, int64_t num_rows, int64_t num_cols,
                                     void* stream);
 OP_API int64_t op_rmsnorm_partials_cuda(int64_t num_rows);
+
+// Rows of packed heads: [num_tokens, (num_heads + 2 * num_kv_heads) * head_size] holds the heads of q, then of k, then
+// of v. A head of q or k is normalized if its weight is there (as by RMSNorm), then turned if `turns` is there.
+struct op_heads {
+  int64_t num_tokens, num_heads, num_kv_heads, head_size;  // head_size is even
+  const void* turns;     // [num_tokens, head_size]: cosines of half a head, then sines; double for OP_F64, else float
+  const void* q_weight;  // [head_size] of the dtype; both or none
+  const void* k_weight;
+  double eps;
+};
+// The gradients of the three, each with strides in elements; neighbouring elements of a head are neighbours in memory.
+struct op_head_gradients {
+  const void *dq, *dk, *dv;
+  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+};
+
+// Pairs (i, i + head_size / 2) of q and k turn by the token's angles: out[t] = q heads, then k heads, out_stride
+// elements a token; v is not read. `out` may be qkv itself. The result of a token does not depend on the others.
+OP_API int op_rope_forward(int dtype, const struct op_heads* heads, const void* qkv, void* out, int64_t out_stride,
+                           int num_threads);
+// dqkv has the rows of qkv. With weights, qkv is the forward's input and dweights [2, head_size] the gradients of
+// q_weight and k_weight, in the type of `turns`; `partials` is scratch for op_rope_partials[_cuda](...) times 2 *
+// head_size numbers of that type. Without weights, qkv, dweights and partials are not read.
+OP_API int op_rope_backward(int dtype, const struct op_heads* heads, const struct op_head_gradients* gradients,
+                            const void* qkv, void* dqkv, void* dweights, void* partials, int num_threads);
+OP_API int64_t op_rope_partials(const struct op_heads* heads);
+OP_API int op_rope_forward_cuda(int dtype, const struct op_heads* heads, const void* qkv, void* out,
+                                int64_t out_stride, void* stream);
+OP_API int op_rope_backward_cuda(int dtype, const struct op_heads* heads, const struct op_head_gradients* gradients,
+                                 const void* qkv, void* dqkv, void* dweights, void* partials, void* stream);
+OP_API int64_t op_rope_partials_cuda(const struct op_heads* heads);
 
 // Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.

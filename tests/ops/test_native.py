@@ -10,7 +10,7 @@ import torch
 
 from trainer.ops import native
 
-CUDA_OPS = ("op_rmsnorm_forward_cuda", "op_rmsnorm_backward_cuda", "op_rmsnorm_partials_cuda", "op_dropout_cuda")
+CUDA_OPS = tuple(native.CUDA_PROTOTYPES)
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 

@@ -18,6 +18,8 @@ DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
 SIMD_NAMES = ("base", "avx2", "avx512")
 _FORWARD = (INT, POINTER, POINTER, POINTER, POINTER, INT64, INT64, DOUBLE)
 _BACKWARD = (INT, *[POINTER] * 7, INT64, INT64)
+_ROPE_FORWARD = (INT, POINTER, POINTER, POINTER, INT64)
+_ROPE_BACKWARD = (INT, *[POINTER] * 6)
 _DROPOUT = (INT, POINTER, POINTER, INT64, INT64, INT64, POINTER)
 PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_error_text": (TEXT, INT),
@@ -27,6 +29,9 @@ PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_rmsnorm_forward": (INT, *_FORWARD, INT),
     "op_rmsnorm_backward": (INT, *_BACKWARD, INT),
     "op_rmsnorm_partials": (INT64, INT64),
+    "op_rope_forward": (INT, *_ROPE_FORWARD, INT),
+    "op_rope_backward": (INT, *_ROPE_BACKWARD, INT),
+    "op_rope_partials": (INT64, POINTER),
     "op_dropout": (INT, *_DROPOUT, INT),
     "op_philox": (None, POINTER, POINTER, POINTER),
     "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
@@ -35,6 +40,9 @@ CUDA_PROTOTYPES: Prototypes = {
     "op_rmsnorm_forward_cuda": (INT, *_FORWARD, POINTER),
     "op_rmsnorm_backward_cuda": (INT, *_BACKWARD, POINTER),
     "op_rmsnorm_partials_cuda": (INT64, INT64),
+    "op_rope_forward_cuda": (INT, *_ROPE_FORWARD, POINTER),
+    "op_rope_backward_cuda": (INT, *_ROPE_BACKWARD, POINTER),
+    "op_rope_partials_cuda": (INT64, POINTER),
     "op_dropout_cuda": (INT, *_DROPOUT, POINTER),
 }
 
@@ -81,12 +89,12 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
     _calls[op] += 1
 
 
-def rmsnorm_partials(x: torch.Tensor, num_rows: int) -> int:
-    """Return how many rows of scratch memory the RMSNorm backward needs on the tensor's device."""
-    if x.device.type == "cpu":
-        return int(library().op_rmsnorm_partials(num_rows))
-    with torch.cuda.device(x.device):
-        return int(library().op_rmsnorm_partials_cuda(num_rows))
+def partials(op: str, tensor: torch.Tensor, size: Any) -> int:
+    """Return how many rows of scratch memory the backward of `op` needs on the tensor's device, by its C function."""
+    if tensor.device.type == "cpu":
+        return int(getattr(library(), f"op_{op}_partials")(size))
+    with torch.cuda.device(tensor.device):
+        return int(getattr(library(), f"op_{op}_partials_cuda")(size))
 
 
 def dtype_code(op: str, tensor: torch.Tensor) -> int:

@@ -58,7 +58,7 @@ class _RmsNorm(torch.autograd.Function):
             return dx, torch.zeros_like(weight), None
         num_rows, num_cols = rstd.numel(), x.shape[-1]
         # the weight gradient and, below it, the partial sums that it is made of
-        sums = x.new_empty((1 + native.rmsnorm_partials(x, num_rows), num_cols), dtype=_number(x))
+        sums = x.new_empty((1 + native.partials("rmsnorm", x, num_rows), num_cols), dtype=_number(x))
         inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
         outputs = (dx.data_ptr(), sums.data_ptr(), sums[1].data_ptr())
         native.call("rmsnorm_backward", x, *inputs, *outputs, num_rows, num_cols)

@@ -1,0 +1,172 @@
+"""RoPE, with RMSNorm of each q and k head before it if asked for (QK-norm): one native pass over packed q|k|v.
+
+A token's row holds N heads of q, K of k and K of v. Pairs (i, i + H/2) of a q or k head turn by the token's position
+times theta^(-2i/H), as in Llama. Arithmetic is fp32 for bf16 and fp32 tensors, fp64 for fp64; a result is rounded once.
+The bits of a token depend on that token alone, on the CPU on no number of threads. The backward reads the gradients of
+q, k and v wherever they are and writes the packed gradient. Sources: Su et al., "RoFormer", 2021; for QK-norm, Henry et
+al., "Query-Key Normalization for Transformers", 2020.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+from trainer.ops import native
+from trainer.ops.rmsnorm import rms_norm_reference
+
+
+class _Heads(ctypes.Structure):  # op_heads of csrc/ops/ops.h
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_size")),
+        *((name, ctypes.c_void_p) for name in ("turns", "q_weight", "k_weight")),
+        ("eps", ctypes.c_double),
+    )
+
+
+class _Gradients(ctypes.Structure):  # op_head_gradients of csrc/ops/ops.h
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv")),
+        *((f"{name}_{of}_stride", ctypes.c_int64) for name in "qkv" for of in ("token", "head")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """RMSNorm of each head of q and of k, with weights [H]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+def rope_turns(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Return cosines, then sines, of the angles at positions [T]: [T, H] in float32, or float64 for that dtype.
+
+    Angles are computed in float64, so far positions keep their digits. Make it once a micro-batch: a layer reads 2 H
+    numbers a token in place of computing them.
+    """
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
+    angles = positions.reshape(-1, 1).to(torch.float64) * theta**-exponents
+    return torch.cat([angles.cos(), angles.sin()], -1).to(_number(dtype))
+
+
+def rope(
+    qkv_TC: Tensor,
+    turns_TH: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    norm: QkNorm | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [T, N, H], k and v [T, K, H] of packed heads [T, (N + 2K) H]; differentiable once.
+
+    v is a view of qkv; so are q and k if `in_place`, which is for a qkv that nobody else reads, and without a norm,
+    whose backward needs its input. turns_TH is from `rope_turns`; None turns nothing. Raises UserError for what does
+    not fit.
+    """
+    _check(qkv_TC, turns_TH, num_heads, num_kv_heads, norm)
+    if torch.compiler.is_compiling():
+        return rope_reference(qkv_TC, turns_TH, num_heads, num_kv_heads, norm=norm)
+    if in_place and norm is not None:
+        raise UserError("rope: with a norm it cannot run in place", hint="in_place=False")
+    q_weight, k_weight, eps = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
+    return _Rope.apply(qkv_TC, turns_TH, q_weight, k_weight, (num_heads, num_kv_heads, eps, in_place))
+
+
+def rope_reference(
+    qkv_TC: Tensor, turns_TH: Tensor | None, num_heads: int, num_kv_heads: int, *, norm: QkNorm | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same in plain torch, in the same precision."""
+    _check(qkv_TC, turns_TH, num_heads, num_kv_heads, norm)
+    heads_TNH = qkv_TC.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads_TNH.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    wide = _number(qkv_TC.dtype)
+    weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
+    turned = []
+    for x, weight in zip((q.to(wide), k.to(wide)), weights, strict=True):
+        if norm is not None and weight is not None:
+            x = rms_norm_reference(x, weight.to(wide), norm.eps)
+        if turns_TH is not None:
+            (cos, sin), (a, b) = turns_TH.unsqueeze(1).chunk(2, -1), x.chunk(2, -1)
+            x = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        turned.append(x.to(qkv_TC.dtype))
+    return turned[0], turned[1], v
+
+
+def _number(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check(qkv: Tensor, turns: Tensor | None, num_heads: int, num_kv_heads: int, norm: QkNorm | None) -> None:
+    num_packed = num_heads + 2 * num_kv_heads
+    if qkv.dim() != 2 or num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % (2 * num_packed):
+        raise UserError(
+            f"rope: qkv {list(qkv.shape)} does not hold rows of {num_heads} + 2 * {num_kv_heads} heads of an even size"
+        )
+    size = qkv.shape[1] // num_packed
+    if turns is not None and (turns.shape, turns.dtype) != ((len(qkv), size), _number(qkv.dtype)):
+        raise UserError(
+            f"rope: turns are {turns.dtype} {list(turns.shape)}, not {_number(qkv.dtype)} {[len(qkv), size]}",
+            hint="make them with rope_turns(positions, head_size, theta, qkv.dtype)",
+        )
+    for weight in () if norm is None else (norm.q_weight, norm.k_weight):
+        if weight.shape != (size,) or weight.dtype != qkv.dtype or weight.device != qkv.device:
+            raise UserError(
+                f"rope: a weight is {weight.dtype} {list(weight.shape)} on {weight.device}, not {qkv.dtype} [{size}] "
+                f"on {qkv.device}"
+            )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, turns: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_heads, num_kv_heads, eps, in_place = rest
+        size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        if in_place and not qkv.is_contiguous():
+            raise UserError(f"rope: in place, qkv must be contiguous; its strides are {list(qkv.stride())}")
+        qkv = qkv.detach().contiguous()  # of the views of a detached tensor autograd keeps no trail
+        turns, q_weight, k_weight = (None if x is None else x.contiguous() for x in (turns, q_weight, k_weight))
+        turned = qkv if in_place else qkv.new_empty(len(qkv), (num_heads + num_kv_heads) * size)
+        heads = _Heads(len(qkv), num_heads, num_kv_heads, size, *map(_pointer, (turns, q_weight, k_weight)), eps)
+        pointers = qkv.data_ptr(), turned.data_ptr()
+        native.call("rope_forward", qkv, ctypes.byref(heads), *pointers, turned.shape[1])
+        if in_place:
+            torch.autograd.graph.increment_version(qkv)
+        ctx.save_for_backward(turns, q_weight, k_weight, None if q_weight is None else qkv)
+        ctx.sizes = num_heads, num_kv_heads, size, eps
+        k_end = (num_heads + num_kv_heads) * size
+        q, k = turned[:, : num_heads * size], turned[:, num_heads * size : k_end]
+        return (q.unflatten(1, (-1, size)), k.unflatten(1, (-1, size)), qkv[:, k_end:].unflatten(1, (-1, size)))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        turns, q_weight, k_weight, qkv = ctx.saved_tensors
+        num_heads, num_kv_heads, size, eps = ctx.sizes
+        dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in (dq, dk, dv))
+        dqkv = dq.new_empty(len(dq), (num_heads + 2 * num_kv_heads) * size)
+        heads = _Heads(len(dq), num_heads, num_kv_heads, size, *map(_pointer, (turns, q_weight, k_weight)), eps)
+        # a dim of one element may have any stride: 0 does not spoil its alignment
+        strides = [0 if each.shape[dim] == 1 else each.stride(dim) for each in (dq, dk, dv) for dim in (0, 1)]
+        gradients = _Gradients(*(each.data_ptr() for each in (dq, dk, dv)), *strides)
+        dweights, sums = None, None
+        if q_weight is not None:
+            dweights = dqkv.new_empty(2, size, dtype=_number(dqkv.dtype))
+            num_partials = native.partials("rope", dqkv, ctypes.byref(heads))
+            sums = dweights.new_empty(num_partials, 2 * size)
+        inputs = ctypes.byref(heads), ctypes.byref(gradients), _pointer(qkv)
+        native.call("rope_backward", dqkv, *inputs, dqkv.data_ptr(), _pointer(dweights), _pointer(sums))
+        if dweights is None:
+            return dqkv, None, None, None, None
+        return dqkv, None, dweights[0].to(dqkv.dtype), dweights[1].to(dqkv.dtype), None
