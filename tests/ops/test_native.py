@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from threefold.errors import UserError
 from trainer.ops import native
 
 CUDA_OPS = tuple(native.CUDA_PROTOTYPES)
@@ -52,6 +53,12 @@ def test_a_refused_call_says_what_it_was_given() -> None:
         RuntimeError, match=r"op_rmsnorm_forward on cpu, torch.float32 \[3, 4\]: bad argument \(code -1\)"
     ):
         native.call("rmsnorm_forward", x, *[x.data_ptr()] * 4, -3, 4, 1e-5)
+
+
+def test_an_op_that_an_older_library_lacks_is_named() -> None:
+    with pytest.raises(UserError, match="has no op_of_tomorrow: it is older than this code") as caught:
+        native.call("of_tomorrow", torch.ones(3))
+    assert "make native" in str(caught.value)
 
 
 def test_the_c_functions_check_their_arguments() -> None:

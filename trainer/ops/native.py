@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from threefold.errors import UserError
-from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
+from threefold.native import BUILD, DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
 SIMD_NAMES = ("base", "avx2", "avx512")
@@ -52,8 +52,8 @@ _calls: Counter[str] = Counter()
 @cache
 def library() -> ctypes.CDLL:
     """Return the loaded library with its signatures; UserError says how to build it."""
-    native = bind(load_library("trainer"), PROTOTYPES)
-    return bind(native, CUDA_PROTOTYPES) if native.op_has_cuda() else native
+    native = load_library("trainer")
+    return bind(native, {name: of for name, of in {**PROTOTYPES, **CUDA_PROTOTYPES}.items() if hasattr(native, name)})
 
 
 def has_cuda() -> bool:
@@ -78,10 +78,10 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
     """
     code = dtype_code(op, tensor)
     if tensor.device.type == "cpu":
-        status = getattr(library(), f"op_{op}")(code, *arguments, torch.get_num_threads())
+        status = _function(op)(code, *arguments, torch.get_num_threads())
     else:
         with torch.cuda.device(tensor.device):
-            function = getattr(library(), f"op_{op}_cuda")
+            function = _function(f"{op}_cuda")
             status = function(code, *arguments, torch.cuda.current_stream(tensor.device).cuda_stream)
     if status != 0:
         text = library().op_error_text(status).decode()
@@ -92,9 +92,9 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
 def partials(op: str, tensor: torch.Tensor, size: Any) -> int:
     """Return how many rows of scratch memory the backward of `op` needs on the tensor's device, by its C function."""
     if tensor.device.type == "cpu":
-        return int(getattr(library(), f"op_{op}_partials")(size))
+        return int(_function(f"{op}_partials")(size))
     with torch.cuda.device(tensor.device):
-        return int(getattr(library(), f"op_{op}_partials_cuda")(size))
+        return int(_function(f"{op}_partials_cuda")(size))
 
 
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
@@ -110,3 +110,11 @@ def dtype_code(op: str, tensor: torch.Tensor) -> int:
     if tensor.dtype not in DTYPE_CODES:
         raise UserError(f"{op} takes float64, float32 or bfloat16, not {tensor.dtype}")
     return DTYPE_CODES[tensor.dtype]
+
+
+def _function(name: str) -> Any:
+    """Return a function by its name without `op_`; UserError if the library is older than these sources."""
+    function = getattr(library(), f"op_{name}", None)
+    if function is None:
+        raise UserError(f"the trainer's native library has no op_{name}: it is older than this code", hint=BUILD)
+    return function

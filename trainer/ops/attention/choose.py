@@ -1,0 +1,62 @@
+"""Which attention backend a run takes: by name, by a fixed rule on the CPU and in deterministic runs, else by timing.
+
+A choice changes bits. So one rank chooses, all others take its name, and a resumed run takes the recorded name.
+"""
+
+import statistics
+
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+from trainer.ops.attention.flash import Flash2, Flash3
+from trainer.ops.attention.reference import Reference
+from trainer.ops.attention.sdpa import CpuFlash, CudaFlash, Cudnn, Efficient
+from trainer.ops.attention.seam import Backend, Mask, attention
+
+# in the order in which a fixed rule takes them
+BACKENDS: tuple[Backend, ...] = (CpuFlash(), CudaFlash(), Flash2(), Flash3(), Cudnn(), Efficient(), Reference())
+WARM_UPS, ROUNDS = 2, 5
+
+
+def backend_named(name: str) -> Backend:
+    """Return a backend; UserError lists the names."""
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    names = ", ".join(backend.name for backend in BACKENDS)
+    raise UserError(f"no attention backend is named {name!r}", hint=f"one of {names}")
+
+
+def choose(q_TNH: Tensor, k_UKH: Tensor, mask: Mask, *, deterministic: bool = False) -> str:
+    """Return the name of the backend for tensors like these; their values are not read.
+
+    On CUDA forward and backward of each backend that takes them are timed, and the fastest is returned. On the CPU, and
+    where `deterministic` is asked for, it is the first in the order of BACKENDS whose backward repeats its bits.
+    """
+    takers = [each for each in BACKENDS if each.refusal(q_TNH, k_UKH, mask) is None]
+    if deterministic or q_TNH.device.type == "cpu":
+        return next(each.name for each in takers if each.is_deterministic)
+    if len(takers) > 1:
+        takers = takers[:-1]  # the reference is slow wherever there is another
+    seconds = {each.name: _seconds(each, q_TNH, k_UKH, mask) for each in takers}
+    fastest = min(seconds, key=seconds.__getitem__)
+    return fastest if seconds[fastest] < float("inf") else BACKENDS[-1].name
+
+
+def _seconds(backend: Backend, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> float:
+    """Return the median of a forward with its backward; infinity if the kernel fails on this device."""
+    q, k, v, dout = (torch.randn_like(x) for x in (q_TNH, k_UKH, k_UKH, q_TNH))
+    inputs = [each.requires_grad_() for each in (q, k, v)]
+    times = []
+    try:
+        for _ in range(WARM_UPS + ROUNDS):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.autograd.grad(attention(q, k, v, mask, backend), inputs, dout)
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) / 1e3)
+    except RuntimeError:  # e.g. no plan of cuDNN for this shape
+        return float("inf")
+    return statistics.median(times[WARM_UPS:])

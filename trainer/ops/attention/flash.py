@@ -1,0 +1,106 @@
+"""FlashAttention's own packages, where they are installed: `flash_attn` 2.7 or later, and `flash_attn_interface` (3).
+
+Source: Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Nothing here imports them before use.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.ops.attention.seam import Mask
+from trainer.ops.attention.shapes import as_rows, lse_by_head, lse_by_row, refuses_half
+
+
+class Flash2:
+    """Version 2: every mask, ALiBi included; deterministic where torch's algorithms are asked to be."""
+
+    name = "flash-2"
+    is_deterministic = True
+
+    def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
+        """Return the first thing that the package does not know, or that it is missing."""
+        return refuses_half(q_TNH, 256) or _missing("flash_attn.flash_attn_interface", "_flash_attn_varlen_backward")
+
+    def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the result and the lse."""
+        package = import_module("flash_attn.flash_attn_interface")
+        how = _how_2(q_TNH, mask) | {"return_softmax": False}
+        if mask.cu_q is not None:
+            bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
+            out, lse, *_ = package._flash_attn_varlen_forward(q_TNH, k_UKH, v_UKH, *bounds, **how)
+            return out, lse
+        out, lse, *_ = package._flash_attn_forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **how)
+        return out.flatten(0, 1), lse_by_head(lse)
+
+    def backward(
+        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients."""
+        package = import_module("flash_attn.flash_attn_interface")
+        dq, dk, dv = grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_UKH, v_UKH)]
+        how = _how_2(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        tensors = (dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH)
+        if mask.cu_q is not None:
+            bounds = (mask.cu_q, mask.cu_k, mask.max_q, mask.max_k)
+            package._flash_attn_varlen_backward(*tensors, lse_NT.contiguous(), *grads, *bounds, **how)
+        else:
+            package._flash_attn_backward(
+                *as_rows(mask, *tensors), lse_by_row(lse_NT, mask), *as_rows(mask, *grads), **how
+            )
+        return dq, dk, dv
+
+
+class Flash3:
+    """Version 3, for Hopper: causal rows and documents."""
+
+    name = "flash-3"
+    is_deterministic = False
+
+    def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
+        """Return the first thing that the package does not know, or that it is missing."""
+        if mask.window is not None or mask.alibi is not None:
+            return "no window and no ALiBi through it"
+        return refuses_half(q_TNH, 256, major=9) or _missing("flash_attn_interface", "_flash_attn_backward")
+
+    def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the result and the lse."""
+        how: dict[str, Any] = {"softmax_scale": q_TNH.shape[-1] ** -0.5, "causal": True}
+        if mask.cu_q is not None:
+            how |= {"cu_seqlens_q": mask.cu_q, "cu_seqlens_k": mask.cu_k}
+            how |= {"max_seqlen_q": mask.max_q, "max_seqlen_k": mask.max_k}
+        forward = import_module("flash_attn_interface")._flash_attn_forward
+        out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **how)
+        return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
+
+    def backward(
+        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients."""
+        dq, dk, dv = grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_UKH, v_UKH)]
+        tensors = as_rows(mask, dout_TNH, q_TNH, k_UKH, v_UKH, out_TNH)
+        lengths = (None, None) if mask.cu_q is None else (mask.max_q, mask.max_k)
+        scale = q_TNH.shape[-1] ** -0.5
+        backward = import_module("flash_attn_interface")._flash_attn_backward
+        lse = lse_by_row(lse_NT, mask)
+        # by position: the names of the last arguments changed between releases
+        backward(*tensors, lse, mask.cu_q, mask.cu_k, None, None, *lengths, *as_rows(mask, *grads), scale, True)
+        return dq, dk, dv
+
+
+@cache
+def _missing(module: str, name: str) -> str | None:
+    try:
+        return None if hasattr(import_module(module), name) else f"{module} has no {name}: it is too old"
+    except ImportError as error:
+        return f"{module.partition('.')[0]} is not installed ({error})"
+
+
+def _how_2(q_TNH: Tensor, mask: Mask) -> dict[str, Any]:
+    left, right = (-1, -1) if mask.window is None else (mask.window - 1, 0)
+    return {
+        "dropout_p": 0.0, "softmax_scale": q_TNH.shape[-1] ** -0.5, "causal": True, "window_size_left": left,
+        "window_size_right": right, "softcap": 0.0, "alibi_slopes": mask.alibi,
+    }  # fmt: skip
