@@ -1,8 +1,8 @@
 """ckptkit: asynchronous, verified, resharding checkpoints on POSIX, Lustre and object storage.
 
 Programs import these names and no submodule:
-- what a state is: Piece, Box, TensorInfo, Placement, ParallelLayout, Coords, stage_layers; its ZeRO buckets:
-  bucket_offsets, padded_size, shard_interval, overlaps;
+- what a state is: Piece, Box, TensorInfo, Placement, Cut, ParallelLayout, Coords; its stages: stage_layers, stage_rank,
+  rank_stages; its ZeRO buckets: bucket_offsets, padded_size, shard_interval, overlaps;
 - to save: save, Checkpointer, CheckpointerOptions, SaveReport; where to: parse_tiers, Tiers, Tier, Node, nodes_of,
   node_name; what stays: Retention, prune, pin, unpin;
 - what a run holds: Run, Root, committed_steps, latest_step, resolve;

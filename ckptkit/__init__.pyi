@@ -18,7 +18,10 @@ from ckptkit.model.box import Piece as Piece
 from ckptkit.model.chunk_table import ChunkTable as ChunkTable
 from ckptkit.model.layout import Coords as Coords
 from ckptkit.model.layout import ParallelLayout as ParallelLayout
+from ckptkit.model.layout import rank_stages as rank_stages
 from ckptkit.model.layout import stage_layers as stage_layers
+from ckptkit.model.layout import stage_rank as stage_rank
+from ckptkit.model.placement import Cut as Cut
 from ckptkit.model.placement import Placement as Placement
 from ckptkit.model.ranks import Partition as Partition
 from ckptkit.model.tensor import TensorInfo as TensorInfo

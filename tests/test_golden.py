@@ -19,7 +19,14 @@ from ckptkit.cli import main as ckptkit_main
 from tests.golden import make
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("*/expected.json"))
-STEPS = [(folder, step) for folder in GOLDEN for step in make.LAYOUTS]
+STORES = [folder for folder in GOLDEN if (folder / "store").exists()]
+RUNS = [folder for folder in GOLDEN if (folder / "run").exists()]
+STEPS = [(folder, step) for folder in RUNS for step in make.layouts(folder.name)]
+
+
+def test_all_that_was_ever_written_is_small() -> None:
+    assert {folder.name for folder in STORES} | {folder.name for folder in RUNS} == {folder.name for folder in GOLDEN}
+    assert sum(path.stat().st_size for folder in GOLDEN for path in folder.rglob("*") if path.is_file()) < 1_000_000
 
 
 def expected(folder: Path, what: str) -> Any:
@@ -32,12 +39,13 @@ def ckptkit_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-class TestOfAVersion:
-    def test_its_files_are_all_there_and_as_they_were(self, folder: Path) -> None:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "expected.json"]
-        assert {str(path.relative_to(folder)): make.sha256(path) for path in paths} == expected(folder, "files")
-        assert sum(path.stat().st_size for path in paths) < 1_000_000
+def test_the_files_of_a_version_are_all_there_and_as_they_were(folder: Path) -> None:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "expected.json"]
+    assert {str(path.relative_to(folder)): make.sha256(path) for path in paths} == expected(folder, "files")
 
+
+@pytest.mark.parametrize("folder", STORES, ids=lambda folder: folder.name)
+class TestOfAStore:
     def test_its_store_is_sound_and_read_as_then(self, folder: Path) -> None:
         assert datakit.verify(folder / "store") == []
         assert make.store_digests(folder / "store") == expected(folder, "store")
@@ -53,8 +61,11 @@ class TestOfAVersion:
         datakit.merge([folder / "store"], tmp_path / "merged")
         assert make.store_digests(tmp_path / "merged") == expected(folder, "store")
 
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
+class TestOfARun:
     def test_its_checkpoint_becomes_the_files_of_then_on_other_ranks(self, folder: Path, tmp_path: Path) -> None:
-        words = ["--tp", "3", "--dp", "3", "--pp", "2"]
+        words = make.other_ranks(folder.name)
         assert ckptkit_main(["reshard", f"{folder}/run/step-000000100", str(tmp_path), *words]) == 0
         made = {path.name: make.sha256(path) for path in tmp_path.rglob("*.safetensors")}
         assert made == expected(folder, "resharded")
@@ -62,7 +73,7 @@ class TestOfAVersion:
     def test_its_run_goes_on(self, folder: Path, tmp_path: Path) -> None:
         """A run that the version before began takes steps of this one and prunes its own."""
         shutil.copytree(folder / "run", tmp_path / "run")
-        make.save_all_ranks(f"{tmp_path}/run", 300, ckptkit.ParallelLayout(tp=2))
+        make.save_all_ranks(folder.name, f"{tmp_path}/run", 300, ckptkit.ParallelLayout(tp=2))
         assert ckptkit_main(["prune", f"{tmp_path}/run", "--keep-last", "2"]) == 0
         assert [path.name for path in sorted((tmp_path / "run").iterdir())] == ["step-000000200", "step-000000300"]
 
@@ -79,7 +90,7 @@ class TestOfACheckpoint:
         assert {name: found[name] for name in recorded} == recorded
 
     def test_it_is_restored_whole_with_its_metadata(self, folder: Path, step: int) -> None:
-        tensors = make.table()
+        tensors = make.table(folder.name)
         wanted = {info.name: make.values(info, step) for info in tensors if info.placement.tied_to is None}
         pieces = [
             Piece(name, Box((0,) * value.ndim, value.shape), 0, value.size, np.zeros_like(value).reshape(-1))
@@ -89,4 +100,19 @@ class TestOfACheckpoint:
         for piece in pieces:
             assert piece.data.tobytes() == wanted[piece.name].tobytes(), piece.name
         assert root.metadata == {"step": step, "val_loss": 1000 / step, "seed": "0x5eed"}
-        assert str(root.layout) == make.LAYOUTS[step]
+        assert str(root.layout) == make.layouts(folder.name)[step]
+        assert list(root.tensors.values()) == tensors, "placements too, whatever version of the root they are from"
+
+    def test_a_copy_is_the_same_and_a_reshard_is_of_version_2_with_the_same_hash(
+        self, folder: Path, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source, root = f"{folder}/run/step-{step:09}", f"step-{step:09}/root.json"
+        assert ckptkit_main(["copy", source, f"{tmp_path}/copy"]) == 0
+        assert (tmp_path / "copy" / root).read_bytes() == (folder / "run" / root).read_bytes()
+        assert ckptkit_main(["reshard", source, f"{tmp_path}/other", "--tp", "2", "--pp", "3"]) == 0
+        capsys.readouterr()
+        found = ckptkit_json(capsys, "hash", f"{tmp_path}/other")
+        assert found["all"] == expected(folder, "checkpoints")[str(step)]["all"]
+        assert json.loads((tmp_path / "other" / root).read_text())["version"] == 2
+        about = [ckptkit_json(capsys, "inspect", url)["tensors"] for url in (source, f"{tmp_path}/other")]
+        assert about[0] == about[1]

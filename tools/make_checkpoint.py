@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptkit import Box, ParallelLayout, Partition, Piece, Placement, TensorInfo, save
+from ckptkit import Box, Cut, ParallelLayout, Partition, Piece, Placement, TensorInfo, save
 from threefold.cli import Parser, print_json, run
 
 VOCAB = 50257
@@ -51,16 +51,16 @@ def gpt_tensors(num_layers: int, hidden: int) -> list[TensorInfo]:
     """Return the tensor table; attention has four query heads to a key head."""
     kv, ffn = hidden // 4, hidden * 8 // 3 // 32 * 32
     shapes: dict[str, tuple[tuple[int, ...], Placement]] = {
-        "embed.weight": ((VOCAB, hidden), Placement("first", dim=0, padded=True)),
+        "embed.weight": ((VOCAB, hidden), Placement("first", (Cut(0),), round_to=1)),
         "norm.weight": ((hidden,), Placement("last")),
-        "head.weight": ((VOCAB, hidden), Placement("last", dim=0, padded=True)),
+        "head.weight": ((VOCAB, hidden), Placement("last", (Cut(0),), round_to=1)),
     }
     for n in range(num_layers):
         layer = f"layers.{n}"
         for name, rows in {"attn.q": hidden, "attn.k": kv, "attn.v": kv, "mlp.gate": ffn, "mlp.up": ffn}.items():
-            shapes[f"{layer}.{name}.weight"] = ((rows, hidden), Placement(n, dim=0))
+            shapes[f"{layer}.{name}.weight"] = ((rows, hidden), Placement(n, (Cut(0),)))
         for name, columns in {"attn.out": hidden, "mlp.down": ffn}.items():
-            shapes[f"{layer}.{name}.weight"] = ((hidden, columns), Placement(n, dim=1))
+            shapes[f"{layer}.{name}.weight"] = ((hidden, columns), Placement(n, (Cut(1),)))
         for name in ("norm1", "norm2"):
             shapes[f"{layer}.{name}.weight"] = ((hidden,), Placement(n))
     return [

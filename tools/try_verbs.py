@@ -110,7 +110,7 @@ def make_input() -> None:
     )
     Path("ranks.tiktoken.json").write_text(json.dumps({"pattern": r"\S+|\s+", "special_tokens": {}}))
     weight = np.zeros((4, 4), np.float32)
-    info = ckptkit.TensorInfo("w", "F32", (4, 4), ckptkit.Placement("first", dim=0))
+    info = ckptkit.TensorInfo("w", "F32", (4, 4), ckptkit.Placement("first", (ckptkit.Cut(0),)))
     for step in (1, 2):
         ckptkit.save(
             "run", step, [ckptkit.Piece.whole("w", ckptkit.Box((0, 0), (4, 4)), weight)], tensors=[info],

@@ -16,7 +16,7 @@ from trainer.bucket import wide_dtype
 from trainer.config import Config
 from trainer.config_check import layout_of, tiers_of
 from trainer.data import open_blend, with_vocabulary
-from trainer.parameters import Parameter, parameter_table
+from trainer.parameters import parameter_table
 from trainer.pipeline.actions import peak_live
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.schedules import SCHEDULES, rank_actions
@@ -80,9 +80,9 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     dtype = DTYPES[config.train.precision]
     wide = wide_dtype(dtype)
     owned = copied = 0
-    for row in parameter_table(config).values():
+    for name, row in parameter_table(config).items():
         if row.placement.on_stage(config.model.num_layers, layout, pp):
-            size = local_size(row, parallel.tp)
+            size = math.prod(row.placement.live_shape(name, row.shape, layout))
             if row.placement.tied_to is None:
                 owned += size
             elif parallel.pp > 1:  # a tied head away from its embedding is a copy without optimizer state
@@ -95,12 +95,6 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
         updated * states * wide.itemsize,
         activation_bytes(config, pp),
     )
-
-
-def local_size(row: Parameter, tp: int) -> int:
-    """Return the elements of a parameter on a tensor-parallel rank, the vocabulary's padding included."""
-    dim = row.placement.dim
-    return math.prod(-(-size // tp) if axis == dim else size for axis, size in enumerate(row.shape))
 
 
 def activation_bytes(config: Config, pp: int) -> int:

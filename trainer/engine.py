@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckptkit import Piece, Placement, TensorInfo
 from threefold.errors import UserError
-from trainer.bucket import Bucket, Segment, attach, cut_into_buckets, squared_norm, wide_dtype
+from trainer.bucket import Bucket, attach, cut_into_buckets, squared_norm, wide_dtype
 from trainer.config import Config
 from trainer.layers import Noise
 from trainer.mesh.group import Group
@@ -211,11 +211,7 @@ class Engine:
 
     def _squared_norm(self) -> Tensor:
         """Return this rank's part of the squared gradient norm: each global element counts on one rank only."""
-
-        def counts(segment: Segment) -> bool:
-            return self.mesh.coords.tp == 0 or self.table[segment.name].placement.dim is not None
-
-        own = squared_norm(self.buckets, counts)
+        own = squared_norm(self.buckets, lambda segment: self._is_first_replica(segment.name))
         return own if self.config.parallel.zero_stage or self.mesh.dp.index == 0 else torch.zeros_like(own)
 
     def _publish(self) -> None:
@@ -264,8 +260,11 @@ class Engine:
         return [
             piece
             for piece in self._state_pieces(self._master_prefix, moments=True)
-            if self.mesh.coords.tp == 0 or self.table[piece.name.rpartition("/")[2]].placement.dim is not None
+            if self._is_first_replica(piece.name.rpartition("/")[2])
         ]
+
+    def _is_first_replica(self, name: str) -> bool:
+        return self.table[name].placement.is_first_replica(self.mesh.layout, self.mesh.coords)
 
     def restore_pieces(self, stored: Mapping[str, TensorInfo], *, moments: bool = True) -> list[Piece]:
         """Return what this rank reads from a checkpoint with the tensor table `stored`, as views of the live state.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ckptkit import Coords, ParallelLayout, Placement
+from ckptkit import Coords, Cut, ParallelLayout, Placement
 from trainer.config import Config, ModelConfig
 from trainer.ops.philox import normal_
 
@@ -39,7 +39,7 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
     """
     model = config.model
     hidden, vocab = model.hidden_size, model.vocab_size
-    table = {"embed.weight": Parameter((vocab, hidden), Placement("first", dim=0, padded=True), model.init_std)}
+    table = {"embed.weight": Parameter((vocab, hidden), Placement("first", (Cut(0),), round_to=1), model.init_std)}
     if model.position == "learned":
         table["pos.weight"] = Parameter((config.train.seq_length, hidden), Placement("first"), model.init_std)
     for layer in range(model.num_layers):
@@ -47,7 +47,7 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
     table |= _norm_rows(model, "norm", hidden, Placement("last"))
     tied_to = "embed.weight" if model.tie_embeddings else None
     table["head.weight"] = Parameter(
-        (vocab, hidden), Placement("last", dim=0, padded=True, tied_to=tied_to), model.init_std
+        (vocab, hidden), Placement("last", (Cut(0),), round_to=1, tied_to=tied_to), model.init_std
     )
     return table
 
@@ -56,15 +56,16 @@ def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     head = hidden // model.num_heads
     kv = model.num_kv_heads * head
-    whole, column, row = Placement(layer), Placement(layer, dim=0), Placement(layer, dim=1)
+    whole, column, row = Placement(layer), Placement(layer, (Cut(0),)), Placement(layer, (Cut(1),))
+    kv_heads = Placement(layer, (Cut(0, max_parts=model.num_kv_heads),))
     std = model.init_std
     std_out = std / math.sqrt(2 * model.num_layers)  # of what adds to the residual stream (GPT-2)
-    attention = {"attn.q": (hidden, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden)}
+    attention = {"attn.q": (hidden, column), "attn.k": (kv, kv_heads), "attn.v": (kv, kv_heads)}
     mlp = {"mlp.gate": (ffn, hidden)} if model.activation == "swiglu" else {}
     mlp["mlp.up"] = (ffn, hidden)
     rows = _norm_rows(model, "norm1", hidden, whole)
-    for name, shape in attention.items():
-        rows |= _linear_rows(model, name, shape, column, column, std)
+    for name, (size, cut) in attention.items():
+        rows |= _linear_rows(model, name, (size, hidden), cut, cut, std)
     if model.qk_norm:
         for name in ("attn.q_norm", "attn.k_norm"):
             norm = _norm_rows(model, name, head, whole)

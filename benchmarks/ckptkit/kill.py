@@ -30,6 +30,7 @@ from ckptkit import (
     Box,
     Checkpointer,
     CheckpointReader,
+    Cut,
     ParallelLayout,
     Piece,
     Placement,
@@ -48,7 +49,7 @@ STEPS_A_PRUNE = 2
 SAVE = "import sys; from benchmarks.ckptkit.kill import save; sys.exit(save(sys.argv[1], int(sys.argv[2])))"
 LAYOUT = ParallelLayout(tp=2)
 TENSORS = [
-    TensorInfo(f"layers.{layer}.mlp.up.weight", "F32", (ROWS, 1024), Placement(layer, dim=0)) for layer in range(4)
+    TensorInfo(f"layers.{layer}.mlp.up.weight", "F32", (ROWS, 1024), Placement(layer, (Cut(0),))) for layer in range(4)
 ]
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import ckptkit
-from ckptkit import Box, ParallelLayout, Partition, Piece, Placement, TensorInfo, plan_files
+from ckptkit import Box, Cut, ParallelLayout, Partition, Piece, Placement, TensorInfo, plan_files
 
 SIZE, PER_LAYER, KINDS = 16, 10, ("master", "exp_avg", "exp_avg_sq")
 
@@ -59,7 +59,7 @@ def main() -> None:
 def save(run: Path, num_tensors: int) -> None:
     infos = [
         TensorInfo(f"optim.{kind}/layers.{n // PER_LAYER}.block{n % PER_LAYER}.weight", "F32", (SIZE, SIZE),
-                   Placement(n // PER_LAYER, dim=0))
+                   Placement(n // PER_LAYER, (Cut(0),)))
         for n in range(num_tensors // len(KINDS)) for kind in KINDS
     ]  # fmt: skip
     data = np.zeros(SIZE * SIZE, np.float32)
@@ -97,7 +97,7 @@ def plan(num_ranks: int) -> tuple[float, float, int]:
     """Seconds, CPU seconds and the number of files."""
     infos = [
         TensorInfo(f"optim.{KINDS[n % 3]}/layers.{n // 9}.block{n % 9 // 3}.weight", "F32", (8192, 8192),
-                   Placement(n // 9, dim=n % 2))
+                   Placement(n // 9, (Cut(n % 2),)))
         for n in range(2000)
     ]  # fmt: skip
     layout = ParallelLayout(tp=8, dp=num_ranks // 8)

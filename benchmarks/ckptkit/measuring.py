@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ckptkit import Box, Piece, Placement, TensorInfo
+from ckptkit import Box, Cut, Piece, Placement, TensorInfo
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 RAW_BLOCK_BYTES = 16 << 20
@@ -59,16 +59,18 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 def gpt_state(*, hidden: int, num_layers: int, vocab: int = 32768, device: str = "cpu", fill: bool = True) -> State:
     """Return a state of about 12 * (12 * hidden^2 * num_layers + 2 * vocab * hidden) bytes, random or zero."""
-    shapes: list[tuple[str, tuple[int, ...], Placement]] = [("embed.weight", (vocab, hidden), Placement("first", 0))]
+    shapes: list[tuple[str, tuple[int, ...], Placement]] = [
+        ("embed.weight", (vocab, hidden), Placement("first", (Cut(0),)))
+    ]
     for layer in range(num_layers):
         cuts = {
             "attn.q": (hidden, hidden), "attn.k": (hidden, hidden), "attn.v": (hidden, hidden),
             "attn.out": (hidden, hidden), "mlp.up": (4 * hidden, hidden), "mlp.down": (hidden, 4 * hidden),
         }  # fmt: skip
         for name, shape in cuts.items():
-            shapes.append((f"layers.{layer}.{name}.weight", shape, Placement(layer, 0)))
+            shapes.append((f"layers.{layer}.{name}.weight", shape, Placement(layer, (Cut(0),))))
             shapes.append((f"layers.{layer}.{name}.bias", shape[:1], Placement(layer)))
-    shapes.append(("head.weight", (vocab, hidden), Placement("last", 0)))
+    shapes.append(("head.weight", (vocab, hidden), Placement("last", (Cut(0),))))
     tensors = [
         TensorInfo(f"optim.{kind}/{name}", "F32", shape, place) for kind in KINDS for name, shape, place in shapes
     ]

@@ -27,6 +27,7 @@ from ckptkit import (
     ChunkTable,
     Coords,
     Cover,
+    Cut,
     ParallelLayout,
     Part,
     PartIndex,
@@ -89,7 +90,7 @@ def gpt_table(num_tensors: int) -> list[TensorInfo]:
         TensorInfo(
             f"optim.{('master', 'exp_avg', 'exp_avg_sq')[n % 3]}/{name}", "F32",
             (HIDDEN,) if "norm" in name else (HIDDEN, HIDDEN),
-            Placement(n // 8, dim=None if "norm" in name else int("out" in name or "down" in name)),
+            Placement(n // 8, () if "norm" in name else (Cut(int("out" in name or "down" in name)),)),
         )
         for n, name in enumerate(names)
     ]  # fmt: skip
@@ -102,7 +103,7 @@ def rank_table(tensors: list[TensorInfo], layout: ParallelLayout, coords: Coords
         box = info.placement.local_box(info.name, info.shape, layout, coords)
         share = -(-box.numel // layout.dp)
         start, stop = min(coords.dp * share, box.numel), min((coords.dp + 1) * share, box.numel)
-        if start < stop and (info.placement.dim is not None or coords.tp == 0):
+        if start < stop and info.placement.is_first_replica(layout, coords):
             chunks.append((info, box, start, stop))
     return ChunkTable.of(chunks)
 

@@ -25,6 +25,7 @@ def describe(root: Root, url: str) -> dict[str, Any]:
         "share": None if root.share is None else f"{root.share} of {root.share.of}",
         "dtypes": dict(Counter(info.dtype for info in held)),
         "saved": root.saved.to_json() if root.saved else None,
+        "certificate": masked_values(root.certificate),
         "metadata": masked_values(root.metadata),  # an older version did not mask what it stored
         "tensors": [_row(info) for info in sorted(root.tensors.values(), key=storage_order)],
     }
@@ -43,6 +44,10 @@ def describe_placement(info: TensorInfo) -> str:
     stage = f"layer {place.stage}" if isinstance(place.stage, int) else f"{place.stage} stage"
     if place.tied_to is not None:
         return f"{stage}, tied to {place.tied_to}"
-    if place.dim is None:
+    if not place.cuts:
         return f"{stage}, replicated"
-    return f"{stage}, dim {place.dim} by {place.axis}" + (", padded" if place.padded else "")
+    cuts = [
+        f"dim {cut.dim} by {cut.axis}" + (f" ({cut.max_parts} parts)" if cut.max_parts else "") for cut in place.cuts
+    ]
+    padded = {None: "", 1: ", padded"}.get(place.round_to, f", padded to {place.round_to}")
+    return f"{stage}, {', '.join(cuts)}{padded}"

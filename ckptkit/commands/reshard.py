@@ -23,6 +23,13 @@ class Options(Reporting):
     dp: int = option(
         1, "data-parallel (ZeRO) cut of the output", minimum=1, metavar="N", flags=["--data-parallel-size"]
     )
+    cp: int = option(
+        1, "context-parallel size of the output", minimum=1, metavar="N", flags=["--context-parallel-size"]
+    )
+    ep: int = option(
+        1, "expert-parallel size of the output", minimum=1, metavar="N", flags=["--expert-model-parallel-size"]
+    )
+    virtual: int = option(1, "stages that each pipeline rank of the output holds", minimum=1, metavar="N")
     from_layout: str | None = option(
         None,
         "refuse a source of another layout; written like tp8-pp4, axes left out may be any",
@@ -47,7 +54,7 @@ def run(options: Options) -> int:
     from ckptkit.runs.catalogue import resolve
 
     return_large_frees()
-    layout = ParallelLayout(tp=options.tp, dp=options.dp, pp=options.pp)
+    layout = ParallelLayout(options.tp, options.cp, options.ep, options.dp, options.pp, options.virtual)
     storage, step = resolve(options.source)
     # the files of all tensor-parallel ranks are written side by side
     target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)

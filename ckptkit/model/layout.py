@@ -5,8 +5,11 @@ world = tp*cp*dp*pp and rank = tp + TP*(cp + CP*(dp + DP*pp)); ep is borrowed fr
 
 import re
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from threefold.errors import UserError
+
+Axis = Literal["tp", "cp", "ep"]  # those that cut tensors into boxes; dp cuts buckets, pp moves whole tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Coords:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the axes; `virtual` is the number of model chunks a pipeline rank holds."""
+    """Sizes of the axes; `virtual` is the number of stages that a pipeline rank holds."""
 
     tp: int = 1
     cp: int = 1
@@ -41,6 +44,18 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual
+
+    def along(self, axis: Axis, coords: Coords) -> tuple[int, int]:
+        """Return the index of the rank at `coords` along an axis, and the axis's size.
+
+        Neighbours among the dp*cp ranks differ along ep: with dp=4 and ep=2, dp ranks 0, 1, 2, 3 have ep 0, 1, 0, 1.
+        """
+        index = (coords.dp * self.cp + coords.cp) % self.ep if axis == "ep" else getattr(coords, axis)
+        return index, getattr(self, axis)
 
     def coords(self, rank: int) -> Coords:
         """Return the mesh position of a global rank."""
@@ -82,3 +97,17 @@ def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
     base, extra = divmod(num_layers, num_stages)
     start = stage * base + min(stage, extra)
     return range(start, start + base + (stage < extra))
+
+
+def stage_rank(layout: ParallelLayout, stage: int) -> int:
+    """Return the pipeline rank that holds a stage.
+
+    Stages are interleaved: with pp=2 and virtual=2, stages 0 and 2 are on rank 0, stages 1 and 3 on rank 1.
+    """
+    assert 0 <= stage < layout.num_stages, f"stage {stage} of {layout.num_stages}"
+    return stage % layout.pp
+
+
+def rank_stages(layout: ParallelLayout, pp: int) -> list[int]:
+    """Return the stages that a pipeline rank holds, ascending."""
+    return [stage for stage in range(layout.num_stages) if stage_rank(layout, stage) == pp]

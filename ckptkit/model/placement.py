@@ -1,56 +1,125 @@
 """Placement: how one global tensor is cut over the mesh, known without any model code.
 
-Vocabulary padding exists only in the live tensor: a rank's box is clipped to the true shape, padding is never stored.
+A placement holds for every layout: it names axes and limits, never sizes of axes, so that a checkpoint can be cut for
+other ranks than those that saved it. Padding exists in live tensors only: a rank's box is clipped to the true shape.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ckptkit.model.box import Box
-from ckptkit.model.layout import Coords, ParallelLayout, stage_layers
+from ckptkit.model.layout import Axis, Coords, ParallelLayout, rank_stages, stage_layers, stage_rank
 from threefold.errors import UserError
+
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which dim is cut by which axis.
+
+    `max_parts` says that the dim consists of so many equal parts, key and value heads for instance, that are never
+    divided. A larger axis repeats them: with `max_parts=2`, of tp=4 ranks 0 and 1 hold one part, ranks 2 and 3 the
+    other. None: an axis of n cuts the dim into n parts.
+    """
+
+    dim: int
+    axis: Axis = "tp"
+    max_parts: int | None = None
+
+    def num_parts(self, size: int) -> int:
+        """Return into how many parts an axis of some size cuts the dim; size / parts neighbours hold the same one."""
+        return size if self.max_parts is None else min(size, self.max_parts)
+
+    def fits(self, length: int, size: int, *, may_pad: bool) -> bool:
+        """Return whether an axis of some size cuts a length into equal parts, none of which divides a smallest one."""
+        parts = self.num_parts(size)
+        if size % parts or (self.max_parts or parts) % parts:
+            return False
+        return may_pad or length % parts == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which stage owns a tensor and which dim is cut by which axis.
+    """Which stage holds a tensor and how ranks of a stage cut it.
 
-    `stage` is "first", "last" or a layer number. `dim` None means replicated over `axis`. `padded` says that the live
-    tensor rounds `dim` up until the axis divides it (vocabulary); otherwise the axis must divide it. `tied_to` names
-    the tensor that holds the values: this one has no data of its own.
+    `stage` is "first", "last" or a layer number. Without `cuts` all ranks of the stage hold the whole tensor. Cuts of
+    several dims make a grid; of one dim, each cut divides what the one before it left. `round_to` says that each
+    rank's live part is rounded up to a multiple of it in the cut dims (vocabulary); if None, parts must be equal.
+    `tied_to` names the tensor that holds the values: this one has no data of its own.
     """
 
     stage: int | Literal["first", "last"]
-    dim: int | None = None
-    axis: Literal["tp", "ep"] = "tp"
-    padded: bool = False
+    cuts: tuple[Cut, ...] = ()
+    round_to: int | None = None
     tied_to: str | None = None
 
     def on_stage(self, num_layers: int, layout: ParallelLayout, pp: int) -> bool:
-        """Return whether pipeline rank `pp` owns the tensor."""
+        """Return whether pipeline rank `pp` holds the tensor, on any of its stages."""
         if self.stage == "first":
-            return pp == 0
+            return pp == stage_rank(layout, 0)
         if self.stage == "last":
-            return pp == layout.pp - 1
-        return self.stage in stage_layers(num_layers, layout.pp, pp)
+            return pp == stage_rank(layout, layout.num_stages - 1)
+        return any(self.stage in stage_layers(num_layers, layout.num_stages, s) for s in rank_stages(layout, pp))
+
+    def live_shape(self, name: str, shape: tuple[int, ...], layout: ParallelLayout) -> tuple[int, ...]:
+        """Return the shape in which each rank holds its part of the tensor, padding included.
+
+        50257 rows over tp=4 are 12565 rows a rank with `round_to=1`, 12672 with 128. UserError if an axis does not fit.
+        """
+        lengths = list(shape)
+        for cut in self.cuts:
+            length, size = lengths[cut.dim], getattr(layout, cut.axis)
+            if not cut.fits(length, size, may_pad=self.round_to is not None):
+                text = f"cannot cut {name} {list(shape)} into {cut.axis}={size} along dim {cut.dim}"
+                raise UserError(text, hint=f"choose {cut.axis} from {self._choices(cut, length)}")
+            lengths[cut.dim] = -(-length // cut.num_parts(size))
+        for dim in {cut.dim for cut in self.cuts}:
+            lengths[dim] = -(-lengths[dim] // (self.round_to or 1)) * (self.round_to or 1)
+        return tuple(lengths)
 
     def local_box(self, name: str, shape: tuple[int, ...], layout: ParallelLayout, coords: Coords) -> Box:
         """Return the part of the global tensor that the rank at `coords` holds live, clipped to the true shape.
 
-        Raises UserError where the axis does not divide an unpadded dim.
+        UserError if an axis does not fit.
         """
-        if self.dim is None:
-            return Box((0,) * len(shape), shape)
-        size = layout.tp if self.axis == "tp" else layout.ep
-        index = coords.tp if self.axis == "tp" else (coords.dp * layout.cp + coords.cp) % layout.ep
-        length = shape[self.dim]
-        if length % size and not self.padded:
-            choices = ", ".join(str(n) for n in range(1, min(length, 128) + 1) if length % n == 0)
-            raise UserError(
-                f"cannot cut {name} {list(shape)} into {self.axis}={size} along dim {self.dim}",
-                hint=f"choose {self.axis} from {choices}",
-            )
-        step = -(-length // size)
-        start, stop = min(index * step, length), min((index + 1) * step, length)
-        offset = tuple(start if d == self.dim else 0 for d in range(len(shape)))
-        return Box(offset, tuple(stop - start if d == self.dim else n for d, n in enumerate(shape)))
+        parts = dict.fromkeys(range(len(shape)), 0)  # which part of each dim
+        for cut in self.cuts:
+            index, size = layout.along(cut.axis, coords)
+            num_parts = cut.num_parts(size)
+            parts[cut.dim] = parts[cut.dim] * num_parts + index * num_parts // size
+        live = self.live_shape(name, shape, layout)
+        offset = tuple(min(part * n, length) for part, n, length in zip(parts.values(), live, shape, strict=True))
+        return Box(offset, tuple(min(n, length - a) for a, n, length in zip(offset, live, shape, strict=True)))
+
+    def is_first_replica(self, layout: ParallelLayout, coords: Coords) -> bool:
+        """Return whether this rank is the first of those along tp and the axes of the cuts that hold its box: it saves.
+
+        Of a tensor without cuts that is tp rank 0; of one with `max_parts=2` over tp=4, ranks 0 and 2. Ranks of one
+        data group are all first or none: each saves an interval.
+        """
+        num_parts = {cut.axis: cut.num_parts(getattr(layout, cut.axis)) for cut in self.cuts}
+        num_parts.setdefault("tp", 1)
+        places = {axis: layout.along(axis, coords) for axis in num_parts}
+        return all(index % (size // num_parts[axis]) == 0 for axis, (index, size) in places.items())
+
+    def data_group(self, layout: ParallelLayout, coords: Coords) -> tuple[int, int]:
+        """Return this rank's index in its data group, and the group's size.
+
+        A data group is the ranks that hold one box for other samples: dp*cp of them, or those that differ in no axis of
+        the cuts. With dp=4 and ep=2, dp ranks 0 and 2 are the data group of expert part 0: (0, 2) and (1, 2).
+        """
+        index, size = coords.dp * layout.cp + coords.cp, layout.dp * layout.cp
+        axis = self.data_axis
+        width = 1 if axis is None else getattr(layout, axis)
+        return index // width, size // width
+
+    @property
+    def data_axis(self) -> Axis | None:
+        """The axis among the cuts that is borrowed from the data-parallel ranks; at most one."""
+        return next((cut.axis for cut in self.cuts if cut.axis != "tp"), None)
+
+    def _choices(self, cut: Cut, length: int) -> str:
+        largest = min(length if self.round_to is None else 128, cut.max_parts or length, 128)
+        sizes = [str(n) for n in range(1, largest + 1) if cut.fits(length, n, may_pad=self.round_to is not None)]
+        return ", ".join(sizes) + (f", or multiples of {cut.max_parts}" if cut.max_parts is not None else "")

@@ -123,13 +123,11 @@ def reshard(
 
 def _check(wanted: Root, url: str) -> None:
     """Raise UserError if a source, with another step and layout, cannot be made into a checkpoint."""
-    layout = wanted.layout
     replace(wanted, tensors={}).check()  # the tensors were checked as they were read
     wanted.check_whole(url)
-    if layout.cp * layout.ep * layout.virtual > 1:
-        raise UserError(f"cannot reshard to {layout}: a checkpoint is cut by tp, dp and pp only")
-    if layout.world_size > MAX_RANKS:
-        text = f"{layout} has {layout.world_size:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
+    num_ranks = wanted.layout.world_size
+    if num_ranks > MAX_RANKS:
+        text = f"{wanted.layout} has {num_ranks:,} ranks, which is more files than the {MAX_RANKS:,} that are written"
         raise UserError(text, hint="a run reads any layout: fewer ranks do")
 
 

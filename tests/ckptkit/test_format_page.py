@@ -1,6 +1,7 @@
 """A second reader, written from docs/formats/checkpoint.md alone: the standard library, numpy and xxhash."""
 
 import json
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,13 @@ from safetensors import safe_open
 
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
+from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Node
 from tests.ckptkit.support.checkpoints import cut
+from tests.golden import make
 
 # bfloat16 and float8, which numpy does not know, as their bits
 DTYPES = {
@@ -36,7 +38,8 @@ class Reader:
         body, comma, checksum = text.rpartition(b",\n")
         assert comma + checksum == f',\n"checksum": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
         self.root = json.loads(text)
-        assert (self.root["format"], self.root["version"]) == ("ckptkit", 1)
+        assert self.root["format"] == "ckptkit"
+        assert self.root["version"] in (1, 2)
         assert f"step-{self.root['step']:09d}" == folder.name
         self.rows = {row["name"]: row for row in self.root["tensors"]}
         self.chunks: dict[str, list[Chunk]] = {name: [] for name in self.rows}
@@ -103,22 +106,58 @@ class Reader:
         assert at == data_bytes
 
 
+def placement_of(row: dict, version: int) -> tuple[list[tuple[int, str, int | None]], int | None]:
+    """The cuts of a row, each of a dim, an axis and the most parts, and what parts are rounded up to."""
+    place = row["placement"]
+    if version == 2:
+        return [(cut["dim"], cut["axis"], cut["max_parts"]) for cut in place["cuts"]], place["round_to"]
+    return [] if place["dim"] is None else [(place["dim"], place["axis"], None)], 1 if place["padded"] else None
+
+
+def held_by(root: dict, row: dict, rank: int) -> list[tuple[int, int]]:
+    """The first index, and the one past the last, that a rank holds along each dim."""
+    sizes = root["layout"]
+    rest, tp = divmod(rank, sizes["tp"])
+    rest, cp = divmod(rest, sizes["cp"])
+    place = {"tp": tp, "cp": cp, "ep": (rest % sizes["dp"] * sizes["cp"] + cp) % sizes["ep"]}
+    cuts, round_to = placement_of(row, root["version"])
+    part, parts = [0] * len(row["shape"]), [1] * len(row["shape"])
+    for dim, axis, most in cuts:
+        q = sizes[axis] if most is None else min(sizes[axis], most)
+        part[dim], parts[dim] = part[dim] * q + place[axis] * q // sizes[axis], parts[dim] * q
+    spans = []
+    for dim, length in enumerate(row["shape"]):
+        r = round_to if round_to and dim in [cut[0] for cut in cuts] else 1
+        size = -(-length // (parts[dim] * r)) * r
+        spans.append((min(part[dim] * size, length), min((part[dim] + 1) * size, length)))
+    return spans
+
+
+def stage_of(root: dict, row: dict) -> int:
+    """The stage that holds a tensor."""
+    stage, num = row["placement"]["stage"], root["layout"]["pp"] * root["layout"]["virtual"]
+    if isinstance(stage, str):
+        return {"first": 0, "last": num - 1}[stage]
+    sizes = [root["num_layers"] // num + (n < root["num_layers"] % num) for n in range(num)]
+    return [n for n, size in enumerate(sizes) for _ in range(size)][stage]
+
+
 def row(name: str, dtype: str, shape: tuple[int, ...], **placement: object) -> TensorInfo:
     return TensorInfo(name, dtype, shape, Placement(**({"stage": 0} | placement)))  # type: ignore[arg-type]
 
 
 TENSORS = [
-    row("embed.weight", "F32", (37, 6), stage="first", dim=0, padded=True),
-    row("layers.0.mlp.down.weight", "BF16", (5, 8), dim=1),
-    row("layers.0.experts.weight", "F64", (4, 3, 700), dim=0, axis="ep"),
+    row("embed.weight", "F32", (37, 6), stage="first", cuts=(Cut(0),), round_to=4),
+    row("layers.0.mlp.down.weight", "BF16", (5, 8), cuts=(Cut(1, "tp", 2),)),
+    row("layers.0.experts.weight", "F64", (4, 3, 700), cuts=(Cut(0, "ep"), Cut(2))),
     row("layers.0.norm.weight", "F16", (7,)),
     row("layers.0.nothing", "I64", (0, 3)),
     row("größe", "F32", (), stage="last"),
-    row("optim.exp_avg/layers.0.mlp.down.weight", "F32", (5, 400_000), dim=1),
-    row("optim.exp_avg/embed.weight", "F32", (37, 6), stage="first", dim=0),
+    row("optim.exp_avg/layers.0.mlp.down.weight", "F32", (5, 400_000), cuts=(Cut(1),)),
+    row("optim.exp_avg/embed.weight", "F32", (37, 6), stage="first", cuts=(Cut(0),)),
     row("deep", "I16", (1, 2, 1, 2, 1, 2, 1, 2)),
     *(row(f"plain.{dtype}", dtype, (3, 5)) for dtype in ("I64", "I32", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2")),
-    row("head.weight", "F32", (37, 6), stage="last", dim=0, padded=True, tied_to="embed.weight"),
+    row("head.weight", "F32", (37, 6), stage="last", cuts=(Cut(0),), round_to=4, tied_to="embed.weight"),
 ]
 # what two ranks hold of tensors that are not whole on rank 0: boxes by tensor and expert parallelism, ranges in them
 PARTS = {
@@ -178,6 +217,27 @@ def test_a_reader_written_from_the_page_rebuilds_every_tensor(
         found = reader.tensor(info.name)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert found.tobytes() == expected.tobytes(), info.name
+
+
+@pytest.mark.parametrize(("folder", "step"), [(f, n) for f in ("v0.1", "v0.1-root2") for n in (100, 200)])
+def test_a_reader_written_from_the_page_reads_both_versions(folder: str, step: int) -> None:
+    reader = Reader(Path(make.__file__).parent / folder / "run" / f"step-{step:09d}")
+    assert reader.root["version"] == (1 if folder == "v0.1" else 2)
+    tensors = make.table(folder)
+    assert set(reader.rows) == {info.name for info in tensors}
+    for info in tensors:
+        values = make.values(next(t for t in tensors if t.name == (info.placement.tied_to or info.name)), step)
+        assert np.array_equal(reader.tensor(info.name), values), info.name
+    world = math.prod(reader.root["layout"][axis] for axis in ("tp", "cp", "dp", "pp"))
+    for part in reader.root["parts"]:
+        rank = int(part["data"].rpartition("-")[2].partition(".")[0])
+        for name, (_, offset, shape, *_) in reader.chunks_of(part):
+            spans = held_by(reader.root, reader.rows[name], rank)
+            assert spans == [(a, a + n) for a, n in zip(offset, shape, strict=True)], (name, rank)
+            assert (
+                stage_of(reader.root, reader.rows[name]) % reader.root["layout"]["pp"]
+                == rank * (reader.root["layout"]["pp"]) // world
+            )
 
 
 def test_data_files_are_safetensors_with_the_header_of_the_page(tmp_path: Path) -> None:

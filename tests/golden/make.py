@@ -1,9 +1,10 @@
 """Make the files of this folder with the code that is installed: once for each version of a format, never by a test.
 
-    python tests/golden/make.py tests/golden/NAME        # a folder that is not there yet
+    python tests/golden/make.py tests/golden/NAME [store] [run]        # a folder that is not there yet; both, or one
 
 Only public names are imported, so that the files can be made with the code of any commit. What the files must hold for
 ever is in NAME/expected.json: digests of every file, of the documents, of a stream of batches and of each checkpoint.
+v0.1 has all formats as they first were, v0.1-root2 has checkpoints of version 2 of the root.
 """
 
 import hashlib
@@ -18,10 +19,10 @@ import numpy as np
 
 import ckptkit
 import datakit
-from ckptkit import Box, ParallelLayout, Piece, Placement, TensorInfo
+from ckptkit import Box, Cut, ParallelLayout, Piece, Placement, TensorInfo
 
 NUM_LAYERS = 4
-LAYOUTS = {100: "tp2", 200: "dp2-pp2"}  # the steps of the run, and what saved them
+FIRST = "v0.1"  # whose roots have version 1
 NUMPY = {"F32": np.float32, "BF16": np.uint16}
 COMMANDS = (
     "datakit train-tokenizer corpus --vocab-size 320 --output tokenizer.json",
@@ -32,21 +33,35 @@ COMMANDS = (
 WORDS = ["the", "store", "holds", "größe", "列車", "and", "every", "shard", "🙂", "ends", "here\n", "Ελλάδα", "="]
 
 
-def make(folder: Path) -> None:
-    """Write store, archive, run and expected.json into a new folder."""
+def layouts(name: str) -> dict[int, str]:
+    """Return the steps of a folder's run, and what saved them."""
+    return {100: "tp2", 200: "dp2-pp2"} if name == FIRST else {100: "tp4-ep2-dp2", 200: "cp2-ep4-dp2-pp2-virtual2"}
+
+
+def other_ranks(name: str) -> list[str]:
+    """Return the flags that reshard step 100 of a folder to ranks that divide its tensors unevenly."""
+    flags = "--tp 3 --dp 3 --pp 2" if name == FIRST else "--tp 4 --cp 2 --ep 2 --dp 3 --pp 2 --virtual 2"
+    return flags.split()
+
+
+def make(folder: Path, what: list[str]) -> None:
+    """Write store and archive, run, or both, and expected.json into a new folder."""
     socket.gethostname = lambda: "host"  # what a root records of a machine
     folder.mkdir(parents=True)
-    corpus(folder / "corpus")
-    for line in COMMANDS:
-        done(folder, *line.split())
-    for step, layout in LAYOUTS.items():
-        save_all_ranks(str(folder / "run"), step, ParallelLayout.parse(layout))
-    expected = {
-        "files": {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()},
-        "store": store_digests(folder / "store"),
-        "checkpoints": {step: hashes(folder, step) for step in LAYOUTS},
-        "resharded": resharded(folder),
-    }
+    if "store" in what:
+        corpus(folder / "corpus")
+        for line in COMMANDS:
+            done(folder, *line.split())
+    if "run" in what:
+        for step, layout in layouts(folder.name).items():
+            save_all_ranks(folder.name, str(folder / "run"), step, ParallelLayout.parse(layout))
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    expected: dict[str, object] = {"files": {str(path.relative_to(folder)): sha256(path) for path in paths}}
+    if "store" in what:
+        expected["store"] = store_digests(folder / "store")
+    if "run" in what:
+        expected["checkpoints"] = {step: hashes(folder, step) for step in layouts(folder.name)}
+        expected["resharded"] = resharded(folder)
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
@@ -58,19 +73,28 @@ def corpus(folder: Path) -> None:
         (folder / name).write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
 
 
-def table() -> list[TensorInfo]:
-    """Return the tensors of a small model with tied embeddings: bf16 parameters, fp32 master and moments."""
+def table(name: str) -> list[TensorInfo]:
+    """Return the tensors of a small model with tied embeddings: bf16 parameters, fp32 masters and moments.
+
+    Since version 2 of the root with few key heads, experts of two cuts, two of them of one dim, and more padding.
+    """
+    round_to = 1 if name == FIRST else 8
     shapes: dict[str, tuple[tuple[int, ...], Placement]] = {
-        "embed.weight": ((67, 12), Placement("first", dim=0, padded=True)),
+        "embed.weight": ((67, 12), Placement("first", (Cut(0),), round_to)),
         "norm.weight": ((12,), Placement("last")),
-        "head.weight": ((67, 12), Placement("last", dim=0, padded=True, tied_to="embed.weight")),
+        "head.weight": ((67, 12), Placement("last", (Cut(0),), round_to, tied_to="embed.weight")),
     }
     for n in range(NUM_LAYERS):
-        shapes[f"layers.{n}.attn.q.weight"] = ((12, 12), Placement(n, dim=0))
-        shapes[f"layers.{n}.mlp.down.weight"] = ((12, 24), Placement(n, dim=1))
+        shapes[f"layers.{n}.attn.q.weight"] = ((12, 12), Placement(n, (Cut(0),)))
+        shapes[f"layers.{n}.mlp.down.weight"] = ((12, 24), Placement(n, (Cut(1),)))
         shapes[f"layers.{n}.norm1.weight"] = ((12,), Placement(n))
+        if name != FIRST:
+            shapes[f"layers.{n}.attn.k.weight"] = ((4, 12), Placement(n, (Cut(0, max_parts=2),)))
+        if name != FIRST and n % 2:
+            shapes[f"layers.{n}.experts.up.weight"] = ((4, 8, 3), Placement(n, (Cut(0, "ep"), Cut(1, "tp"))))
+            shapes[f"layers.{n}.experts.gate.weight"] = ((8, 3, 4), Placement(n, (Cut(0, "ep"), Cut(0, "tp"))))
     tensors = [TensorInfo(name, "BF16", shape, placement) for name, (shape, placement) in shapes.items()]
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
+    for kind in ("master", "exp_avg", "exp_avg_sq") if name == FIRST else ("master", "exp_avg"):
         tensors += [
             TensorInfo(f"optim.{kind}/{name}", "F32", shape, placement)
             for name, (shape, placement) in shapes.items()
@@ -89,9 +113,9 @@ def values(info: TensorInfo, step: int) -> np.ndarray:
     return numbers.reshape(info.shape)
 
 
-def save_all_ranks(url: str, step: int, layout: ParallelLayout) -> None:
+def save_all_ranks(name: str, url: str, step: int, layout: ParallelLayout) -> None:
     """Save every rank's part of a step, rank 0 last since it commits."""
-    tensors = table()
+    tensors = table(name)
     for rank in reversed(range(layout.world_size)):
         ckptkit.save(
             url, step, pieces_of(tensors, step, layout, rank), tensors=tensors, layout=layout, num_layers=NUM_LAYERS,
@@ -101,15 +125,16 @@ def save_all_ranks(url: str, step: int, layout: ParallelLayout) -> None:
 
 
 def pieces_of(tensors: list[TensorInfo], step: int, layout: ParallelLayout, rank: int) -> list[Piece]:
-    """Return what a rank saves: its boxes of what it owns; of those that several ranks hold, one dp-th of a range."""
+    """Return what a rank saves: of its boxes, if it is the first to hold them, its interval in the data group."""
     coords, pieces = layout.coords(rank), []
     for info in tensors:
         is_owner = info.placement.on_stage(NUM_LAYERS, layout, coords.pp)
-        if info.placement.tied_to or not is_owner or (info.placement.dim is None and coords.tp):
+        if info.placement.tied_to or not is_owner or not info.placement.is_first_replica(layout, coords):
             continue
         box = info.placement.local_box(info.name, info.shape, layout, coords)
         data = values(info, step)[tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))]
-        start, stop = (data.size * (coords.dp + more) // layout.dp for more in (0, 1))
+        index, size = info.placement.data_group(layout, coords)
+        start, stop = (data.size * (index + more) // size for more in (0, 1))
         pieces.append(Piece(info.name, Box(box.offset, box.shape), start, stop, data.reshape(-1)[start:stop].copy()))
     return pieces
 
@@ -138,7 +163,7 @@ def store_digests(path: Path) -> dict[str, object]:
 def resharded(folder: Path) -> dict[str, str]:
     """Return digests of the data files that a checkpoint becomes on ranks that divide its tensors unevenly."""
     with TemporaryDirectory() as scratch:
-        done(folder, *f"ckptkit reshard run/step-000000100 {scratch} --tp 3 --dp 3 --pp 2".split())
+        done(folder, "ckptkit", "reshard", "run/step-000000100", scratch, *other_ranks(folder.name))
         return {path.name: sha256(path) for path in sorted(Path(scratch).rglob("*.safetensors"))}
 
 
@@ -163,4 +188,4 @@ def done(folder: Path, *command: str) -> str:
 if __name__ == "__main__":
     if Path(sys.argv[1]).exists():
         sys.exit(f"error: {sys.argv[1]} is there, and what it holds is for ever")
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), sys.argv[2:] or ["store", "run"])

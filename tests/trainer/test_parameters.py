@@ -58,7 +58,7 @@ def test_a_rank_makes_its_own_box_of_the_whole(name: str) -> None:
     for rank in range(2):
         box = row.placement.local_box(name, row.shape, cut, cut.coords(rank))
         slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-        num_rows = 31 if row.placement.padded else box.shape[0]
+        num_rows = 31 if row.placement.round_to else box.shape[0]
         part = torch.full((num_rows, *box.shape[1:]), float("nan"), dtype=torch.float64)
         initialise(part, name, row, cut, cut.coords(rank), seed=5)
         assert torch.equal(part[: box.shape[0]], whole[slices])

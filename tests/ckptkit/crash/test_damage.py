@@ -42,7 +42,7 @@ def blocks(run: Path) -> dict[str, tuple[Path, int, int]]:
     text = root.read_bytes()
     for name, pattern in {
         "root: its first fields": rb'\{\n"format".*?(?="metadata")',
-        "root: version": rb'"version": 1',
+        "root: version": rb'"version": 2',
         "root: metadata": rb'"metadata".*?(?="tensors")',
         "root: a row of a tensor": rb'\{"name": "layers\.1\.attn\.q\.weight".*',
         "root: a row of a part": rb'\{"data".*',

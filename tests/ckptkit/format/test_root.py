@@ -16,7 +16,7 @@ from ckptkit.format.root import Part, Root, Share
 from ckptkit.format.saved import Saved
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
+from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.tensor import TensorInfo
 from threefold.errors import CheckFailed, UserError
 
@@ -28,11 +28,12 @@ ROOT = Root(
     tensors={
         info.name: info
         for info in (
-            TensorInfo("embed.weight", "F32", (50257, 64), Placement("first", dim=0, padded=True)),
-            TensorInfo("layers.3.attn.q.weight", "BF16", (64, 64), Placement(3, dim=1)),
+            TensorInfo("embed.weight", "F32", (50257, 64), Placement("first", (Cut(0),), round_to=1)),
+            TensorInfo("layers.3.attn.q.weight", "BF16", (64, 64), Placement(3, (Cut(1),))),
+            TensorInfo("layers.3.up", "F32", (4, 8, 2), Placement(3, (Cut(0, "ep"), Cut(1, max_parts=4)))),
             TensorInfo("größe", "F64", (), Placement("last")),
             TensorInfo(
-                "head.weight", "F32", (50257, 64), Placement("last", dim=0, padded=True, tied_to="embed.weight")
+                "head.weight", "F32", (50257, 64), Placement("last", (Cut(0),), round_to=1, tied_to="embed.weight")
             ),
         )
     },
@@ -62,6 +63,31 @@ def document() -> dict[str, Any]:
     found = json.loads(ROOT.to_bytes())
     del found["checksum"]
     return dict(found)
+
+
+def in_version_1(found: dict[str, Any]) -> dict[str, Any]:
+    """The document as programs wrote it before placements had several cuts; without the tensor that has two."""
+    rows = []
+    for row in found["tensors"]:
+        (cut, *more), place = row["placement"]["cuts"] or [{"dim": None, "axis": "tp"}], row["placement"]
+        if not more:
+            placement = {"stage": place["stage"], "dim": cut["dim"], "axis": cut["axis"]}
+            placement |= {"padded": place["round_to"] is not None, "tied_to": place["tied_to"]}
+            rows.append(row | {"placement": placement})
+    return found | {"version": 1, "tensors": rows}
+
+
+def test_a_root_of_version_1_holds_the_same_in_the_placements_of_version_2() -> None:
+    found = Root.from_bytes(sealed(in_version_1(document())), "here")
+    assert found == replace(ROOT, tensors={n: info for n, info in ROOT.tensors.items() if n != "layers.3.up"})
+    assert json.loads(found.to_bytes())["version"] == 2
+
+
+def test_a_certificate_is_kept_as_it_is() -> None:
+    root = replace(ROOT, certificate={"by": ["a", 1.5, None], "of": {"all": "00ff"}})
+    root.check()
+    assert Root.from_bytes(root.to_bytes(), "here") == root
+    assert b"certificate" not in ROOT.to_bytes()
 
 
 def test_round_trip_and_readable_lines() -> None:
@@ -124,13 +150,12 @@ def test_any_truncation_is_found(length: int) -> None:
 
 
 def test_another_format_version_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="format version 2, this program reads 1"):
-        Root.from_bytes(sealed(document() | {"version": 2}), "here")
+    with pytest.raises(UserError, match="format version 3, this program reads 1 and 2"):
+        Root.from_bytes(sealed(document() | {"version": 3}), "here")
 
 
-def spoil(path: str, value: object) -> bytes:
-    """The sound document with one value replaced, sealed."""
-    found = document()
+def spoil(found: dict[str, Any], path: str, value: object) -> bytes:
+    """A sound document with one value replaced, sealed."""
     at: Any = found
     *parents, last = path.split(".")
     for key in parents:
@@ -153,9 +178,17 @@ def spoil(path: str, value: object) -> bytes:
         ("tensors.0.name", ""), ("tensors.0.name", "x" * 300), ("tensors.0.name", "größe"),
         ("tensors.0.dtype", "F33"), ("tensors.0.shape", [2**40, 2**40]), ("tensors.0.shape", [-1]),
         ("tensors.0.shape", [1] * 9), ("tensors.0.shape", ["3"]), ("tensors.0.shape", None),
-        ("tensors.0.placement.dim", 2), ("tensors.0.placement.dim", -1), ("tensors.0.placement.stage", "middle"),
-        ("tensors.0.placement.axis", "dp"), ("tensors.0.placement.padded", 1), ("tensors.0.placement.extra", 1),
-        ("tensors.3.dtype", "F64"), ("tensors.3.shape", [1]), ("tensors.3.placement.tied_to", "nothing"),
+        ("tensors.0.placement.cuts.0.dim", 2), ("tensors.0.placement.cuts.0.dim", -1),
+        ("tensors.0.placement.cuts.0.dim", True), ("tensors.0.placement.cuts.0.axis", "dp"),
+        ("tensors.0.placement.cuts.0.axis", ["tp"]), ("tensors.0.placement.cuts.0.max_parts", 0),
+        ("tensors.0.placement.cuts.0.max_parts", 2.0), ("tensors.0.placement.cuts.0.extra", 1),
+        ("tensors.0.placement.cuts.0", 3), ("tensors.0.placement.cuts", None), ("tensors.0.placement.cuts", "tp"),
+        ("tensors.0.placement.round_to", 0), ("tensors.0.placement.round_to", True),
+        ("tensors.0.placement.round_to", 2**30), ("tensors.0.placement.stage", "middle"),
+        ("tensors.0.placement.extra", 1), ("tensors.2.placement.cuts.1.axis", "ep"),
+        ("tensors.2.placement.cuts.1.axis", "cp"), ("tensors.2.placement.cuts.1.max_parts", 3),
+        ("certificate", None), ("certificate", 3), ("certificate", [1]),
+        ("tensors.4.dtype", "F64"), ("tensors.4.shape", [1]), ("tensors.4.placement.tied_to", "nothing"),
         ("tensors.0.placement.tied_to", "head.weight"), ("parts.0.data", "a1/../../etc/passwd"),
         ("parts.0.data", "/etc/passwd"),
         ("parts.0.data", "a2/part-00003.safetensors"), ("parts.0.data", "a1/part-00004.index"),
@@ -171,21 +204,40 @@ def spoil(path: str, value: object) -> bytes:
 def test_impossible_values_are_refused_though_the_checksum_holds(path: str, value: object) -> None:
     Root.from_bytes(sealed(document()), "here")
     with pytest.raises(CheckFailed, match="here"):
-        Root.from_bytes(spoil(path, value), "here")
+        Root.from_bytes(spoil(document(), path, value), "here")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dim", 2), ("dim", -1), ("dim", "0"), ("stage", "middle"), ("axis", "dp"), ("axis", "cp"), ("axis", None),
+        ("padded", 1), ("padded", None), ("extra", 1), ("cuts", []), ("round_to", 1),
+    ],
+)  # fmt: skip
+def test_impossible_placements_of_version_1_are_refused(field: str, value: object) -> None:
+    Root.from_bytes(sealed(in_version_1(document())), "here")
+    with pytest.raises(CheckFailed, match="here"):
+        Root.from_bytes(spoil(in_version_1(document()), f"tensors.0.placement.{field}", value), "here")
 
 
 IMPOSSIBLE = [
     {"step": -1}, {"step": 1.5}, {"step": None}, {"step": 10**16}, {"num_layers": -1}, {"num_layers": "3"},
     {"attempt": "../a"}, {"attempt": 3}, {"layout": "tp1"}, {"metadata": [1]}, {"metadata": None},
     {"metadata": {"a": b"x"}}, {"metadata": {"a": "\udcff"}},
+    {"certificate": [1]}, {"certificate": {"a": b"x"}}, {"certificate": {"a": math.nan}},
 ]  # fmt: skip
 IMPOSSIBLE_TENSORS = [
     TensorInfo("", "F32", (), Placement("first")), TensorInfo("x" * 256, "F32", (), Placement("first")),
     TensorInfo("\udcff", "F32", (), Placement("first")), TensorInfo("w", "float32", (), Placement("first")),
     TensorInfo("w", "F32", (1,) * 9, Placement("first")), TensorInfo("w", "F32", (4.0,), Placement("first")),
     TensorInfo("w", "F32", (-1,), Placement("first")), TensorInfo("w", "F32", (2**30, 2**30), Placement("first")),
-    TensorInfo("w", "F32", (4,), Placement("first", dim=1)), TensorInfo("w", "F32", (4,), Placement("middle")),
-    TensorInfo("w", "F32", (4,), Placement("first", dim=0, axis="dp")),
+    TensorInfo("w", "F32", (4,), Placement("first", (Cut(1),))), TensorInfo("w", "F32", (4,), Placement("middle")),
+    TensorInfo("w", "F32", (4,), Placement("first", (Cut(0, "dp"),))),
+    TensorInfo("w", "F32", (4,), Placement("first", 0)), TensorInfo("w", "F32", (4,), Placement("first", [Cut(0)])),
+    TensorInfo("w", "F32", (4,), Placement("first", Cut(0))), TensorInfo("w", "F32", (4,), Placement(0, round_to=0)),
+    TensorInfo("w", "F32", (4, 4), Placement("first", (Cut(0), Cut(1)))),
+    TensorInfo("w", "F32", (4, 4), Placement("first", (Cut(0, "ep"), Cut(1, "cp")))),
+    TensorInfo("w", "F32", (4, 4), Placement("first", (Cut(0, max_parts=3),))),
     TensorInfo("w", "F32", (4,), Placement("last", tied_to="nothing")),
 ]  # fmt: skip
 
@@ -197,9 +249,10 @@ def test_what_no_reader_would_take_is_refused_before_it_is_saved(fields: dict[st
 
 
 anything = st.integers(-2, 12) | st.none() | st.booleans() | st.text(max_size=3) | st.floats(0, 9)
+cuts = st.builds(Cut, st.integers(-1, 9), st.sampled_from(["tp", "ep", "dp"]), st.none() | st.integers(-1, 9))
 placements = st.builds(
-    Placement, st.sampled_from(["first", "last", "x", 3, -1]), st.none() | st.integers(-1, 9),
-    st.sampled_from(["tp", "ep", "dp"]), st.booleans(), st.none() | st.sampled_from(["w", "v", ""]),
+    Placement, st.sampled_from(["first", "last", "x", 3, -1]), st.lists(cuts, max_size=2).map(tuple),
+    anything, st.none() | st.sampled_from(["w", "v", ""]),
 )  # fmt: skip
 infos = st.builds(
     TensorInfo, st.sampled_from(["w", "v", "ü", "", "x" * 256]), st.sampled_from(["F32", "U8", "f4"]),

@@ -13,7 +13,7 @@ from ckptkit.io.blocks import GRANULE_BYTES
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
+from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.ranks import RankChunk, rank_chunks
 from ckptkit.model.tensor import TensorInfo, storage_order
 from ckptkit.plan.load_plan import LoadPlan, plan_load
@@ -178,8 +178,8 @@ def test_granules_read_are_within_a_twentieth_of_the_bytes_needed(second: str) -
 
 def test_a_row_cut_is_one_copy_and_a_column_cut_one_a_row() -> None:
     rows, columns = (
-        TensorInfo("r", "F32", (64, 8), Placement(0, dim=0)),
-        TensorInfo("c", "F32", (64, 8), Placement(0, dim=1)),
+        TensorInfo("r", "F32", (64, 8), Placement(0, (Cut(0),))),
+        TensorInfo("c", "F32", (64, 8), Placement(0, (Cut(1),))),
     )
     tensors = [rows, columns]
     whole = [[(info, Box((0, 0), info.shape), 0, 512) for info in tensors]]

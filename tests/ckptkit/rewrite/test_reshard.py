@@ -94,8 +94,6 @@ def test_a_layout_that_does_not_divide_is_refused_before_anything_is_written(tmp
 @pytest.mark.parametrize(
     ("layout", "step", "said"),
     [
-        (ParallelLayout(cp=2), None, "cannot reshard to cp2"),
-        (ParallelLayout(virtual=2), None, "cannot reshard to virtual2"),
         (ParallelLayout(dp=1_000_000), None, "has 1,000,000 ranks"),
         (ParallelLayout(), -1, "step -1 is not a whole number"),
     ],

@@ -135,7 +135,7 @@ def test_a_step_of_a_newer_format_stays(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     write_steps(storage, 1, 2, 3)
     root = tmp_path / "step-000000001/root.json"
-    root.write_bytes(root.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    root.write_bytes(root.read_bytes().replace(b'"version": 2', b'"version": 3'))
     report = prune(storage, LAST, orphans_older_than_s=0)
     assert (report.deleted, report.kept[1]) == ([2], ["its root cannot be read"])
     assert len(keys(storage)) == 10

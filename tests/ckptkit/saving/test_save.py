@@ -207,3 +207,27 @@ def test_what_a_killed_writer_was_about_is_removed_unless_it_is_committed(tmp_pa
     alone = Seat("", 2, "b")
     assert report_failed(storage, alone, KILLED), "there is nobody to be told"
     assert list(storage.list_keys()) == before
+
+
+def test_of_two_ranks_that_hold_one_part_one_saves_and_both_load(tmp_path: Path) -> None:
+    """Two key heads over four ranks: the step of the first replicas is committed, that of all four is refused."""
+    keys = ckptkit.TensorInfo("k", "F32", (4, 3), ckptkit.Placement(0, (ckptkit.Cut(0, max_parts=2),)))
+    layout, whole = ParallelLayout(tp=4), np.arange(12, dtype=np.float32).reshape(4, 3)
+    boxes = [keys.placement.local_box("k", keys.shape, layout, layout.coords(rank)) for rank in range(4)]
+    parts = [whole[box.offset[0] : box.offset[0] + 2].flatten() for box in boxes]
+
+    def save_step(step: int, savers: list[int]) -> None:
+        for rank in (3, 2, 1, 0):
+            pieces = [ckptkit.Piece.whole("k", boxes[rank], parts[rank])] if rank in savers else []
+            ckptkit.save(
+                str(tmp_path), step, pieces, tensors=[keys], layout=layout, num_layers=1, metadata={}, rank=rank,
+                world_size=4, attempt="x", awaits_commit=False,
+            )  # fmt: skip
+
+    with pytest.raises(CheckFailed, match=r"k: .* stored more than once, first \[0:2, 0:3\], by writers 0, 1"):
+        save_step(1, [0, 1, 2, 3])
+    save_step(2, [rank for rank in range(4) if keys.placement.is_first_replica(layout, layout.coords(rank))])
+    for box, part in zip(boxes, parts, strict=True):
+        piece = ckptkit.Piece.whole("k", box, np.zeros(6, np.float32))
+        ckptkit.restore(str(tmp_path), 2, [piece], tensors=[keys])
+        assert np.array_equal(piece.data, part)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ckptkit.model.placement import Placement
+from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.tensor import TensorInfo
 
 NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
@@ -14,22 +14,22 @@ def gpt_tensors(
 ) -> list[TensorInfo]:  # fmt: skip
     """Parameters and both moments; the vocabulary does not divide, so it is padded in the live tensors."""
     parameters: list[tuple[str, tuple[int, ...], Placement]] = [
-        ("embed.weight", (vocab, hidden), Placement("first", dim=0, padded=True)),
+        ("embed.weight", (vocab, hidden), Placement("first", (Cut(0),), round_to=1)),
         ("norm.weight", (hidden,), Placement("last")),
         (
             "head.weight",
             (vocab, hidden),
-            Placement("last", dim=0, padded=True, tied_to="embed.weight" if tied else None),
+            Placement("last", (Cut(0),), round_to=1, tied_to="embed.weight" if tied else None),
         ),
     ]
     for n in range(num_layers):
         rows = {"attn.q": hidden, "attn.k": kv, "attn.v": kv, "mlp.gate": ffn, "mlp.up": ffn}
         parameters += [
-            (f"layers.{n}.{name}.weight", (size, hidden), Placement(n, dim=0)) for name, size in rows.items()
+            (f"layers.{n}.{name}.weight", (size, hidden), Placement(n, (Cut(0),))) for name, size in rows.items()
         ]
         columns = {"attn.out": hidden, "mlp.down": ffn}
         parameters += [
-            (f"layers.{n}.{name}.weight", (hidden, size), Placement(n, dim=1)) for name, size in columns.items()
+            (f"layers.{n}.{name}.weight", (hidden, size), Placement(n, (Cut(1),))) for name, size in columns.items()
         ]
         parameters += [(f"layers.{n}.{name}.weight", (hidden,), Placement(n)) for name in ("norm1", "norm2")]
     tensors = []

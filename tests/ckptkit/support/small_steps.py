@@ -15,7 +15,7 @@ from ckptkit.loading.restore import restore_from
 from ckptkit.loading.roots import read_root
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.placement import Placement
+from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.save_plan import plan_save
@@ -26,9 +26,9 @@ from threefold.storage import Storage
 
 NUM_LAYERS = 2
 TABLE = [
-    TensorInfo("embed.weight", "F32", (5, 4), Placement("first", dim=0, padded=True)),
-    TensorInfo("layers.0.weight", "F32", (4, 8), Placement(0, dim=1)),
-    TensorInfo("layers.1.weight", "F32", (4, 8), Placement(1, dim=1)),
+    TensorInfo("embed.weight", "F32", (5, 4), Placement("first", (Cut(0),), round_to=1)),
+    TensorInfo("layers.0.weight", "F32", (4, 8), Placement(0, (Cut(1),))),
+    TensorInfo("layers.1.weight", "F32", (4, 8), Placement(1, (Cut(1),))),
 ]
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(dp=2), ParallelLayout(tp=2, pp=2)]
 
