@@ -17,6 +17,8 @@ from ckptkit.format.saved import Saved
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.model.placement import Cut, Placement
+from ckptkit.model.tensor import TensorInfo
 from ckptkit.rewrite.reshard import reshard
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
@@ -25,7 +27,17 @@ from threefold.storage import Storage, open_storage
 from threefold.storage.fault import Fault, FaultStorage
 
 LAYERS = 5
-layouts = st.builds(ParallelLayout, tp=st.sampled_from([1, 2, 4, 8]), dp=st.integers(1, 3), pp=st.integers(1, 4))
+layouts = st.builds(
+    lambda tp, cp, ep, dp, pp, virtual: ParallelLayout(tp, cp, ep if dp * cp % ep == 0 else 1, dp, pp, virtual),
+    st.sampled_from([1, 2, 4, 8]), st.integers(1, 2), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3),
+    st.integers(1, 2),
+)  # fmt: skip
+# cut by ep and tp, by both along one dim, and into fewer parts than there are ranks
+EXPERTS = [
+    TensorInfo("layers.1.experts.up.weight", "F32", (12, 16, 5), Placement(1, (Cut(0, "ep"), Cut(1)))),
+    TensorInfo("layers.1.experts.down.weight", "F32", (96, 5), Placement(1, (Cut(0, "ep"), Cut(0)))),
+    TensorInfo("layers.2.attn.k.bias", "F32", (32,), Placement(2, (Cut(0, max_parts=2),))),
+]
 
 
 def data_files(storage: Storage, step: int) -> list[bytes]:
@@ -39,7 +51,7 @@ def data_files(storage: Storage, step: int) -> list[bytes]:
 def test_the_target_is_what_its_ranks_would_have_saved(
     tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, tied: bool
 ) -> None:
-    tensors = gpt_tensors(LAYERS, tied=tied, hidden=128, kv=32, ffn=264, vocab=1001)
+    tensors = gpt_tensors(LAYERS, tied=tied, hidden=128, kv=32, ffn=264, vocab=1001) + EXPERTS
     arrays = values(tensors)
     base = tmp_path_factory.mktemp("reshard")
     source, target, expected = (open_storage(base / name) for name in ("source", "target", "expected"))
@@ -125,6 +137,15 @@ def test_one_nodes_part_of_a_step_is_refused_and_not_called_damage(tmp_path: Pat
     with CheckpointReader(target, 1) as reader:
         assert reader.root.share is None
         assert hash_checkpoint(reader) == digest
+
+
+def test_a_certificate_goes_along(tmp_path: Path) -> None:
+    source, target = make_source(tmp_path / "source"), open_storage(tmp_path / "target")
+    signed = replace(read_root(source, 3), certificate={"by": "somebody"})
+    source.write(f"{step_folder(3)}/{ROOT_KEY}", signed.to_bytes())
+    with CheckpointReader(source, 3) as reader:
+        reshard(reader, target, ParallelLayout(tp=4))
+    assert read_root(target, 3).certificate == {"by": "somebody"}
 
 
 def test_a_step_that_is_there_is_not_touched(tmp_path: Path) -> None:
