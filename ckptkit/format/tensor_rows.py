@@ -17,10 +17,13 @@ def tensor_lines(tensors: Mapping[str, TensorInfo]) -> str:
     rest: dict[object, str] = {}  # a row after the name, of which many tensors share one
     lines = []
     for info in tensors.values():
-        key = (info.dtype, tuple(info.shape), info.placement)
-        if key not in rest:
-            rest[key] = to_json({"dtype": info.dtype, "shape": info.shape, "placement": asdict(info.placement)})[1:]
-        lines.append(f'{{"name": {to_json(info.name)}, {rest[key]}')
+        place = info.placement
+        key = (info.dtype, tuple(info.shape), place.stage, place.cuts, place.round_to, place.tied_to)
+        line = rest.get(key)
+        if line is None:
+            line = to_json({"dtype": info.dtype, "shape": info.shape, "placement": asdict(place)})[1:]
+            rest[key] = line
+        lines.append(f'{{"name": {to_json(info.name)}, {line}')
     return ",\n".join(lines)
 
 
@@ -53,13 +56,14 @@ def check_tensor(info: TensorInfo) -> None:
         check_text(placement.tied_to, MAX_NAME_BYTES)
     if placement.round_to is not None and not check_number(placement.round_to, MAX_ROUND_TO, f"{name}: round_to "):
         raise ValueError(f"{name}: round_to 0")
-    if not isinstance(placement.cuts, tuple) or not all(isinstance(cut, Cut) for cut in placement.cuts):
+    if not isinstance(placement.cuts, tuple):
         raise TypeError(f"{name}: cuts {placement.cuts!r} instead of a tuple of Cut")
     for cut in placement.cuts:
         _check_cut(cut, info)
-    axes = [cut.axis for cut in placement.cuts]
-    if len(set(axes)) < len(axes) or {"ep", "cp"} <= set(axes):
-        raise ValueError(f"{name}: cut by {' and '.join(axes)}, whose parts together leave some out")
+    if len(placement.cuts) > 1:
+        axes = [cut.axis for cut in placement.cuts]
+        if len(set(axes)) < len(axes) or {"ep", "cp"} <= set(axes):
+            raise ValueError(f"{name}: cut by {' and '.join(axes)}, whose parts together leave some out")
 
 
 def check_ties(tensors: Mapping[str, TensorInfo]) -> None:
@@ -87,8 +91,8 @@ def check_text(value: object, max_bytes: int) -> str:
 
 
 def _check_cut(cut: Cut, info: TensorInfo) -> None:
-    if cut.axis not in AXES:
-        raise ValueError(f"{info.name}: cut by {cut.axis!r}")
+    if not isinstance(cut, Cut) or cut.axis not in AXES:
+        raise ValueError(f"{info.name}: cut {cut!r}")
     if check_number(cut.dim, MAX_DIMS, f"{info.name}: dim ") >= len(info.shape):
         raise ValueError(f"{info.name}: shape {info.shape!r}, cut along {cut.dim}")
     if cut.max_parts is None:
@@ -99,7 +103,7 @@ def _check_cut(cut: Cut, info: TensorInfo) -> None:
 
 
 def _placed(*, stage: Any, cuts: list[dict[str, Any]], round_to: Any, tied_to: Any) -> Placement:
-    return Placement(stage, tuple(_cut(**cut) for cut in cuts), round_to, tied_to)
+    return Placement(stage, tuple([_cut(**cut) for cut in cuts]), round_to, tied_to)
 
 
 def _cut(*, dim: Any, axis: Any, max_parts: Any) -> Cut:
