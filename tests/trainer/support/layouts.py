@@ -47,6 +47,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         # a bucket of 0 MiB holds one parameter
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp,
+            schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
             zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
         ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=draw(st.sampled_from([0.0, 0.05])), warmup_steps=1),

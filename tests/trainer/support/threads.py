@@ -58,7 +58,9 @@ class Turns:
     """Whose turn it is among the ranks' threads."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._may_run = [threading.Semaphore(0) for _ in range(num_ranks)]
+        self._may_run = [threading.Lock() for _ in range(num_ranks)]  # held by a rank while it may not
+        for lock in self._may_run:
+            lock.acquire()
         self._ready = deque(range(num_ranks))
         self._waits: dict[int, Transfer] = {}
         self.error: BaseException | None = None

@@ -1,0 +1,214 @@
+"""Faults of a parallel trainer, by name: each patches one function, and parity must fail while it is planted.
+
+A fault that depends on the layout is planted in the one process too, which stays right or is wrong otherwise. One that
+does not is compared with plain torch. A patch names a module's or a class's attribute: when code moves, its import here
+moves too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ckptkit.model.layout import ParallelLayout
+from trainer import bucket, engine, layers, optim, stage
+from trainer.engine import Engine
+from trainer.layers import Rotation
+from trainer.mesh.group import Group
+from trainer.parameters import Parameter
+from trainer.stage import Stage
+from trainer.tensor_parallel import RowLinear, VocabMatrix, _Leave, leave
+
+Patch = pytest.MonkeyPatch
+TP, PP, DP = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, where it shows, and how to plant it; without a layout, plain torch shows it."""
+
+    name: str
+    layout: ParallelLayout | None
+    plant: Callable[[Patch], None]
+    zero_stage: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def skipping(kind: str, group: str) -> Callable[[Patch], None]:
+    """Leave one kind of collective out on the groups of a name."""
+
+    def plant(patch: Patch) -> None:
+        real = getattr(Group, kind)
+        patch.setattr(Group, kind, lambda self, *args: args[0] if self.name == group else real(self, *args))
+
+    return plant
+
+
+def wrapping(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[Patch], None]:
+    """Replace a function by change(the function, *its arguments)."""
+
+    def plant(patch: Patch) -> None:
+        real = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **options: change(real, *args, **options))
+
+    return plant
+
+
+def no_partial_rows(real: Any, config: Any) -> Any:
+    return {name: replace(row, is_partial=False) for name, row in real(config).items()}
+
+
+def own_first_sample(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
+    found = real(self, step, batch, **options)
+    size = self.config.train.micro_batch_size
+    return [
+        each if each.noise is None else replace(each, noise=replace(each.noise, first_sample=first))
+        for each, first in zip(found, range(batch.first_sample, 10**9, size), strict=False)
+    ]
+
+
+def shifted_positions(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
+    seq, index = self.config.train.seq_length, self.mesh.dp.index
+    return [replace(each, positions=(each.positions + index) % seq) for each in real(self, step, batch, **options)]
+
+
+def layers_from_zero(real: Any, self: Stage, *args: Any) -> None:
+    real(self, *args)
+    for number, block in enumerate(self.layers.values()):
+        block.number = number
+
+
+def averaged(real: Any, self: Any) -> None:
+    real(self)
+    self.gradients.div_(self.group.size)
+
+
+def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_T: torch.Tensor, **options: Any) -> Any:
+    return real(logits_TV, labels_T, **options | {"num_true_rows": logits_TV.shape[-1]})
+
+
+def next_first_row(real: Any, self: VocabMatrix, *args: Any, group: Group) -> None:
+    real(self, *args, group=group)
+    self.first_row += group.index
+
+
+def swapped(real: Any, name: str, num_stages: int, num_microbatches: int, rank: int) -> Any:
+    swap = {0: 1, 1: 0} if rank else {}
+    actions = real(name, num_stages, num_microbatches, rank)
+    return [action._replace(microbatch=swap.get(action.microbatch, action.microbatch)) for action in actions]
+
+
+def bias_before_the_sum(real: Any, self: RowLinear, x: torch.Tensor) -> torch.Tensor:
+    return leave(F.linear(x, self.weight, self.bias), self.group)
+
+
+def own_norm(real: Any, self: Group, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    own = tensor.clone()
+    found = real(self, tensor, *args)
+    if self.name == "world" and self.size > 1:
+        found[1] = own[1]
+    return found
+
+
+def counted_on_each(real: Any, self: Engine, batch: Any) -> Any:
+    at = self.mesh.coords
+    self.mesh.coords = replace(at, tp=0)
+    try:
+        return real(self, batch)
+    finally:
+        self.mesh.coords = at
+
+
+def summed_backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return ctx.group.all_reduce(dx.clone()), None
+
+
+def keeping_its_group(real: Any, ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    ctx.group = group
+    return real(ctx, x, group)
+
+
+def leave_sums_twice(patch: Patch) -> None:
+    real = _Leave.forward
+    patch.setattr(_Leave, "forward", staticmethod(lambda ctx, *args: keeping_its_group(real, ctx, *args)))
+    patch.setattr(_Leave, "backward", staticmethod(summed_backward))
+
+
+def weights_of_the_first(real: Any, tensor: Any, name: str, row: Any, layout: Any, coords: Any, seed: int) -> None:
+    real(tensor, name, row, layout, replace(coords, tp=0), seed)
+
+
+def overwriting(real: Any, gradients: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def put(parameter: torch.Tensor) -> None:
+        gradients.copy_(parameter.grad)
+        parameter.grad = None
+
+    return put
+
+
+def neighbours_interval(real: Any, total: int, size: int, index: int, itemsize: int) -> Any:
+    return real(total, size, (index + 1) % size, itemsize)
+
+
+def own_means(real: Any, self: Engine, name: str, batches: Any, reduce_loss: Any) -> torch.Tensor:
+    def reduce(losses: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (losses * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1) / len(batches)
+
+    return real(self, name, batches, reduce)
+
+
+def row_0_for_others(real: Any, self: VocabMatrix, tokens: torch.Tensor) -> torch.Tensor:
+    local = tokens - self.first_row
+    is_here = (local >= 0) & (local < self.num_true_rows)
+    return leave(F.embedding(local.masked_fill(~is_here, 0), self.weight), self.group)
+
+
+def own_maximum(real: Any, self: Group, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    return tensor if op == "max" else real(self, tensor, op)
+
+
+def narrow_angles(real: Any, positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Any:
+    narrow = real(positions, size, theta, torch.float32)
+    return Rotation(narrow.cos.to(dtype), narrow.sin.to(dtype))
+
+
+FAULTS = [
+    Fault("QK-norm gradients are not summed over tp", TP, wrapping(engine, "parameter_table", no_partial_rows)),
+    Fault("gradients of cut inputs are not summed over tp", TP, wrapping(layers, "enter", lambda real, x, group: x)),
+    Fault("gradients of row linears are summed over tp", TP, leave_sums_twice),
+    Fault("a row bias is added on each tp rank before the sum", TP,
+          wrapping(RowLinear, "forward", bias_before_the_sum)),
+    Fault("the squared norm counts norms on every tp rank", TP,
+          wrapping(engine, "squared_norm", lambda real, buckets, counts: real(buckets, lambda _: True))),
+    Fault("every tp rank draws the weights of the first", TP, wrapping(engine, "initialise", weights_of_the_first)),
+    Fault("padding rows of the vocabulary take part in the softmax", TP,
+          wrapping(stage, "vocab_cross_entropy", padding_takes_part)),
+    Fault("the first row of a vocabulary part is off by one", TP, wrapping(VocabMatrix, "__init__", next_first_row)),
+    Fault("tokens of other ranks look up row 0", TP, wrapping(VocabMatrix, "embed", row_0_for_others)),
+    Fault("the softmax subtracts each rank's own maximum", TP, wrapping(Group, "all_reduce", own_maximum)),
+    Fault("evaluation counts on each tp rank", TP, wrapping(Engine, "eval_batch", counted_on_each)),
+    Fault("tied gradients are not summed over the ends", PP, skipping("all_reduce", "ends")),
+    Fault("the tied head does not get the new values", PP, skipping("broadcast", "ends")),
+    Fault("dropout numbers layers within a stage", PP, wrapping(Stage, "__init__", layers_from_zero)),
+    Fault("the last stage takes two micro-batches in another order", PP, wrapping(engine, "rank_actions", swapped)),
+    Fault("gradients are averaged over dp", DP, wrapping(bucket.Bucket, "reduce_gradients", averaged)),
+    Fault("gradients are not summed over dp, zero_stage 0", DP,
+          wrapping(bucket.Bucket, "reduce_gradients", lambda real, self: None), zero_stage=0),
+    Fault("gradients are not summed over dp, zero_stage 1", DP, skipping("reduce_scatter", "dp")),
+    Fault("new parameters are not gathered over dp", DP, skipping("all_gather", "dp")),
+    Fault("a rank updates its neighbour's interval", DP, wrapping(bucket, "shard_interval", neighbours_interval)),
+    Fault("tokens are counted on this rank alone", DP, skipping("all_reduce", "dp")),
+    Fault("the loss is the mean of the micro-batches' means", DP, wrapping(Engine, "_run_schedule", own_means)),
+    Fault("each micro-batch's gradients replace those before", DP, wrapping(bucket, "_adder", overwriting)),
+    Fault("dropout numbers samples within a rank", DP, wrapping(Engine, "_microbatches", own_first_sample)),
+    Fault("positions are shifted by the dp rank", DP, wrapping(Engine, "_microbatches", shifted_positions)),
+    Fault("gradients are clipped by the rank's own norm", DP, wrapping(Group, "all_reduce", own_norm)),
+    Fault("AdamW counts a step too many", None,
+          wrapping(optim, "_adamw", lambda real, owned, config, step, *rest: real(owned, config, step + 1, *rest))),
+    Fault("norms and biases decay", None, lambda patch: patch.setattr(Parameter, "decays", True)),
+    Fault("gradients are not zeroed between steps", None, lambda patch: patch.setattr(Engine, "_flat_gradients", list)),
+    Fault("rotary angles are of float32", None, wrapping(Rotation, "of", narrow_angles), model={"position": "rope"}),
+]  # fmt: skip

@@ -1,0 +1,90 @@
+"""The parity tests see each of a list of faults: what they would not notice is itself a failed test."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.faults import DP, FAULTS, PP, TP, Fault
+from tests.trainer.support.global_state import assembled, copied
+from tests.trainer.support.parity import (
+    LOSSES_WITHIN,
+    WEIGHTS_WITHIN,
+    alone,
+    assert_parity,
+    global_batch,
+    make_engine,
+    run_steps,
+)
+from tests.trainer.support.plain_model import train
+from tests.trainer.support.threads import Deadlock, run_threads
+from threefold.errors import UserError
+from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from trainer.config_check import resolve
+from trainer.engine import Batch
+
+NUM_STEPS = 2
+MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
+    num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, norm="layernorm",
+    position="learned", activation="swiglu", bias=True, qk_norm=True, tie_embeddings=True, dropout=0.2, init_std=0.3,
+)  # fmt: skip
+
+
+def config_of(layout: ParallelLayout, zero_stage: int = 1, **model: Any) -> Config:
+    config = Config(
+        model=replace(MODEL, **model),
+        parallel=ParallelConfig(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage),  # type: ignore[arg-type]
+        optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05),
+        train=TrainConfig(train_steps=5, seq_length=5, global_batch_size=4, precision="fp64", device="cpu"),
+    )
+    return resolve(config, layout.world_size)
+
+
+def compare_layout(config: Config, layout: ParallelLayout) -> None:
+    """One process and a layout."""
+    assert_parity(run_threads(layout.world_size, run_steps, config, NUM_STEPS), run_steps(0, alone(config), NUM_STEPS))
+
+
+def compare_plain(config: Config) -> None:
+    """One process and plain torch."""
+    engine = make_engine(0, config)
+    start = assembled(engine.tensors(), copied(engine.pieces()))
+    plain = {name: value for name, value in start.items() if not name.startswith("optim.")}
+    size = config.train.global_batch_size
+    batches = []
+    for step in range(NUM_STEPS):
+        parts = {name: part.unsqueeze(1) for name, part in global_batch(config, step).items()}
+        batches.append(Batch(**parts, first_sample=step * size))
+    for step, expected in enumerate(train(config, plain, batches)):
+        stats = engine.train_step(step, batches[step])
+        assert (stats.loss, stats.grad_norm) == pytest.approx(expected, rel=LOSSES_WITHIN)
+    found = assembled(engine.tensors(), copied(engine.pieces()))
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=WEIGHTS_WITHIN)
+
+
+def compare(fault: Fault) -> None:
+    config = config_of(fault.layout or ParallelLayout(), fault.zero_stage, **fault.model)
+    if fault.layout is None:
+        compare_plain(config)
+    else:
+        compare_layout(config, fault.layout)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.plant(monkeypatch)
+    with pytest.raises((AssertionError, UserError, Deadlock)):
+        compare(fault)
+
+
+@pytest.mark.parametrize(("layout", "zero_stage"), [(TP, 1), (PP, 1), (DP, 0), (DP, 1), (None, 1)])
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_without_a_fault_they_pass(layout: ParallelLayout | None, zero_stage: int, position: str) -> None:
+    compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}))
+
+
+def test_faults_have_names_of_their_own() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
