@@ -38,7 +38,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         }.items()
     }  # fmt: skip
     model = ModelConfig(
-        num_layers=layout.pp + draw(st.integers(0, 2)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
+        num_layers=layout.pp + draw(st.integers(0, 1)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
         num_heads=num_heads, num_kv_heads=kv_heads, ffn_hidden_size=layout.tp * draw(st.integers(1, 5)),
         vocab_size=draw(st.integers(layout.tp, 23)), init_std=0.3, **options,
     )  # fmt: skip
