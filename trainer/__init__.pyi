@@ -1,18 +1,19 @@
 from trainer.config import Config as Config
-from trainer.config_file import load_config as load_config
+from trainer.config.walk import load_config as load_config
 from trainer.engine import Batch as Batch
 from trainer.engine import Engine as Engine
 from trainer.engine import StepStats as StepStats
-from trainer.evaluate import evaluate_checkpoint as evaluate_checkpoint
-from trainer.generate import generate_text as generate_text
+from trainer.job.ranks import Ranks as Ranks
 from trainer.mesh.mesh import ProcessMesh as ProcessMesh
 from trainer.pipeline.draw import draw as draw
 from trainer.pipeline.gpipe import gpipe as gpipe
 from trainer.pipeline.one_f_one_b import one_f_one_b as one_f_one_b
 from trainer.pipeline.passes import with_transfers as with_transfers
 from trainer.pipeline.simulate import simulate as simulate
-from trainer.ranks import Ranks as Ranks
-from trainer.trained import TrainedModel as TrainedModel
-from trainer.trained import open_checkpoint as open_checkpoint
+from trainer.run.evaluate import evaluate_checkpoint as evaluate_checkpoint
+from trainer.run.generate import generate_text as generate_text
+from trainer.run.inference import TrainedModel as TrainedModel
+from trainer.run.inference import open_checkpoint as open_checkpoint
+from trainer.run.loop import train as train
 
 __version__: str

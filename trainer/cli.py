@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from threefold.cli import Parser, run
 from threefold.verbs import add_verbs
 from trainer import commands
-from trainer.failure import JobParser, is_launched, leave
+from trainer.job.failure import JobParser, is_launched, leave
 
 
 def build_parser() -> Parser:

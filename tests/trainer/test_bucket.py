@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.bucket import Bucket, attach, cut_into_buckets, squared_norm
-from trainer.clock import Clock
+from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from tests.trainer.support.plain_model import logits, train
 from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
-from trainer.config_check import resolve
+from trainer.config.resolve import resolve
 from trainer.engine import Batch, StepStats
 from trainer.mesh.group import Network
 

@@ -22,7 +22,7 @@ from tests.trainer.support.plain_model import train
 from tests.trainer.support.threads import Deadlock, run_threads
 from threefold.errors import UserError
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from trainer.config_check import resolve
+from trainer.config.resolve import resolve
 from trainer.engine import Batch
 
 NUM_STEPS = 2

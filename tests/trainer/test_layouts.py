@@ -12,7 +12,7 @@ from tests.trainer.support.layouts import configs, layouts
 from tests.trainer.support.parity import alone, assert_parity, run_steps
 from tests.trainer.support.threads import run_threads
 from trainer.config import Config
-from trainer.config_check import layout_of
+from trainer.config.resolve import layout_of
 
 OF_64 = st.sampled_from([ParallelLayout(tp=4, pp=4, dp=4), ParallelLayout(tp=2, pp=4, dp=8)])
 examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])

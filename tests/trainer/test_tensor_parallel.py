@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.ranks import run_ranks
-from trainer.clock import Clock
 from trainer.loss import vocab_cross_entropy
+from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.tensor_parallel import ColumnLinear, RowLinear, VocabMatrix, enter

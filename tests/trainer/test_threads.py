@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.trainer.test_mesh import CPU
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.threads import Deadlock, run_threads
-from tests.trainer.test_mesh import CPU
 from trainer.config import Config
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh

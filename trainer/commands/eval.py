@@ -6,7 +6,7 @@ from threefold.cli import print_json, print_line
 from threefold.errors import EXIT_OK
 from threefold.options import option
 from trainer.commands.shared import OfCheckpoint, before_ranks, is_first_rank, world_size
-from trainer.failure import recorded
+from trainer.job.failure import recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class Options(OfCheckpoint):
 @recorded
 def run(options: Options) -> int:
     """Evaluate a checkpoint of any layout on the fixed samples of [data.valid]."""
-    from trainer.evaluate import evaluate_checkpoint
-    from trainer.trained import open_checkpoint
+    from trainer.run.evaluate import evaluate_checkpoint
+    from trainer.run.inference import open_checkpoint
 
     checkpoint = before_ranks(
         lambda: open_checkpoint(options.checkpoint, options.config, options.flags, world_size=world_size())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from threefold.errors import EXIT_OK
 from threefold.options import option
 from trainer.commands.shared import OfCheckpoint
-from trainer.failure import recorded
+from trainer.job.failure import recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Options(OfCheckpoint):
 @recorded
 def run(options: Options) -> int:
     """Continue a prompt with a checkpoint of any layout, in one process."""
-    from trainer.generate import generate_text
-    from trainer.trained import open_checkpoint
+    from trainer.run.generate import generate_text
+    from trainer.run.inference import open_checkpoint
 
     checkpoint = open_checkpoint(options.checkpoint, options.config, options.flags, world_size=1)
     print(generate_text(checkpoint, options.prompt, num_tokens=options.tokens, temperature=options.temperature))

@@ -9,7 +9,7 @@ from threefold.errors import UserError
 from threefold.flags import Settings, settings
 from threefold.options import argument
 from trainer.config import Config
-from trainer.failure import let_first_speak
+from trainer.job.failure import let_first_speak
 
 T = TypeVar("T")
 ELSEWHERE = (

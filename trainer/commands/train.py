@@ -7,7 +7,7 @@ from threefold.flags import Settings, settings
 from threefold.options import argument, option
 from trainer.commands.shared import before_ranks, is_first_rank, world_size
 from trainer.config import Config
-from trainer.failure import recorded
+from trainer.job.failure import recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,14 @@ class Options:
 def run(options: Options) -> int:
     """Train a run; the same command resumes from the newest committed step under --save. With several processes:
     torchrun --nproc-per-node 4 -m trainer train CONFIG.toml --tp 2 --pp 2 ..."""
-    from trainer.config_file import load_config
+    from trainer.config.walk import load_config
 
     num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()
     config = before_ranks(lambda: load_config(options.config, options.flags, world_size=num_ranks))
     if options.dry_run:
-        from trainer.dry_run import print_plan
+        from trainer.run.dry_run import print_plan
 
         return before_ranks(lambda: print_plan(config)) if is_first_rank() else 0
-    from trainer.train import train
+    from trainer.run.loop import train
 
     return train(config)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from trainer.clock import Clock
+from trainer.mesh.clock import Clock
 from trainer.mesh.recorder import Call, Recorder
 
 Op = Literal["sum", "max"]

@@ -10,7 +10,7 @@ import torch
 
 from ckptkit import ParallelLayout
 from threefold.errors import UserError
-from trainer.clock import Clock
+from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
 from trainer.mesh.layout import groups_needed
 from trainer.mesh.processes import Processes

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.clock import Clock
+from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.pipeline.actions import Action
 from trainer.pipeline.executor import Executor

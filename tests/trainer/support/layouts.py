@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from trainer.config_check import cross_faults, resolve
+from trainer.config.check import cross_faults
+from trainer.config.resolve import resolve
 
 LAYOUTS = [
     ParallelLayout(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5, 8))

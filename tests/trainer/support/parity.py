@@ -8,7 +8,7 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.global_state import assembled, copied
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from trainer.config_check import layout_of, resolve
+from trainer.config.resolve import layout_of, resolve
 from trainer.engine import Batch, Engine
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh

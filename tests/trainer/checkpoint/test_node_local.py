@@ -1,0 +1,51 @@
+"""What a node's ranks say of places that they cannot reach, and what several nodes hold in common."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit import Node, Run, parse_tiers
+from threefold.errors import StorageError
+from trainer.checkpoint.node_local import NodeLocalSteps, agreed_steps
+from trainer.config import Config
+
+
+class OneRank:
+    """A rank of a job whose other ranks find the same as it does."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_all(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_a_replica_that_cannot_be_reached_is_told_once_a_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def steps_of(run: Run) -> Iterator[int]:
+        if "peer" in run.url:
+            raise StorageError("no answer from the peer")
+        return iter([])
+
+    monkeypatch.setattr(Run, "newest_first", steps_of)
+    tiers = replace(parse_tiers(["/nvme/{node},replica=/peer/{peer}/{node}"]), node=Node("n1", "n0", 2, 2, 4))
+    for rank in (2, 3):
+        assert NodeLocalSteps(OneRank(rank), Config(), tiers).steps == {}  # type: ignore[arg-type]
+    assert capsys.readouterr().err == "warning: the replica is left out: no answer from the peer\n"
+
+
+@given(held=st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=4))
+def test_nodes_agree_on_what_all_hold_of_one_attempt(held: list[dict[int, str]]) -> None:
+    agreed = agreed_steps(held)
+    assert list(agreed) == sorted(agreed, reverse=True)
+    for step in range(6):
+        attempts = {steps.get(step) for steps in held}
+        assert agreed.get(step) == (attempts.pop() if len(attempts) == 1 else None)

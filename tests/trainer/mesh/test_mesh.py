@@ -1,0 +1,136 @@
+"""Groups of every rank of a layout: who is in them, and that their collectives reach exactly those."""
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainer
+from ckptkit.model.layout import Coords, ParallelLayout
+from tests.trainer.support.ranks import run_ranks
+from threefold.errors import UserError
+from trainer.mesh.group import Group
+from trainer.mesh.layout import groups_needed
+from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.processes import Channel
+
+CPU = torch.device("cpu")
+SIZES = st.integers(1, 4)
+
+
+def timeout_of(group: Group) -> float:
+    """Seconds after which the group's collectives fail."""
+    assert isinstance(group.transport, Channel)
+    assert group.transport.handle.group_desc == group.name
+    return group.transport.handle._get_backend(CPU).options._timeout.total_seconds()
+
+
+def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
+    mesh = ProcessMesh(layout, rank, CPU, timeout_s=77)
+    found: dict[str, Any] = {}
+    for name in ("world", "tp", "dp", "ends"):
+        group = getattr(mesh, name)
+        total = group.all_reduce(torch.tensor([float(1 << rank)]))
+        largest = group.start("all_reduce", torch.tensor([float(rank)]), "max").wait()
+        shares = torch.zeros(2 * group.size)
+        shares.view(group.size, 2)[group.index] = float(rank)
+        group.all_gather(shares)
+        summed = group.reduce_scatter(torch.full((2 * group.size,), float(rank)))
+        rows = group.all_gather_rows(torch.tensor([rank, -rank]))
+        found[name] = (group.ranks, total.item(), shares[::2].tolist(), summed.tolist(), rows.tolist(), largest.item())
+        assert group.ranks[group.index] == rank
+        assert group.size == 1 or timeout_of(group) == 77
+        assert group.broadcast(torch.tensor([float(rank)]), source=group.size - 1).item() == group.ranks[-1]
+    for links in (mesh.activations, mesh.gradients):
+        pair = (links.previous, links.following)
+        assert all(timeout_of(link) == 77 for link in pair if link)
+        found["links"] = tuple(link and link.ranks for link in pair)
+        sends = [link.send(torch.tensor([rank]), to=1 - link.index) for link in pair if link]
+        came = [link.receive(torch.tensor([-1]), source=1 - link.index).wait().item() for link in pair if link]
+        assert came == [link.ranks[1 - link.index] for link in pair if link]
+        assert [send.wait().item() for send in sends] == [rank] * len(came)
+    return found
+
+
+@pytest.mark.slow
+def test_groups_of_tp2_pp3() -> None:
+    layout = ParallelLayout(tp=2, pp=3)
+    for rank, found in enumerate(run_ranks(6, groups_of, layout)):
+        at = layout.coords(rank)
+        pipeline = [layout.rank(Coords(tp=at.tp, pp=stage)) for stage in range(3)]
+        expected = {
+            "world": list(range(6)),
+            "tp": [layout.rank(Coords(tp=tp, pp=at.pp)) for tp in range(2)],
+            "dp": [rank],
+            "ends": [rank] if at.pp == 1 else [pipeline[0], pipeline[2]],
+        }
+        for name, ranks in expected.items():
+            total, rows = float(sum(ranks)), [[each, -each] for each in ranks]
+            results = (tuple(ranks), sum(1 << r for r in ranks), ranks, [total] * 2, rows, max(ranks))
+            assert found[name] == results, (name, rank)
+        pairs = [None, *pairwise(pipeline), None]
+        assert found["links"] == (pairs[at.pp], pairs[at.pp + 1])
+
+
+@given(tp=SIZES, dp=SIZES, pp=SIZES)
+def test_groups_are_the_ranks_that_share_coordinates(tp: int, dp: int, pp: int) -> None:
+    layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
+    places = {rank: layout.coords(rank) for rank in range(layout.world_size)}
+    ends = {0, pp - 1}
+    equal = {  # the ranks of a group are all that agree in this; None is in no group
+        "world": lambda at: (),
+        "tp": lambda at: (at.dp, at.pp),
+        "dp": lambda at: (at.tp, at.pp),
+        "tp_dp": lambda at: at.pp,
+        "ends": lambda at: (at.tp, at.dp) if at.pp in ends else None,
+        "ends_dp": lambda at: at.tp if at.pp in ends else None,
+    }
+    needed = groups_needed(layout)
+    for name, key in equal.items():
+        expected: dict[Any, list[int]] = {}
+        for rank, at in places.items():
+            if key(at) is not None:
+                expected.setdefault(key(at), []).append(rank)
+        assert sorted(map(sorted, needed[name])) == sorted(expected.values()), name
+    for name in ("activations", "gradients"):
+        for first, second in needed[name]:
+            assert (places[first].pp + 1, places[first].tp) == (places[second].pp, places[second].tp)
+        assert len(set(needed[name])) == len(needed[name]) == tp * dp * (pp - 1)
+    assert needed.keys() == equal.keys() | {"activations", "gradients"}
+
+
+def test_one_process_needs_no_process_group() -> None:
+    mesh = ProcessMesh(ParallelLayout(), 0, CPU, timeout_s=60)
+    assert not dist.is_initialized()
+    assert mesh.is_first_stage
+    assert mesh.is_last_stage
+    assert mesh.world.all_reduce(torch.tensor([3.0])).item() == 3.0
+    assert mesh.world.start("all_reduce", torch.tensor([3.0])).wait().item() == 3.0
+    assert mesh.world.all_gather_rows(torch.tensor([3.0])).tolist() == [[3.0]]
+    links: list[Group | None] = [mesh.activations.previous, mesh.gradients.following]
+    assert links == [None, None]
+
+
+def test_a_layout_of_another_size_is_refused() -> None:
+    with pytest.raises(UserError, match="layout tp2-pp2 needs 4 processes, started are 1") as caught:
+        ProcessMesh(ParallelLayout(tp=2, pp=2), 0, CPU, timeout_s=60)
+    assert "--nproc-per-node 4" in str(caught.value.hint)
+
+
+def test_collectives_go_through_groups() -> None:
+    """torch.distributed is named where groups are carried, and where ranks agree by bytes."""
+    root = Path(trainer.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"torch.*\bdistributed\b", ast.unparse(node))
+    }
+    assert found == {"mesh/processes.py", "job/exchange.py", "job/ranks.py"}

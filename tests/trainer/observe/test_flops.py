@@ -1,0 +1,51 @@
+"""Operations a token and device peaks behind MFU."""
+
+import pytest
+
+from trainer.config import Config
+from trainer.config.walk import config_from
+from trainer.observe.flops import count_parameters, peak_flops, token_flops
+
+
+def resolved(seq_length: int, **model: object) -> Config:
+    tables = {"model": model, "train": {"seq_length": seq_length}}
+    return config_from(tables, source="")
+
+
+def test_a_known_model() -> None:
+    # 2048 wide, 16 layers, 8 of 16 heads are kv, vocabulary 32768: 1141 M parameters, 67 M of them looked up
+    config = resolved(
+        4096, num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_hidden_size=8192, vocab_size=32768
+    )
+    count = count_parameters(config)
+    assert count.total == 1_140_918_272
+    assert count.looked_up == 32768 * 2048
+    flops = token_flops(config)
+    assert flops.standard == 6 * (count.total - count.looked_up) + 12 * 16 * 2048 * 4096
+    assert flops.with_embeddings - flops.standard == 6 * count.looked_up
+    assert flops.standard - flops.causal == 6 * 16 * 2048 * 4096
+
+
+def test_gpt2_small() -> None:
+    config = resolved(
+        1024, num_layers=12, hidden_size=768, num_heads=12, vocab_size=50257, norm="layernorm", position="learned",
+        activation="gelu", bias=True, tie_embeddings=True,
+    )  # fmt: skip
+    count = count_parameters(config)
+    assert count.total == 124_439_808  # the published size
+    assert count.looked_up == 1024 * 768  # the tied table is the head, too
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H20", 148),
+    ],
+)  # fmt: skip
+def test_peaks(name: str, tflops: float) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+def test_no_peak_is_made_up() -> None:
+    assert peak_flops("AMD EPYC 9654") is None

@@ -1,0 +1,124 @@
+"""A metrics file holds one line a step whatever happened to the run."""
+
+import json
+import re
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.observe.flops import TokenFlops
+from trainer.observe.metrics import Log, StepMetrics, cut_back, throughput
+
+KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "samples_per_s", "tflops_per_gpu", "mfu", "step_s",
+    "data_wait_s", "comm_s", "bubble_s", "checkpoint_stall_s", "memory_gib",
+}  # fmt: skip
+
+
+def metrics(step: int, *, peak: float | None = None) -> StepMetrics:
+    rates = throughput(
+        num_tokens=4000, num_samples=4, step_s=2.0, world_size=2, flops=TokenFlops(1e6, 2e6, 5e5), peak=peak
+    )
+    return StepMetrics(
+        step=step, loss=3.5, grad_norm=1.0, lr=1e-3, tokens=4000 * step, step_s=2.0, data_wait_s=0.1, comm_s=0.2,
+        bubble_s=0.3, checkpoint_stall_s=0.0, memory_gib=1.0, **rates,
+    )  # fmt: skip
+
+
+def write(path: Path, start: int, stop: int) -> None:
+    log = Log(str(path), train_steps=10, interval=1, start_step=start)
+    for step in range(start + 1, stop + 1):
+        log.step(metrics(step))
+    log.event("save", stop, ok=True, stall_s=0.1, write_s=0.2, bytes=7)
+    log.close()
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_holds_all_keys_and_its_rates(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 0, 2)
+    lines = read(tmp_path / "m.jsonl")
+    assert lines[0].keys() >= KEYS
+    assert lines[0]["tokens_per_s"] == 2000
+    assert lines[0]["tflops_per_gpu"] == pytest.approx(1000 * 1e6 / 1e12)
+    assert lines[0]["mfu"] is None
+    assert lines[2] == {"event": "save", "step": 2, "ok": True, "stall_s": 0.1, "write_s": 0.2, "bytes": 7}
+
+
+def test_utilisation_against_a_peak() -> None:
+    line = metrics(1, peak=1e10)
+    assert line.mfu == pytest.approx(0.1)
+    assert line.mfu_with_embeddings == pytest.approx(0.2)
+    assert line.mfu_causal == pytest.approx(0.05)
+    assert "mfu 10.0%" in line.console(10, 0.0)
+
+
+def test_the_console_line_is_narrow_and_says_what_waits() -> None:
+    line = "step  1/10  loss 3.5000  grad 1.000  lr 1.00e-03  2,000 tok/s  eta 1:02:03  1.00 GiB  comm 10%"
+    assert metrics(1).console(10, 3723.4) == line  # the bubble's 15% would be too much
+    wide = replace(metrics(1_000_000, peak=1e10), grad_norm=12345.678, tokens_per_s=123456789.0, loss=1234.5)
+    assert len(wide.console(100_000_000, 1e7)) <= 100
+    assert wide.console(100_000_000, 1e7).startswith("step   1000000/100000000  loss 1234.5000  grad 12345.678  lr")
+
+
+def test_the_time_left_is_that_of_the_steps_after_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([1000.0, 1010.0, 1020.0])
+    monkeypatch.setattr("trainer.observe.metrics.time.monotonic", lambda: next(now))
+    log = Log("", train_steps=103, interval=1, start_step=40)
+    for step in (41, 42, 43):
+        log.step(metrics(step))
+    assert re.findall(r"eta (\S+)", capsys.readouterr().err) == ["0:02:04", "0:10:10", "0:10:00"]
+
+
+def test_a_resume_leaves_one_line_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "m.jsonl"
+    write(path, 0, 7)
+    with path.open("a") as file:
+        file.write('{"step": 8, "lo')  # killed while writing
+    write(path, 5, 9)
+    lines = read(path)
+    assert [line["step"] for line in lines if "event" not in line] == list(range(1, 10))
+    assert [line["step"] for line in lines if "event" in line] == [9]
+
+
+def test_cutting_back_keeps_what_is_no_line_of_ours_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'[]\n\xff\xfe\n{"step": "x"}\n{"step": 1}\n{"a": 2}\n{"step": 2}')
+    cut_back(path, 5)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_silent_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=1, start_step=0, active=False)
+    log.step(metrics(1))
+    log.close()
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_that_found_no_room_come_later(tmp_path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # as small a disk as it gets
+    try:
+        log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=100, start_step=0)
+        for step in range(1, 9):
+            log.step(metrics(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    log.step(metrics(9))
+    log.close()
+    assert [line["step"] for line in read(tmp_path / "m.jsonl")] == list(range(1, 10))
+
+
+def test_no_line_holds_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(str(tmp_path / "m.jsonl"), train_steps=10, interval=1, start_step=0)
+    log.event("copy", 1, url="sftp://me:hunter2@host/run", error="cannot write sftp://me:hunter2@host/run/x")
+    log.say("resuming from sftp://me:hunter2@host/run")
+    log.close()
+    assert read(tmp_path / "m.jsonl")[0]["url"] == "sftp://***@host/run"
+    assert "hunter2" not in (tmp_path / "m.jsonl").read_text() + capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""`trainer train --dry-run`: everything that can be known before a run is checked and printed, and nothing is done."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.support.training import call
+from trainer.config.resolve import layout_of
+from trainer.config.walk import config_from
+from trainer.engine import Engine
+from trainer.mesh.mesh import ProcessMesh
+from trainer.run.dry_run import rank_memory, size_text
+from trainer.stage import MicroBatch
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_run_is_described_and_nothing_is_written(
+    job_config: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--dry-run", "--save", "run", "--metrics", "m.jsonl", "--tp", 2, "--pp", 3, "--dp", 2]
+    assert call("train", job_config, *flags) == 0
+    text = capsys.readouterr().err
+    assert "model    27,168 parameters: 3 layers of 32" in text
+    assert "layout   tp 2 x pp 3 x dp 2 = 12 ranks, ZeRO stage 1\n" in text
+    assert "save     run every 600 s" in text
+    assert [line.split()[:5] for line in text.splitlines() if line.startswith("memory")] == [
+        ["memory", "a", "rank", "of", "stage"]
+    ] * 3
+    assert text.endswith("dry run  nothing was started or written\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--tp", 3], "is not a multiple of parallel.tp 3"),
+        (["--data.stores", "none"], "none"),
+        (["--global-batch-size", 3, "--dp", 2], "is not a multiple of micro_batch_size"),
+    ],
+)
+def test_what_would_end_the_run_ends_the_dry_run(job_config: Path, capsys: Capture, flags: list, fault: str) -> None:
+    assert call("train", job_config, "--dry-run", *flags) == 2
+    captured = capsys.readouterr()
+    assert fault in captured.err
+    assert "hint: " in captured.err
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"activation": "gelu", "norm": "layernorm", "bias": True},
+        {"num_kv_heads": 1, "qk_norm": True},
+        {"position": "learned", "tie_embeddings": True},
+    ],
+)
+def test_the_estimate_is_what_an_engine_allocates(model: dict) -> None:
+    shape = {"vocab_size": 997, "num_layers": 4, "hidden_size": 128, "num_heads": 4} | model
+    train = {"micro_batch_size": 2, "seq_length": 64, "global_batch_size": 4, "device": "cpu"}
+    config = config_from({"model": shape, "train": train}, source="")
+    engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
+    found = rank_memory(config, 0)
+    assert found.parameters == pytest.approx(sum(bucket.parameters.nbytes for bucket in engine.buckets), rel=0.01)
+    assert found.gradients == pytest.approx(sum(bucket.gradients.nbytes for bucket in engine.buckets), rel=0.01)
+    assert found.optimizer == pytest.approx(engine.optimizer_bytes, rel=0.01)
+    own = {bucket.parameters.untyped_storage().data_ptr() for bucket in engine.buckets}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            kept[address] = tensor
+        return tensor
+
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    batch = MicroBatch(tokens, tokens, torch.arange(64).expand(2, -1).contiguous(), torch.ones(2, 64), None)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = engine.stage(None, batch)
+    assert loss.shape == tokens.shape
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert found.activations == pytest.approx(measured, rel=0.15)
+
+
+def test_stages_differ_and_zero_cuts_the_optimizer() -> None:
+    model = {"vocab_size": 100, "num_layers": 4, "hidden_size": 32, "tie_embeddings": True}
+    layout = {"pp": 2, "dp": 4}
+    cut = config_from({"model": model, "parallel": layout}, source="", world_size=None)
+    whole = config_from({"model": model, "parallel": layout | {"zero_stage": 0}}, source="", world_size=None)
+    for pp in (0, 1):
+        assert rank_memory(whole, pp).optimizer == pytest.approx(4 * rank_memory(cut, pp).optimizer, rel=0.01)
+    first, last = rank_memory(cut, 0), rank_memory(cut, 1)
+    assert last.parameters == first.parameters + 32 * 4  # the copy of the tied head, and the last norm
+    assert last.optimizer < first.optimizer
+    assert size_text(last.parameters).endswith(" KiB")

@@ -1,0 +1,106 @@
+"""Restoring one step into an engine: with whom, which tensors it must hold, what is refused, what counts as damage."""
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ckptkit import Exchange, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
+from threefold.errors import UserError, listed
+from trainer.config import Config
+from trainer.engine import DTYPE_NAMES, MASTER, Engine
+from trainer.job.ranks import Ranks
+
+UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation")  # of the model's configuration
+
+
+@contextmanager
+def open_exchange(ranks: Ranks, config: Config) -> Iterator[Exchange | None]:
+    """Open the exchange that `checkpoint.exchange` names, None if each rank reads for itself; all ranks call this."""
+    kind, local_size = config.checkpoint.exchange, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    job = ranks.broadcast(secrets.token_hex(8))
+    if kind == "job" and ranks.world_size > 1:
+        yield ranks.exchange
+    elif kind == "node" and local_size > 1:
+        name = f"{job}-{os.environ.get('GROUP_RANK', '0')}"  # nodes of a test may be one host
+        local_rank, deadline_s = int(os.environ["LOCAL_RANK"]), config.parallel.timeout_s
+        with ranks.on_all(lambda: NodeExchange(local_rank, local_size, name, deadline_s=deadline_s)) as exchange:
+            yield exchange
+    else:
+        yield None
+
+
+def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None = None) -> Root:
+    """Read one step into the engine, together with the other ranks of an exchange, which all call this.
+
+    An engine that only infers takes parameters of another dtype, converted; one that trains refuses them. CheckFailed
+    where the step is damaged, UserError with a report of each tensor where it is of another model.
+    """
+    with run.open(step, exchange) as reader:
+        root = reader.root
+        on_all(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
+        pieces, tensors = engine.restore_pieces(root.tensors), expected_tensors(engine, root)
+        if engine.trains:
+            restore_from(reader, pieces, tensors=tensors)
+        else:
+            tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
+            stored = in_dtypes(pieces, tensors)
+            restore_from(reader, stored, tensors=tensors)
+            for live, read in zip(pieces, stored, strict=True):
+                if read is not live:
+                    live.data.copy_(read.data)
+        return root
+
+
+def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
+    """Return what a checkpoint of the engine's model holds, parameters under the names that the root has them under."""
+    prefix = MASTER if MASTER + "embed.weight" in root.tensors else ""
+    infos = []
+    for info in engine.tensors():
+        name = info.name.removeprefix(MASTER)
+        if name in engine.table:
+            infos.append(dataclasses.replace(info, name=prefix + name))
+        elif engine.trains:
+            infos.append(info)
+    return infos
+
+
+def stored_dtype(root: Root, info: TensorInfo) -> str:
+    """Return the dtype that a step has a tensor in, where parameters can be converted from it.
+
+    Else the one that is wanted.
+    """
+    found = root.tensors.get(info.name)
+    return found.dtype if found is not None and found.dtype in DTYPE_NAMES.values() else info.dtype
+
+
+def in_dtypes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[Piece]:
+    """Return the pieces in their tensors' dtypes: those of another one with memory of their own."""
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    wanted = {info.name: dtypes[info.dtype] for info in tensors}
+    return [
+        piece
+        if piece.data.dtype == wanted[piece.name]
+        else dataclasses.replace(piece, data=torch.empty_like(piece.data, dtype=wanted[piece.name]))
+        for piece in pieces
+    ]
+
+
+def refuse_another_model(engine: Engine, root: Root, where: str) -> None:
+    """Raise UserError if a step was saved by a model that has more parameters, or uses the same ones in another way."""
+    trained, model = root.metadata.get("config", {}).get("model", {}), engine.config.model
+    faults = [
+        f"model.{name}: it was trained with {trained[name]}, configured is {getattr(model, name)}"
+        for name in UNSEEN_IN_SHAPES
+        if name in trained and trained[name] != getattr(model, name)
+    ]
+    for name, info in root.tensors.items():
+        row = engine.table.get(name.removeprefix(MASTER))
+        is_parameter = not name.removeprefix(MASTER).startswith("optim.")
+        if is_parameter and (row is None or (row.placement.tied_to and not info.placement.tied_to)):
+            faults.append(f"{name}: {info.dtype} {list(info.shape)}, which the configured model has not")
+    if faults:
+        raise UserError(f"{where} is of another model:{listed(faults)}", hint=f"ckptkit inspect {where}")

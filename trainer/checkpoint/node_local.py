@@ -1,0 +1,108 @@
+"""Steps of a first tier that is each node's own, found and read back by the ranks of the nodes that saved them.
+
+A step counts when every node has its files of one and the same attempt, for the ranks that it has now and under the
+same layout: on its own disk, or in the replica that its peer keeps.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptkit import Node, Root, Run, Tiers
+from threefold.cli import log
+from threefold.errors import CheckFailed, StorageError
+from trainer.checkpoint.load import restore_step
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+from trainer.engine import Engine
+from trainer.job.ranks import Ranks
+
+MAX_STEPS = 8  # of each place so many are looked at, the newest
+
+
+class NodeLocalSteps:
+    """What the nodes of a run hold themselves; nothing where the first tier is one place for all.
+
+    `url` is that tier as it is written (empty without it), `steps` the steps that all nodes can restore, newest first,
+    each with its attempt; `shared_urls` are those of the other tiers.
+    """
+
+    def __init__(self, ranks: Ranks, config: Config, tiers: Tiers | None) -> None:
+        """Look, on all ranks together."""
+        self._ranks, self._config = ranks, config
+        self.url, self._places = "", list[Run]()
+        self.steps: dict[int, str] = {}
+        self.shared_urls = {tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node} if tiers else set()
+        if tiers is None or tiers.node is None:
+            return
+        node = tiers.node
+        self.url = tiers.first.url
+        self._is_leader = ranks.rank == node.first_writer
+        self._places = [Run(url) for url in tiers.own_urls]
+        held = ranks.gather(ranks.on_all(lambda: list(self._held(node).items())))
+        self.steps = agreed_steps([dict(each) for each in held])
+
+    def restore(self, engine: Engine, step: int) -> Root:
+        """Read one step into the engine, from this node's disk or else from the replica; CheckFailed where neither is
+        sound.
+        """
+        damage: CheckFailed | None = None
+        for run in self._places:
+            try:
+                if run.is_committed(step) and run.root(step).attempt == self.steps[step]:
+                    return restore_step(engine, run, step)
+            except CheckFailed as error:
+                damage = damage or error
+        raise damage or CheckFailed(f"step {step} is gone from {' and '.join(run.url for run in self._places)}")
+
+    def quarantine_after(self, step: int) -> None:
+        """Let steps after one that all ranks stand at count no more: not all nodes have them, or they are damaged."""
+        if not self.url:
+            return
+
+        def act() -> list[int]:
+            newer = [
+                (run, each)
+                for run in self._places
+                for each in itertools.takewhile(lambda each: each > step, self._committed(run))
+            ]
+            for run, each in newer:
+                run.quarantine(each)
+            return [each for _, each in newer]
+
+        gone = self._ranks.gather(self._ranks.on_all(lambda: act() if self._is_leader else []))
+        if steps := sorted(set().union(*gone)):
+            listed = ", ".join(map(str, steps))
+            self._ranks.say(f"steps {listed} of {self.url} are not sound on all nodes under this layout: set aside")
+
+    def _held(self, node: Node) -> dict[int, str]:
+        """Return the steps that this node or its peer holds for this node's ranks, and their attempts."""
+        writers, held = (node.first_writer, node.num_local, node.num_writers), dict[int, str]()
+        for run in self._places:
+            for step in itertools.islice(self._committed(run), MAX_STEPS):
+                try:
+                    root = run.root(step)
+                except CheckFailed:
+                    continue
+                share = root.share and (root.share.first, root.share.count, root.share.of)
+                if share == writers and root.layout == layout_of(self._config):
+                    held.setdefault(step, root.attempt)
+        return held
+
+    def _committed(self, run: Run) -> Iterator[int]:
+        """Yield the steps of one place, newest first.
+
+        None of a replica that cannot be reached: its peer may be lost.
+        """
+        try:
+            yield from run.newest_first()
+        except StorageError as error:
+            if run is self._places[0]:
+                raise
+            if self._is_leader:
+                log(f"warning: the replica is left out: {error}")
+
+
+def agreed_steps(held: Sequence[Mapping[int, str]]) -> dict[int, str]:
+    """Return, newest first, the steps that each of several nodes holds of one attempt, and that attempt."""
+    common = set.intersection(*(set(steps.items()) for steps in held)) if held else set()
+    return dict(sorted(common, reverse=True))

@@ -1,0 +1,240 @@
+"""Where a run stands, and how it comes back: the newest committed step that every rank can restore.
+
+`--save` that holds a committed step wins, of several tiers the one with the newest, of equal ones the fastest; `--load`
+seeds an empty run only. Damage that one rank finds makes all ranks fall back to the same step of a slower tier, or to
+the same older one; a checkpoint of another model is refused, never skipped.
+"""
+
+import dataclasses
+import hashlib
+import heapq
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckptkit import Exchange, Root, Run, Tiers, first_sound
+from threefold.errors import CheckFailed, UserError
+from trainer.checkpoint.load import open_exchange, restore_step
+from trainer.checkpoint.node_local import NodeLocalSteps
+from trainer.config import Config
+from trainer.engine import Engine
+from trainer.job.ranks import Ranks
+from trainer.optim import learning_rate
+
+Candidate = tuple[str, int]  # run URL and step
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The validation loss after `step` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
+
+    `validation` is the last one since the save before, so that a step is judged by a loss of its own.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    cursor: Mapping[str, Any] | None = None
+    validation: Validation | None = None
+
+    def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
+        """Return what a checkpoint's root records beside the tensors."""
+        validation = self.validation
+        return {
+            "cursor": self.cursor,
+            "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
+            "tokens": self.tokens,
+            "loss": loss,
+            **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
+            "lr": learning_rate(config.optim, max(self.step - 1, 0)),
+            "config": dataclasses.asdict(config),
+            "environment": environment(device),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a start of a run begins with: where it stands, the loss of the last step, the URL it came from (if any), and
+    whether that is where the run saves to first.
+
+    `newest` is by URL the newest step of each place that holds any, none newer than the one resumed.
+    """
+
+    progress: Progress
+    loss: float = float("nan")
+    url: str = ""
+    is_own: bool = False
+    newest: Mapping[str, int] = field(default_factory=dict)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return {"device": name, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) -> Resumed:
+    """Restore the newest step that all ranks can read; the start of a run where nothing was saved."""
+    own = NodeLocalSteps(ranks, config, tiers)
+    found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
+    first = next(found, None)
+    if first is None:
+        own.quarantine_after(-1)
+        if tiers is not None:
+            ranks.say("nothing is there to resume: starts at step 0")
+        return Resumed(Progress())
+    with open_exchange(ranks, config) as exchange:
+        found = itertools.chain([first], found)
+        url, root = restore_any(ranks, engine, found, exchange, own, strict=config.checkpoint.strict)
+    own.quarantine_after(root.step if url == own.url else root.step - 1)
+    resumed = ranks.on_all(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
+    changes = differences(root, config, ranks.device)
+    ranks.say(f"resumed from step {root.step} of {url}")
+    if changes:
+        ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
+    newest = ranks.broadcast(
+        ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
+    )
+    return dataclasses.replace(resumed, newest=newest)
+
+
+def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
+    """Yield the `candidates` on all ranks together.
+
+    The first rank looks for the next as it is taken, others hear of it.
+    """
+    found = candidates(tiers, of_nodes, load=load) if ranks.rank == 0 else iter(())
+    while candidate := ranks.broadcast(ranks.on_all(lambda: next(found, None))):
+        yield candidate[0], candidate[1]
+
+
+def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
+    """(run URL, step) of what may be resumed, newest first; nothing for a run that starts from nothing.
+
+    Of one step the faster tier comes before the slower. `of_nodes` are the steps of a first tier that is each node's.
+    """
+    for url in tiers.urls if tiers else ():
+        if (run := Run(url)).named is not None:
+            text = f"--save {url} names one step, a run is saved to a folder of steps"
+            raise UserError(text, hint=f"--save {run.url}")
+    places = steps_of_tiers(tiers, of_nodes).values()
+    found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each[1])  # of equal ones the first tier's first
+    first = next(found, None)
+    if first is None and load:
+        found = steps_of(load)
+        first = next(found, None)
+        if first is None:
+            raise UserError(f"{load} holds no committed step to seed the run with", hint=f"ckptkit ls {load}")
+    if first is not None:
+        yield first
+        yield from found
+
+
+def steps_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int]) -> dict[str, Iterator[Candidate]]:
+    """Return the committed steps of each tier by its URL, newest first."""
+    places = (tiers.first, *tiers.slower) if tiers else ()
+    own = sorted(of_nodes, reverse=True)
+    return {
+        tier.url: iter([(tier.url, step) for step in own]) if tier.of_node else steps_of(tier.url) for tier in places
+    }
+
+
+def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> dict[str, int]:
+    """Return the newest step of each tier that holds any, none newer than `last`."""
+    newest = {
+        url: next((step for _, step in steps if step <= last), None)
+        for url, steps in steps_of_tiers(tiers, of_nodes).items()
+    }
+    return {url: step for url, step in newest.items() if step is not None}
+
+
+def steps_of(url: str) -> Iterator[Candidate]:
+    """(run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
+    run = Run(url)
+    return ((run.url, step) for step in run.newest_first())
+
+
+def restore_any(
+    ranks: Ranks,
+    engine: Engine,
+    found: Iterable[Candidate],
+    exchange: Exchange | None,
+    own: NodeLocalSteps,
+    *,
+    strict: bool,
+) -> tuple[str, Root]:
+    """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
+
+    A damaged step of the run's tiers stops counting as committed once another is restored: its root is kept under
+    another name, so that the run can save that step anew.
+    """
+    tried: list[Candidate] = []
+
+    def attempt(candidate: Candidate) -> Root | None:
+        tried.append(candidate)
+        url, step = candidate
+        root: Root | None = None
+        error: Exception | None = None
+        try:
+            if url == own.url:  # each node from where it finds the step
+                root = own.restore(engine, step)
+            else:
+                root = restore_step(engine, Run(url), step, exchange)
+        except (UserError, OSError) as caught:
+            error = caught
+        faults = ranks.faults(error)
+        if faults and all(isinstance(fault, CheckFailed) for fault in faults.values()):
+            raise CheckFailed(ranks.summary(faults))
+        ranks.raise_on_all(error)
+        return root
+
+    try:
+        taken, root = first_sound(found, attempt, strict=strict, report=ranks.say)
+    except CheckFailed as damage:
+        ranks.raise_on_all(damage)
+        raise
+    assert root is not None, "restored on every rank"
+    engine.after_restore()
+    damaged = [each for each in tried[:-1] if each[0] in own.shared_urls and ranks.rank == 0]
+    ranks.on_all(lambda: [Run(url).quarantine(step) for url, step in damaged])
+    return taken[0], root
+
+
+def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
+    """Return what a root records of the run; UserError where it was not saved by this trainer."""
+    try:
+        metadata = root.metadata
+        validation = None
+        if metadata.get("val_loss") is not None:
+            validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
+        progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]), validation)
+        return Resumed(progress, float(metadata["loss"]), url, is_own)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
+
+
+def differences(root: Root, config: Config, device: torch.device) -> list[str]:
+    """Return what changed since a step was saved that changes the order of sums.
+
+    Layout, precision, machine, threads.
+    """
+    saved = root.metadata.get("config", {})
+    now = dataclasses.asdict(config)
+    watched = [("parallel", name) for name in ("tp", "pp", "dp", "zero_stage", "bucket_mib")]
+    watched += [("train", "precision"), ("train", "micro_batch_size"), ("train", "global_batch_size")]
+    pairs = [(name, saved.get(table, {}).get(name), now[table][name]) for table, name in watched]
+    before = root.metadata.get("environment", {})
+    pairs += [(name, before.get(name), value) for name, value in environment(device).items()]
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

@@ -1,0 +1,129 @@
+"""Faults that several fields of a configuration make together."""
+
+from threefold.errors import UserError
+from threefold.options import Fault
+from trainer.config import Config, DataConfig, ValidConfig
+from trainer.config.resolve import tiers_of
+
+
+def cross_faults(config: Config, world_size: int) -> list[Fault]:
+    """Return every fault that several fields make together; empty for a run that can start on `world_size` ranks."""
+    return [
+        *model_faults(config),
+        *layout_faults(config, world_size),
+        *data_faults(config),
+        *schedule_faults(config),
+        *tier_faults(config),
+    ]
+
+
+def model_faults(config: Config) -> list[Fault]:
+    """Faults in the model's shape and in its cut by tp and pp."""
+    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
+    hidden, heads = model.hidden_size, model.num_heads
+    sizes = {
+        "model.num_heads": heads,
+        "model.num_kv_heads": model.num_kv_heads or heads,
+        "model.ffn_hidden_size": model.ffn_hidden_size or 4 * hidden,
+    }
+    faults: list[Fault] = []
+    if hidden % heads:
+        text = f"model.hidden_size {hidden} is not a multiple of model.num_heads {heads}"
+        faults.append(({"model.hidden_size", "model.num_heads"}, text))
+    elif model.position == "rope" and (hidden // heads) % 2:
+        text = f"model.position rope needs an even head size, got hidden_size {hidden} / num_heads {heads}"
+        faults.append(({"model.hidden_size", "model.num_heads", "model.position"}, text))
+    if heads % sizes["model.num_kv_heads"]:
+        text = f"model.num_heads {heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}"
+        faults.append(({"model.num_heads", "model.num_kv_heads"}, text))
+    for name, size in sizes.items():
+        same = name == "model.num_kv_heads" and size == heads  # one fault, not two
+        if size % tp and not same:
+            faults.append(({name, "parallel.tp"}, f"{name} {size} is not a multiple of parallel.tp {tp}"))
+    if model.num_layers < pp:
+        text = f"model.num_layers {model.num_layers} is less than parallel.pp {pp}"
+        faults.append(({"model.num_layers", "parallel.pp"}, text))
+    return faults
+
+
+def layout_faults(config: Config, world_size: int) -> list[Fault]:
+    """Faults between the layout, the number of processes and the batch sizes."""
+    parallel, train = config.parallel, config.train
+    axes = {"parallel.tp", "parallel.pp", "parallel.dp"}
+    ranks = parallel.tp * parallel.pp * (parallel.dp or 1)
+    if world_size % ranks or (parallel.dp and ranks != world_size):
+        dp = f" * dp {parallel.dp}" if parallel.dp else ""
+        text = (
+            f"tp {parallel.tp} * pp {parallel.pp}{dp} needs {ranks} processes, started are {world_size}: "
+            f"torchrun --nproc-per-node {ranks} -m trainer ..."
+        )
+        return [(axes, text)]
+    dp_size = parallel.dp or world_size // ranks
+    micro, batch, given = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
+    fields = {*axes, "train.micro_batch_size", "train.global_batch_size"}
+    if batch % (micro * dp_size):
+        text = f"train.global_batch_size {batch} is not a multiple of micro_batch_size {micro} * dp {dp_size}"
+        return [(fields, text)]
+    if given and given * micro * dp_size != batch:
+        text = (
+            f"train.gradient_accumulation_steps {given} contradicts global_batch_size {batch} / "
+            f"(micro_batch_size {micro} * dp {dp_size}) = {batch // (micro * dp_size)}"
+        )
+        return [({*fields, "train.gradient_accumulation_steps"}, text)]
+    return []
+
+
+def data_faults(config: Config) -> list[Fault]:
+    """Faults between stores and their weights, in positions, and an evaluation without a validation set."""
+    faults: list[Fault] = []
+    blends: dict[str, DataConfig | ValidConfig] = {"data": config.data, "data.valid": config.data.valid}
+    for name, part in blends.items():
+        if part.weights and len(part.weights) != len(part.stores):
+            text = f"{name}.weights has {len(part.weights)} entries for {len(part.stores)} {name}.stores"
+            faults.append(({f"{name}.weights", f"{name}.stores"}, text))
+    if config.data.reset_positions and config.model.position == "rope":
+        text = (
+            "data.reset_positions with model.position rope puts earlier documents at negative distances, as attention "
+            "is not masked by document: --data.reset-positions false, or --model.position learned"
+        )
+        faults.append(({"data.reset_positions", "model.position"}, text))
+    if config.train.eval_interval and not config.data.valid.stores:
+        text = f"train.eval_interval {config.train.eval_interval} needs data.valid.stores"
+        faults.append(({"train.eval_interval", "data.valid.stores"}, text))
+    return faults
+
+
+def schedule_faults(config: Config) -> list[Fault]:
+    """Faults in the learning-rate schedule and in when to save."""
+    optim, save = config.optim, config.checkpoint
+    decay = optim.decay_steps or config.train.train_steps
+    faults: list[Fault] = []
+    if optim.min_lr > optim.lr:
+        text = f"optim.min_lr {optim.min_lr:g} is above optim.lr {optim.lr:g}"
+        faults.append(({"optim.min_lr", "optim.lr"}, text))
+    if optim.warmup_steps > decay:
+        text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
+        faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))
+    if save.keep_best and save.keep_best_metric == "val_loss" and not config.train.eval_interval:
+        text = f"checkpoint.keep_best {save.keep_best} by val_loss needs train.eval_interval"
+        faults.append(({"checkpoint.keep_best", "checkpoint.keep_best_metric", "train.eval_interval"}, text))
+    for name, interval in (("save_interval", save.save_interval), ("save_interval_s", save.save_interval_s)):
+        if interval > 0 and not save.save:
+            text = f"checkpoint.{name} {interval:g} needs checkpoint.save"
+            faults.append(({f"checkpoint.{name}", "checkpoint.save"}, text))
+    if -1 < save.save_interval_s < 0:
+        text = f"checkpoint.save_interval_s must be -1, 0 or seconds, got {save.save_interval_s:g}"
+        faults.append(({"checkpoint.save_interval_s"}, text))
+    return faults
+
+
+def tier_faults(config: Config) -> list[Fault]:
+    """Faults in what is written of the tiers."""
+    try:
+        tiers = tiers_of(config)
+    except UserError as error:
+        return [({"checkpoint.save"}, f"checkpoint.save: {error.message}: {error.hint}")]
+    if tiers is not None and tiers.first.of_node and config.parallel.zero_stage == 0:
+        text = f"checkpoint.save {tiers.first.url} is each node's own, for which parallel.zero_stage must be 1, got 0"
+        return [({"checkpoint.save", "parallel.zero_stage"}, text)]
+    return []

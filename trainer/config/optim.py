@@ -1,0 +1,20 @@
+"""The optimizer and its schedule."""
+
+from dataclasses import dataclass
+
+from threefold.options import option
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """`[optim]`: AdamW with a linear warm-up and a cosine schedule."""
+
+    lr: float = option(3e-4, "peak learning rate", minimum=0, flags=["--lr"])
+    min_lr: float = option(3e-5, "learning rate at and after the end of the schedule", minimum=0)
+    warmup_steps: int = option(0, "steps of linear warm-up from 0", minimum=0)
+    decay_steps: int = option(0, "step at which min_lr is reached; 0 means train.train_steps", minimum=0)
+    beta1: float = option(0.9, "decay of the first moment", minimum=0, below=1)
+    beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
+    clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

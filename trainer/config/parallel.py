@@ -1,0 +1,21 @@
+"""Sizes of the mesh axes, the pipeline's schedule, buckets."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from threefold.options import option
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """`[parallel]`: sizes of the mesh axes; tp * pp * dp is the number of processes."""
+
+    tp: int = option(1, "tensor-parallel size", minimum=1, flags=["--tp", "--tensor-model-parallel-size"])
+    pp: int = option(1, "pipeline stages", minimum=1, flags=["--pp", "--pipeline-model-parallel-size"])
+    dp: int = option(0, "data-parallel size; 0 means all ranks that tp and pp leave over", minimum=0, flags=["--dp"])
+    schedule: Literal["1f1b", "gpipe"] = option(
+        "1f1b", "order of the pipeline's passes; gpipe keeps the activations of all micro-batches", flags=["--schedule"]
+    )
+    zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
+    bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
+    timeout_s: float = option(1800.0, "how long a rank waits for the others before it gives up", above=0)

@@ -1,0 +1,51 @@
+"""What follows from a configuration: sizes that were left open, the layout, the places to save to."""
+
+from dataclasses import replace
+
+from ckptkit import ParallelLayout, Retention, Tiers, parse_tiers
+from trainer.config import CheckpointConfig, Config
+from trainer.config.checkpoint import SAVE_INTERVAL_S
+
+
+def resolve(config: Config, world_size: int) -> Config:
+    """Return a fault-free configuration with what was left open filled in (vocab_size apart)."""
+    model, parallel, train, save = config.model, config.parallel, config.train, config.checkpoint
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
+    return replace(
+        config,
+        model=replace(
+            model,
+            num_kv_heads=model.num_kv_heads or model.num_heads,
+            ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        ),
+        parallel=replace(parallel, dp=dp),
+        optim=replace(config.optim, decay_steps=config.optim.decay_steps or train.train_steps),
+        checkpoint=replace(save, save_interval_s=save_interval_s(save)),
+        train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
+    )
+
+
+def save_interval_s(save: CheckpointConfig) -> float:
+    """Seconds between two saves, 0 where no clock asks for them."""
+    if not save.save:
+        return 0.0
+    left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
+    return left_open if save.save_interval_s < 0 else save.save_interval_s
+
+
+def tiers_of(config: Config) -> Tiers | None:
+    """Where a run saves to, None where nowhere; UserError where it is not well written.
+
+    The first tier keeps what checkpoint.keep_* say unless its own text says something else.
+    """
+    keep = config.checkpoint
+    if not keep.save:
+        return None
+    tiers = parse_tiers(keep.save)
+    rules = Retention(keep.keep_last, keep.keep_every, keep.keep_best, keep.keep_hourly, keep.keep_best_metric)
+    return tiers if tiers.first.retention.has_rules else replace(tiers, first=replace(tiers.first, retention=rules))
+
+
+def layout_of(config: Config) -> ParallelLayout:
+    """Return the parallel layout of a resolved configuration."""
+    return ParallelLayout(tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)

@@ -1,0 +1,59 @@
+"""From TOML and flags to a checked Config: the walker of `threefold.options`, then what holds between fields.
+
+The order of precedence is defaults, then the file, then flags. Each field is the dotted flag `--table.field`; some have
+short ones. All faults are reported at once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from threefold import options
+from threefold.errors import UserError
+from threefold.flags import Settings
+from threefold.options import Fault, merge, walk
+from trainer.config import Config
+from trainer.config.check import cross_faults
+from trainer.config.resolve import resolve
+
+SAMPLE = "examples/gpt-small.toml"
+HINT = f"{SAMPLE} documents every key; so does: trainer train --help"
+
+
+def load_config(path: str | None, overrides: Settings | None = None, *, world_size: int | None = 1) -> Config:
+    """Return the checked configuration of a run on `world_size` ranks; None means as many as its layout asks for.
+
+    Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Raises one UserError that lists
+    all faults.
+    """
+    return config_from(read_toml(path) if path else {}, overrides, source=path or "flags", world_size=world_size)
+
+
+def config_from(
+    tables: Mapping[str, Any], overrides: Settings | None = None, *, source: str, world_size: int | None = 1
+) -> Config:
+    """Return the checked configuration from nested tables; see load_config."""
+    found: list[Fault] = []
+    config = walk(Config, merge(tables, overrides or {}), found)
+    if world_size is None:
+        world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+    doubtful = {name for names, _ in found for name in names}  # these hold defaults: what they imply is no fault
+    found += [fault for fault in cross_faults(config, world_size) if not implied(fault, doubtful)]
+    if found:
+        texts = [text for _, text in found]
+        message = texts[0] if len(texts) == 1 else f"{len(texts)} faults\n  " + "\n  ".join(texts)
+        raise UserError(f"{source}: {message}", hint=HINT)
+    return resolve(config, world_size)
+
+
+def implied(fault: Fault, doubtful: set[str]) -> bool:
+    """Return whether a fault between fields rests on one, or on a whole table, that has a fault of its own."""
+    return any(
+        field == name or field.startswith(f"{name}.") or name.startswith(f"{field}[")
+        for field in fault[0]
+        for name in doubtful
+    )
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Return the tables of a configuration file; UserError if it is missing or not TOML."""
+    return options.read_toml(path, sample=SAMPLE)

@@ -1,0 +1,147 @@
+"""Ranks: the processes of one run, how they start together, and how they agree.
+
+An error of any rank is raised once: `on_all` runs an action on every rank, and where it fails on some, the first rank
+reports it with the ranks' numbers and all end with its exit code. Ranks agree by bytes through their `exchange`, over
+gloo on CUDA runs too; values are JSON.
+"""
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ckptkit import Alone, Exchange, outcomes
+from threefold.cli import log, report
+from threefold.errors import StorageError, UserError
+from trainer.job.exchange import JobExchange
+from trainer.job.failure import record
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The process among those that torchrun started; one process alone without torchrun."""
+
+    def __init__(self, device: str, *, timeout_s: float) -> None:
+        """Join the process group; `device` is "cpu", "cuda" or "auto"."""
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("train.device is cuda, but torch finds no usable GPU", hint="--train.device cpu")
+        cuda = device != "cpu" and torch.cuda.is_available()
+        if cuda and local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local_rank} has no GPU of its own: this node has {torch.cuda.device_count()}",
+                hint=f"torchrun --nproc-per-node {torch.cuda.device_count()} -m trainer ...",
+            )
+        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+        self.exchange: Exchange = JobExchange() if self.world_size > 1 else Alone()
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        # NCCL would wait for ranks that hang after an error of this one; gloo aborts where it is not left in order
+        if self.world_size > 1 and (kind is None or self.device.type == "cpu"):
+            dist.destroy_process_group()
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Run an action on every rank and return its value; where it fails on any rank, fail on all."""
+        try:
+            value = action()
+        except Exception as error:
+            self.raise_on_all(error)
+            raise AssertionError("raise_on_all raises on a rank that has an error") from error
+        self.raise_on_all(None)
+        return value
+
+    def naming_rank(self, action: Callable[[], T]) -> T:
+        """Run an action in which ranks cannot agree on errors: one names this rank and ends it, and so the job."""
+        if self.world_size == 1:
+            return action()
+        where = self.where([self.rank])
+        try:
+            return action()
+        except UserError as error:
+            error.message = where + error.message
+            raise
+        except OSError as error:
+            raise StorageError(f"{where}{error}") from error
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
+            raise StorageError(
+                f"{where}another rank is gone: {text}",
+                hint="what ended it stands above or in its log; the same command resumes",
+            ) from error
+
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Return where no rank has an error; else the first rank reports it and all exit with its code."""
+        faults = self.faults(error)
+        if not faults:
+            return
+        fault = faults[min(faults)]
+        if self.world_size == 1 and error is not None:
+            raise error
+        agreed = type(fault)(self.summary(faults), hint=fault.hint)
+        record(agreed)
+        if error is not None and not isinstance(error, UserError | OSError):
+            traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
+        if self.rank == 0:
+            report(agreed)
+        self.maximum([0.0])  # torchrun ends all ranks when one exits: not before all is said
+        raise SystemExit(fault.exit_code) from error
+
+    def faults(self, error: Exception | None) -> dict[int, UserError]:
+        """Return the errors of all ranks by rank, the same dict on each of them."""
+        mine: UserError | None = error if isinstance(error, UserError) else None
+        if isinstance(error, OSError):
+            mine = StorageError(str(error))
+        elif error is not None and not isinstance(error, UserError):
+            mine = UserError(f"{type(error).__name__}: {error}")
+        return outcomes(self.exchange, error=mine)[1]
+
+    def summary(self, faults: Mapping[int, UserError]) -> str:
+        """Return the first rank's fault, and the ranks that have one unless all have the same."""
+        everywhere = len(faults) == self.world_size and len({fault.message for fault in faults.values()}) == 1
+        return ("" if everywhere else self.where(faults)) + faults[min(faults)].message
+
+    def where(self, ranks: Iterable[int]) -> str:
+        """Return what a message about some ranks begins with: `on ranks 3, 7 of 32: `; nothing for a process alone."""
+        if self.world_size == 1:
+            return ""
+        numbers = sorted(ranks)
+        shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+        return f"on rank{'s' if len(numbers) > 1 else ''} {shown} of {self.world_size}: "
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on all ranks; as of JSON, a tuple comes as a list, a number as key as a text."""
+        return [json.loads(data) for data in self.exchange.all_gather(json.dumps(value).encode())]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the first rank's value, on all ranks, as `gather` does."""
+        data = b"" if self.rank else json.dumps(value).encode()
+        return json.loads(self.exchange.all_gather(data)[0])
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the largest of each value over the ranks; one small collective."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def say(self, text: str) -> None:
+        """Print one line on the console, once for all ranks."""
+        if self.rank == 0:
+            log(text)

@@ -1,0 +1,83 @@
+"""What a run says of itself when it starts: its model, how it is cut, what a step reads, and what will be kept."""
+
+import torch
+
+from ckptkit import Retention, Tier, Tiers
+from datakit import Blend
+from threefold import __version__
+from trainer.config import CheckpointConfig, Config
+from trainer.observe.flops import count_parameters
+
+
+def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | None) -> list[tuple[str, str]]:
+    """Return the facts of a run, a name and a text each."""
+    model, parallel, train = config.model, config.parallel, config.train
+    num_parameters = count_parameters(config).total
+    heads = f"{model.num_heads} heads"
+    if model.num_kv_heads != model.num_heads:
+        heads += f" ({model.num_kv_heads} of keys and values)"
+    num_tokens = train.global_batch_size * train.seq_length
+    stored = sum(store.num_tokens for store in blend.stores)
+    num_ranks = parallel.tp * parallel.pp * parallel.dp
+    facts = [
+        ("trainer", __version__),
+        (
+            "model",
+            f"{num_parameters:,} parameters: {model.num_layers} layers of {model.hidden_size}, {heads}, "
+            f"{model.activation} of {model.ffn_hidden_size}, {model.position} positions, {model.vocab_size:,} tokens",
+        ),
+        (
+            "layout",
+            f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
+            f"ZeRO stage {parallel.zero_stage}",
+        ),
+        (
+            "step",
+            f"{train.global_batch_size} samples of {train.seq_length} = {num_tokens:,} tokens; "
+            f"{train.train_steps:,} steps = {num_tokens * train.train_steps:,} tokens",
+        ),
+        ("data", f"{stored:,} tokens in {', '.join(str(store.path) for store in blend.stores)}"),
+        ("device", f"{device_name(device)}, {train.precision}"),
+    ]
+    return facts + kept(tiers, config.checkpoint)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or how many threads of the CPU a rank uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    num_threads = torch.get_num_threads()
+    return f"CPU, {num_threads} thread{'s' * (num_threads > 1)} a rank"
+
+
+def kept(tiers: Tiers | None, save: CheckpointConfig) -> list[tuple[str, str]]:
+    """Where a run saves, how often, and which steps stay: a fact for each tier."""
+    if tiers is None:
+        return [("save", "nowhere: nothing of this run will be kept (--save URL keeps it)")]
+    intervals = [every(save.save_interval)] if save.save_interval else []
+    intervals += [f"every {save.save_interval_s:g} s"] if save.save_interval_s else []
+    facts = [("save", f"{tiers.first.url} {' and '.join([*intervals, 'at the end'])}; {rules(tiers.first.retention)}")]
+    return facts + [("copy", f"{tier.url} {copied(tier)}; {rules(tier.retention)}") for tier in tiers.slower]
+
+
+def copied(tier: Tier) -> str:
+    """Return which saves go to a slower tier."""
+    return every(tier.every) if tier.every else "every save"
+
+
+def every(num_steps: int) -> str:
+    """Return how often, in steps."""
+    return f"every {num_steps} steps" if num_steps > 1 else "every step"
+
+
+def rules(retention: Retention) -> str:
+    """Return which steps stay in a place."""
+    if not retention.has_rules:
+        return "all steps stay"
+    stays = [
+        (retention.keep_last, f"the newest {retention.keep_last}"),
+        (retention.keep_every, f"one every {retention.keep_every} steps"),
+        (retention.keep_best, f"the best {retention.keep_best} by {retention.metric}"),
+        (retention.keep_hourly, f"one of each of the last {retention.keep_hourly} hours"),
+    ]
+    return f"{', '.join(text for number, text in stays if number)} stay"

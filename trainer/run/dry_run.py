@@ -1,0 +1,124 @@
+"""What `trainer train --dry-run` prints: a run's facts, and the memory of its ranks, with nothing started or written.
+
+Parameters, gradients and optimizer state follow from the parameter table; padding aside, they are what a rank
+allocates. Activations are an estimate: what the layers keep for the backward pass of the micro-batches in flight.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from threefold.console import print_facts
+from threefold.errors import EXIT_OK
+from trainer.bucket import wide_dtype
+from trainer.config import Config
+from trainer.config.resolve import layout_of, tiers_of
+from trainer.data import open_blend, with_vocabulary
+from trainer.parameters import parameter_table
+from trainer.pipeline.actions import peak_live
+from trainer.pipeline.passes import with_transfers
+from trainer.pipeline.schedules import SCHEDULES, rank_actions
+from trainer.pipeline.simulate import simulate
+from trainer.run.banner import banner
+from trainer.stage import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that a rank of one pipeline stage needs on its device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations (estimated)": self.activations,
+        }
+        return f"{size_text(self.total)} = " + " + ".join(f"{size_text(size)} {name}" for name, size in parts.items())
+
+
+def print_plan(config: Config) -> int:
+    """Open the stores, print the facts of a run and the memory of a rank of each pipeline stage; return 0."""
+    config = with_vocabulary(config)
+    blend = open_blend(config.data, config, name="data")
+    if config.train.eval_interval:
+        open_blend(config.data.valid, config, name="data.valid")
+    cuda = config.train.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    facts = banner(config, device, blend, tiers_of(config))
+    for pp in range(config.parallel.pp):
+        stage = f"a rank of stage {pp}: " if config.parallel.pp > 1 else "a rank: "
+        facts.append(("memory", stage + str(rank_memory(config, pp))))
+    if config.parallel.pp > 1:
+        facts.append(("bubble", bubble(config)))
+    print_facts([*facts, ("dry run", "nothing was started or written")])
+    return EXIT_OK
+
+
+def bubble(config: Config) -> str:
+    """Return the share of a step in which ranks wait under the run's schedule if all stages take as long."""
+    parallel, num_microbatches = config.parallel, config.train.gradient_accumulation_steps
+    timeline = simulate(with_transfers(SCHEDULES[parallel.schedule](parallel.pp, num_microbatches)))
+    shape = f"--pp {parallel.pp} --microbatches {num_microbatches} --schedule {parallel.schedule}"
+    return f"{timeline.bubble_share:.1%} of a step if all stages take as long: trainer schedule {shape}"
+
+
+def rank_memory(config: Config, pp: int) -> RankMemory:
+    """Return the memory of a rank on one pipeline stage of a resolved configuration."""
+    parallel, layout = config.parallel, layout_of(config)
+    dtype = DTYPES[config.train.precision]
+    wide = wide_dtype(dtype)
+    owned = copied = 0
+    for name, row in parameter_table(config).items():
+        if row.placement.on_stage(config.model.num_layers, layout, pp):
+            size = math.prod(row.placement.live_shape(name, row.shape, layout))
+            if row.placement.tied_to is None:
+                owned += size
+            elif parallel.pp > 1:  # a tied head away from its embedding is a copy without optimizer state
+                copied += size
+    updated = -(-owned // parallel.dp) if parallel.zero_stage else owned
+    states = 2 + (wide != dtype)  # two moments, and a master if the parameters are narrower
+    return RankMemory(
+        (owned + copied) * dtype.itemsize,
+        (owned + copied) * wide.itemsize,
+        updated * states * wide.itemsize,
+        activation_bytes(config, pp),
+    )
+
+
+def activation_bytes(config: Config, pp: int) -> int:
+    """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
+
+    A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and the inside of
+    the MLP: 2 tensors of it, 4 with SwiGLU. The last stage also keeps the logits in the wide dtype.
+    """
+    model, parallel, train = config.model, config.parallel, config.train
+    dtype = DTYPES[train.precision]
+    kv_size = model.hidden_size // model.num_heads * model.num_kv_heads
+    inside = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size
+    layer = 4 * model.hidden_size + (2 * model.hidden_size + 2 * kv_size + inside) // parallel.tp
+    num_layers = -(-model.num_layers // parallel.pp)
+    in_flight = peak_live(rank_actions(parallel.schedule, parallel.pp, train.gradient_accumulation_steps, pp))
+    token = num_layers * layer * in_flight * dtype.itemsize
+    if pp == parallel.pp - 1:
+        token += model.vocab_size // parallel.tp * (wide_dtype(dtype).itemsize + dtype.itemsize)
+    return token * train.micro_batch_size * train.seq_length
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in the unit that fits it."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,77 @@
+"""Evaluation: loss and perplexity on the first samples of the validation blend, the same samples on any layout."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from datakit import HostBatch
+from trainer.config import Config
+from trainer.data import Int64s, open_blend, to_device, token_fault, with_vocabulary
+from trainer.engine import Batch, Engine
+from trainer.job.ranks import Ranks
+from trainer.mesh.mesh import ProcessMesh
+from trainer.run.inference import Checkpoint, TrainedModel
+
+
+def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Loss and perplexity of a checkpoint on the validation set, and which step it was."""
+    config = checkpoint.config
+    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+        ranks.on_all(lambda: with_vocabulary(config))
+        model = TrainedModel(checkpoint, ranks)
+        evaluation = ranks.on_all(lambda: Evaluation(config, model.engine, model.mesh))
+        return {"step": checkpoint.root.step, **evaluation.run()}
+
+
+class Evaluation:
+    """The validation set of a run, checked once and read afresh by each `run`. Every rank makes the same calls."""
+
+    def __init__(self, config: Config, engine: Engine, mesh: ProcessMesh) -> None:
+        self._config, self._engine, self._mesh = config, engine, mesh
+        self._blend = open_blend(config.data.valid, config, name="data.valid")
+        for first in self._firsts:
+            samples = self._samples(first)
+            fault = token_fault(self._host(samples), samples, self._blend, config.model.vocab_size)
+            if fault is not None:
+                raise fault
+
+    def run(self) -> dict[str, Any]:
+        """Loss a token, perplexity, and what they were measured on."""
+        started = time.perf_counter()
+        loss_sum, num_tokens = 0.0, 0
+        for first in self._firsts:
+            found = self._engine.eval_batch(self._batch(first))
+            loss_sum, num_tokens = loss_sum + found[0], num_tokens + found[1]
+        loss = loss_sum / max(num_tokens, 1)
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "num_samples": self._config.data.valid.num_samples,
+            "num_tokens": num_tokens,
+            "eval_s": time.perf_counter() - started,
+        }
+
+    @property
+    def _firsts(self) -> range:
+        """The first sample of each step."""
+        return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
+
+    def _samples(self, first: int) -> Int64s:
+        """Return the numbers of this rank's samples in the step from `first` on."""
+        train, dp = self._config.train, self._config.parallel.dp
+        microbatches = np.arange(train.gradient_accumulation_steps)[:, None] * dp + self._mesh.coords.dp
+        return (first + microbatches * train.micro_batch_size + np.arange(train.micro_batch_size)).ravel()
+
+    def _host(self, samples: Int64s) -> HostBatch:
+        data = self._config.data
+        return self._blend.batch(samples, mask_eod_loss=data.mask_eod_loss, reset_positions=data.reset_positions)
+
+    def _batch(self, first: int) -> Batch:
+        """Return this rank's rows of the samples from `first` on; rows past the last sample carry no loss."""
+        train, samples = self._config.train, self._samples(first)
+        host = self._host(samples)
+        host.loss_mask[samples >= self._config.data.valid.num_samples] = 0.0
+        shape = train.gradient_accumulation_steps, train.micro_batch_size, train.seq_length
+        return to_device(host.reshaped(*shape, first_sample=first, epochs=()), self._mesh.device)

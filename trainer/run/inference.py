@@ -1,0 +1,72 @@
+"""A trained model: a checkpoint of any layout, open for evaluation or generation on one process or on a mesh.
+
+The configuration is the run's own, out of the checkpoint, or a file's; flags win over both. Its layout is not taken
+over: one process holds all of the model unless flags say otherwise.
+"""
+
+import dataclasses
+from typing import Any
+
+from ckptkit import Root, Run
+from threefold.flags import Settings
+from threefold.storage import Storage
+from trainer.checkpoint.load import restore_step
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+from trainer.config.walk import config_from, read_toml
+from trainer.engine import Engine
+from trainer.job.ranks import Ranks
+from trainer.mesh.mesh import ProcessMesh
+
+OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of the model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed step and the configuration to read it with."""
+
+    run: Run
+    root: Root
+    config: Config
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of the run."""
+        return self.run.storage
+
+
+def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, world_size: int) -> Checkpoint:
+    """Find the step that `url` means and the configuration for it; touches no tensor and no process group."""
+    run = Run(url)
+    step = run.resolve()
+    root = run.root(step)
+    tables: dict[str, Any] = read_toml(config_path) if config_path else dict(root.metadata.get("config", {}))
+    tables = {name: table for name, table in tables.items() if name not in OTHER_TABLES}
+    if isinstance(tables.get("train"), dict):  # what depends on the tables left out
+        tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}
+    flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
+    source = config_path or f"the configuration in step {step} of {run.storage.url}"
+    config = config_from(tables, flags, source=source, world_size=world_size)
+    if not config.model.vocab_size and "embed.weight" in root.tensors:
+        vocab_size = root.tensors["embed.weight"].shape[0]
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    data = dataclasses.replace(config.data, stores=(), weights=())  # the training set may be gone by now
+    return Checkpoint(run, root, dataclasses.replace(config, data=data))
+
+
+class TrainedModel:
+    """Mesh and engine with a checkpoint's parameters; every rank of a mesh makes the same calls."""
+
+    def __init__(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        """Build and restore; a per-tensor report where the checkpoint holds another model than configured."""
+        config, root = checkpoint.config, checkpoint.root
+        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
+        self.engine = ranks.on_all(lambda: Engine(config, self.mesh, trains=False))
+        ranks.on_all(lambda: restore_step(self.engine, checkpoint.run, root.step))
+        self.engine.after_restore()
+        trained_in, precision = (
+            root.metadata.get("config", {}).get("train", {}).get("precision"),
+            config.train.precision,
+        )
+        if trained_in not in (None, precision):
+            ranks.say(f"step {root.step} was trained in {trained_in}: its parameters are converted to {precision}")

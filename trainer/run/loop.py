@@ -1,0 +1,200 @@
+"""The training loop: resume, step, log, save; the same code on one process and on many."""
+
+import dataclasses
+import os
+import resource
+import secrets
+import signal
+import time
+
+import torch
+
+from threefold.console import print_facts
+from threefold.errors import EXIT_OK, UserError
+from trainer.checkpoint.resume import Progress, Validation, resume
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.tiers import tiers_here
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+from trainer.data import StepReader, open_blend, open_loader, spoil, token_fault, with_vocabulary
+from trainer.engine import Batch, Engine, StepStats
+from trainer.job.ranks import Ranks
+from trainer.mesh.mesh import ProcessMesh
+from trainer.observe.flops import peak_flops, token_flops
+from trainer.observe.metrics import Log, StepMetrics, throughput
+from trainer.run.banner import banner
+from trainer.run.evaluate import Evaluation
+from trainer.run.stop import StopRequest, exit_code
+
+
+def train(config: Config) -> int:
+    """Train until the last step, the last epoch, a SIGINT or a SIGTERM, and save.
+
+    Returns the exit code: 0, or 128 and the signal's number where a signal ended the run before its last step.
+    """
+    speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
+    with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
+        run = Run(ranks.on_all(lambda: with_vocabulary(config)), ranks, stop)
+        while run.goes_on:
+            ranks.naming_rank(run.step)
+        return ranks.naming_rank(run.finish)
+
+
+class Run:
+    """One start of a run: everything from the resumed step on. Every rank makes the same calls."""
+
+    def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
+        """Build this rank's part of the model, resume, and open data, log and checkpointer."""
+        self.config, self.ranks, self._stop = config, ranks, stop
+        blend = ranks.on_all(lambda: open_blend(config.data, config, name="data"))
+        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
+        self.engine = ranks.on_all(lambda: Engine(config, self.mesh))
+        tiers = tiers_here(ranks, config)
+        if ranks.rank == 0:
+            print_facts(banner(config, ranks.device, blend, tiers))
+        resumed = resume(ranks, self.engine, config, tiers)
+        self.progress, self._loss = resumed.progress, resumed.loss
+        dp_rank = self.mesh.coords.dp
+        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, self.progress.cursor))
+        self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
+        self._log = ranks.on_all(self._open_log)
+        if resumed.url:
+            self._log.event("resume", self.progress.step, url=resumed.url)
+        attempt = ranks.broadcast(secrets.token_hex(8))
+        self._saver = ranks.on_all(
+            lambda: Saver(config, ranks, self.engine, self._log, tiers, attempt=attempt, resumed=resumed)
+        )
+        self._evaluation = (
+            ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None
+        )
+        self._flops = token_flops(config)
+        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
+        self._stopped_by = 0  # the number of a signal, the same on all ranks
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is another step to do."""
+        return not self._is_complete and not self._stopped_by
+
+    @property
+    def _is_complete(self) -> bool:
+        last_epoch = self.config.data.max_epochs
+        is_last_epoch = last_epoch > 0 and max(self._epochs) >= last_epoch
+        return self.progress.step >= self.config.train.train_steps or is_last_epoch
+
+    def step(self) -> None:
+        """Read, train, save where due, log."""
+        ranks, train, started = self.ranks, self.config.train, time.perf_counter()
+        host = self._reader.next_step()
+        fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
+        if fault is not None:
+            spoil(host)
+        batch = self._reader.to_device(host)
+        data_wait_s = time.perf_counter() - started
+        stats = self._train_step(batch, fault)
+        num_tokens = train.global_batch_size * train.seq_length
+        validation = None if self._saver.due_step == self.progress.step else self.progress.validation
+        self.progress = Progress(
+            self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json(), validation
+        )
+        self._loss = stats.loss
+        eval_s = self._evaluate()  # before the save, which records it
+        if self._saver.should_save(self.progress.step):
+            self._saver.save(self.progress, stats.loss)
+        failed_saves, is_busy = self._saver.poll(), self._saver.is_busy
+        memory_gib = peak_memory_gib(ranks.device)
+        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = ranks.maximum(
+            [
+                data_wait_s, stats.comm_s, stats.bubble_s, self._saver.pop_stall_s(), memory_gib, failed_saves,
+                float(self._stop.number), float(is_busy), float(self._saver.is_time),
+            ]
+        )  # fmt: skip
+        self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
+        step_s = time.perf_counter() - started - eval_s
+        self._log.step(
+            StepMetrics(
+                step=self.progress.step,
+                loss=stats.loss,
+                grad_norm=stats.grad_norm,
+                lr=stats.lr,
+                tokens=self.progress.tokens,
+                step_s=step_s,
+                data_wait_s=data_wait_s,
+                comm_s=comm_s,
+                bubble_s=bubble_s,
+                checkpoint_stall_s=stall_s,
+                memory_gib=memory_gib,
+                **throughput(
+                    num_tokens=num_tokens,
+                    num_samples=train.global_batch_size,
+                    step_s=step_s,
+                    world_size=ranks.world_size,
+                    flops=self._flops,
+                    peak=self._peak,
+                ),
+            )
+        )
+        self._announce(host.epochs)
+        self._saver.check(int(failed))
+        self._stopped_by = int(stopped_by)
+
+    def finish(self) -> int:
+        """Save the last step, wait for it, close everything, and return the exit code."""
+        self._saver.finish(self.progress, self._loss)
+        self._loader.close()
+        how = "done" if self._is_complete else f"stopped by {signal.Signals(self._stopped_by).name}"
+        self.ranks.say(f"{how} after step {self.progress.step}")
+        self._log.event("end", self.progress.step, complete=self._is_complete)
+        self._log.close()
+        if self._is_complete:
+            return EXIT_OK
+        self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
+        return exit_code(self._stopped_by)
+
+    def _train_step(self, batch: Batch, fault: UserError | None) -> StepStats:
+        """Train, or raise on all ranks: what is wrong with the batch of some, else that the loss is not finite."""
+        try:
+            return self.engine.train_step(self.progress.step, batch, before_update=self._saver.wait_until_copied)
+        except UserError as error:  # a loss that is not finite, which all ranks see
+            self.ranks.raise_on_all(fault)
+            self.ranks.raise_on_all(error)
+            raise
+
+    def _open_log(self) -> Log:
+        config = self.config
+        return Log(
+            config.log.metrics,
+            train_steps=config.train.train_steps,
+            interval=config.log.interval,
+            start_step=self.progress.step,
+            active=self.ranks.rank == 0,
+        )
+
+    def _announce(self, epochs: tuple[int, ...]) -> None:
+        """Tell that stores were read whole once more."""
+        for path, before, after in zip(self.config.data.stores, self._epochs, epochs, strict=True):
+            if after > before:
+                self._log.event("epoch", self.progress.step, store=path, epochs=after)
+                self._log.say(f"step {self.progress.step}: epoch {after} of {path} is read")
+        self._epochs = epochs
+
+    def _evaluate(self) -> float:
+        """Evaluate where it is due; gives the seconds that took."""
+        if self._evaluation is None or self.progress.step % self.config.train.eval_interval:
+            return 0.0
+        started = time.perf_counter()
+        result = self._evaluation.run()
+        self.progress = dataclasses.replace(
+            self.progress, validation=Validation(self.progress.step, float(result["loss"]))
+        )
+        self._log.event("eval", self.progress.step, **result)
+        self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
+        return time.perf_counter() - started
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory this process ever held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
