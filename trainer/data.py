@@ -26,7 +26,7 @@ def open_blend(part: DataConfig | ValidConfig, config: Config, *, name: str) -> 
 
 
 def with_vocabulary(config: Config) -> Config:
-    """The configuration with its vocabulary's size, once all stores and the tokenizer file are found to agree."""
+    """Return the configuration with its vocabulary's size; UserError if stores and tokenizer file do not agree."""
     faults: list[str] = []
     fingerprints: dict[str, str] = {}
     vocab_size = config.model.vocab_size
@@ -42,10 +42,10 @@ def with_vocabulary(config: Config) -> Config:
         faults.append("not all are of one tokenizer:")
         faults += [f"  {fingerprint}  {path}" for path, fingerprint in fingerprints.items()]
     if faults:
-        hint = f"datakit inspect {next(iter(fingerprints))} tells a store's tokenizer"
+        hint = f"datakit inspect {next(iter(fingerprints))} names a store's tokenizer"
         raise UserError("\n  ".join(["stores and tokenizer do not fit together:", *faults]), hint=hint)
     if not vocab_size:
-        raise UserError("nothing tells the vocabulary's size", hint="--data.stores DIR, or --model.vocab-size N")
+        raise UserError("nothing names the vocabulary's size", hint="--data.stores DIR, or --model.vocab-size N")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 

@@ -37,7 +37,7 @@ def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None 
     """Read one step into the engine, together with the other ranks of an exchange, which all call this.
 
     An engine that only infers takes parameters of another dtype, converted; one that trains refuses them. CheckFailed
-    where the step is damaged, UserError with a report of each tensor where it is of another model.
+    if the step is damaged, UserError with a report of each tensor if it is of another model.
     """
     with run.open(step, exchange) as reader:
         root = reader.root
@@ -69,7 +69,7 @@ def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
 
 
 def stored_dtype(root: Root, info: TensorInfo) -> str:
-    """Return the dtype that a step has a tensor in, where parameters can be converted from it.
+    """Return the dtype that a step has a tensor in, if parameters can be converted from it.
 
     Else the one that is wanted.
     """

@@ -20,7 +20,7 @@ MAX_STEPS = 8  # of each place so many are looked at, the newest
 
 
 class NodeLocalSteps:
-    """What the nodes of a run hold themselves; nothing where the first tier is one place for all.
+    """What the nodes of a run hold themselves; nothing if the first tier is one place for all.
 
     `url` is that tier as it is written (empty without it), `steps` the steps that all nodes can restore, newest first,
     each with its attempt; `shared_urls` are those of the other tiers.
@@ -42,7 +42,7 @@ class NodeLocalSteps:
         self.steps = agreed_steps([dict(each) for each in held])
 
     def restore(self, engine: Engine, step: int) -> Root:
-        """Read one step into the engine, from this node's disk or else from the replica; CheckFailed where neither is
+        """Read one step into the engine, from this node's disk or else from the replica; CheckFailed if neither is
         sound.
         """
         damage: CheckFailed | None = None
@@ -55,7 +55,7 @@ class NodeLocalSteps:
         raise damage or CheckFailed(f"step {step} is gone from {' and '.join(run.url for run in self._places)}")
 
     def quarantine_after(self, step: int) -> None:
-        """Let steps after one that all ranks stand at count no more: not all nodes have them, or they are damaged."""
+        """Quarantine steps after the one that all ranks are at: not all nodes have them, or they are damaged."""
         if not self.url:
             return
 

@@ -1,4 +1,4 @@
-"""Where a run stands, and how it comes back: the newest committed step that every rank can restore.
+"""How a run comes back: the newest committed step that every rank can restore.
 
 `--save` that holds a committed step wins, of several tiers the one with the newest, of equal ones the fastest; `--load`
 seeds an empty run only. Damage that one rank finds makes all ranks fall back to the same step of a slower tier, or to
@@ -6,13 +6,9 @@ the same older one; a checkpoint of another model is refused, never skipped.
 """
 
 import dataclasses
-import hashlib
 import heapq
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -20,73 +16,16 @@ from ckptkit import Exchange, Root, Run, Tiers, first_sound
 from threefold.errors import CheckFailed, UserError
 from trainer.checkpoint.load import open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
+from trainer.checkpoint.progress import Progress, Resumed, Validation, environment
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
-from trainer.optim import learning_rate
 
 Candidate = tuple[str, int]  # run URL and step
 
 
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """The validation loss after `step` steps."""
-
-    step: int
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
-
-    `validation` is the last one since the save before, so that a step is judged by a loss of its own.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    cursor: Mapping[str, Any] | None = None
-    validation: Validation | None = None
-
-    def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
-        """Return what a checkpoint's root records beside the tensors."""
-        validation = self.validation
-        return {
-            "cursor": self.cursor,
-            "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
-            "tokens": self.tokens,
-            "loss": loss,
-            **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
-            "lr": learning_rate(config.optim, max(self.step - 1, 0)),
-            "config": dataclasses.asdict(config),
-            "environment": environment(device),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What a start of a run begins with: where it stands, the loss of the last step, the URL it came from (if any), and
-    whether that is where the run saves to first.
-
-    `newest` is by URL the newest step of each place that holds any, none newer than the one resumed.
-    """
-
-    progress: Progress
-    loss: float = float("nan")
-    url: str = ""
-    is_own: bool = False
-    newest: Mapping[str, int] = field(default_factory=dict)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return what, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return {"device": name, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
-
-
 def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) -> Resumed:
-    """Restore the newest step that all ranks can read; the start of a run where nothing was saved."""
+    """Restore the newest step that all ranks can read; the start of a run if nothing was saved."""
     own = NodeLocalSteps(ranks, config, tiers)
     found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
     first = next(found, None)
@@ -121,7 +60,7 @@ def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int],
 
 
 def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
-    """(run URL, step) of what may be resumed, newest first; nothing for a run that starts from nothing.
+    """Yield (run URL, step) of what may be resumed, newest first; nothing for a run that starts from nothing.
 
     Of one step the faster tier comes before the slower. `of_nodes` are the steps of a first tier that is each node's.
     """
@@ -161,7 +100,7 @@ def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> 
 
 
 def steps_of(url: str) -> Iterator[Candidate]:
-    """(run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
+    """Return (run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
     run = Run(url)
     return ((run.url, step) for step in run.newest_first())
 
@@ -175,10 +114,10 @@ def restore_any(
     *,
     strict: bool,
 ) -> tuple[str, Root]:
-    """Restore the first of `found` that no rank finds damaged into every rank's engine; gives its URL and root.
+    """Restore the first of `found` that no rank finds damaged into every rank's engine; return its URL and root.
 
     A damaged step of the run's tiers stops counting as committed once another is restored: its root is kept under
-    another name, so that the run can save that step anew.
+    another name, so that the run can save that step again.
     """
     tried: list[Candidate] = []
 
@@ -213,7 +152,7 @@ def restore_any(
 
 
 def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
-    """Return what a root records of the run; UserError where it was not saved by this trainer."""
+    """Return what a root records of the run; UserError if it was not saved by this trainer."""
     try:
         metadata = root.metadata
         validation = None

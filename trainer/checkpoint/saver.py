@@ -1,4 +1,4 @@
-"""Saver: when a run saves, what it does about a save that fails, and its last save."""
+"""Saver: when a run saves, what it does about a save that fails, and its last save. The training thread calls it."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckptkit import Checkpointer, CheckpointerOptions, Run, SaveReport, Tiers
 from threefold.cli import log
 from threefold.errors import StorageError
-from trainer.checkpoint.resume import Progress, Resumed
+from trainer.checkpoint.progress import Progress, Resumed
 from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.engine import Engine
@@ -32,7 +32,7 @@ class Saver:
         self, config: Config, ranks: Ranks, engine: Engine, log: Log, tiers: Tiers | None, *, attempt: str,
         resumed: Resumed,
     ) -> None:  # fmt: skip
-        """`attempt` is one name for all ranks of this start of the run."""
+        """Prepare saves; `attempt` is one name for all ranks of this start of the run."""
         self._config, self._ranks, self._engine, self._log = config, ranks, engine, log
         step, self._due_at_s, self._is_time = resumed.progress.step, time.monotonic(), False
         self.due_step = step if self._is_scheduled(step) else None
@@ -45,7 +45,7 @@ class Saver:
         self._checkpointer: Checkpointer | None = None
         save = config.checkpoint
         self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
-        # views of memory that the run keeps: made once, so that a save compares no structure anew
+        # views of memory that the run keeps: made once, so that a save compares no structure again
         self._pieces, self._tensors = engine.pieces(), engine.tensors()
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
@@ -75,7 +75,7 @@ class Saver:
 
     @property
     def is_time(self) -> bool:
-        """Whether the clock asks for a save: on the first rank alone, as clocks differ."""
+        """Return whether the clock asks for a save: on the first rank alone, as clocks differ."""
         interval_s = self._config.checkpoint.save_interval_s
         is_asked = self._checkpointer is not None and interval_s > 0 and self._ranks.rank == 0
         return is_asked and time.monotonic() - self._due_at_s >= interval_s
@@ -85,7 +85,7 @@ class Saver:
         return interval > 0 and step % interval == 0
 
     def should_save(self, step: int) -> bool:
-        """Return whether the run saves after `step` steps, its end apart; where it skips that save, that is reported.
+        """Return whether the run saves after `step` steps, its end apart; if it skips that save, that is reported.
 
         The clock starts again with every save that is due.
         """
@@ -101,7 +101,7 @@ class Saver:
 
     def save(self, progress: Progress, loss: float) -> None:
         """Stage the state, or begin to."""
-        assert self._checkpointer is not None, "asked only where due"
+        assert self._checkpointer is not None, "called only if a save is due"
         self._saved_step = progress.step
         self._stall_s += self._checkpointer.save(
             progress.step,
@@ -119,29 +119,29 @@ class Saver:
             self._stall_s += self._checkpointer.join()
 
     def pop_stall_s(self) -> float:
-        """Seconds that saves held the run up since the last call."""
+        """Return the seconds that saves held the run up since the last call."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return stall_s
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank's save still runs."""
+        """Return whether this rank's save still runs."""
         return self._checkpointer is not None and self._checkpointer.is_busy
 
     def note_agreed(self, *, is_any_busy: bool, is_time: bool) -> None:
-        """Note, the same on all ranks, whether any rank's save still ran at the end of this step, and whether the first
-        rank's clock asks for a save after the next one.
+        """Note what ranks found together of this step's end: whether any rank's save still ran, and whether the first
+        rank's clock asks for a save after the next step.
         """
         self._is_any_busy, self._is_time = is_any_busy, is_time
 
     def poll(self) -> int:
-        """Report the saves that ended since the last call; gives how many in a row failed on this rank."""
+        """Report the saves that ended since the last call; return how many in a row failed on this rank."""
         if self._checkpointer is not None:
             self._report(self._checkpointer.poll())
         return self._num_failed
 
     def check(self, num_failed: int) -> None:
-        """End the run, on all ranks together, where so many saves in a row failed on any rank; all ranks call it."""
+        """End the run, on all ranks together, if so many saves in a row failed on any rank; all ranks call it."""
         if num_failed > self._num_known_failed and self._checkpointer is not None:
             self._checkpointer.copy_next()  # the slower tiers have not got that step
         self._num_known_failed = num_failed
@@ -191,18 +191,18 @@ class Saver:
                 log(f"warning: {where}the save of step {report.step} failed: {report.error}")
 
     def _log_save(self, report: SaveReport, how: str) -> None:
-        """One event, with how many saves of this start ended how."""
+        """Write one event, with how many saves of this start ended how."""
         self._counts[how] += 1
-        told = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
+        texts = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
         self._log.event(
             "save", report.step, ok=how == "ok", stall_s=report.stall_s, write_s=report.write_s, bytes=self._num_bytes,
-            num_attempts=report.num_attempts, counts=dict(self._counts), **told,
+            num_attempts=report.num_attempts, counts=dict(self._counts), **texts,
         )  # fmt: skip
 
     def _report_copy(self, report: SaveReport) -> None:
-        """Tell how a step was copied to a slower tier, of which nothing is asked: a dead one must not hold up steps."""
-        told = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
-        self._log.event("copy", report.step, ok=report.ok, url=report.url, write_s=report.write_s, **told)
+        """Report how a step was copied to a slower tier. One that fails ends nothing: a dead tier holds no step up."""
+        texts = {name: text for name, text in (("error", report.error), ("warning", report.warning)) if text}
+        self._log.event("copy", report.step, ok=report.ok, url=report.url, write_s=report.write_s, **texts)
         if report.ok:
             self._ranks.say(f"step {report.step} is copied to {report.url}, {report.write_s:.1f} s")
         else:

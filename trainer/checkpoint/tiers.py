@@ -21,14 +21,14 @@ def tiers_here(ranks: Ranks, config: Config) -> Tiers | None:
     tiers = ranks.on_all(lambda: tiers_of(config))
     if tiers is None or not tiers.first.of_node:
         return tiers
-    here = ranks.on_all(lambda: (node_name(os.environ, socket.gethostname()), _first_rank(ranks, config)))
-    found = ranks.gather(here)
+    mine = ranks.on_all(lambda: (node_name(os.environ, socket.gethostname()), _first_rank(ranks, config)))
+    found = ranks.gather(mine)
     nodes = ranks.on_all(lambda: nodes_of([name for name, _ in found], [first for _, first in found]))
     return dataclasses.replace(tiers, node=nodes[ranks.rank])
 
 
 def _first_rank(ranks: Ranks, config: Config) -> int:
-    """Return the first rank of this node; UserError where ranks of other nodes hold what its ranks share."""
+    """Return the first rank of this node; UserError if ranks of other nodes hold what its ranks share."""
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_local % config.parallel.tp:
         raise UserError(

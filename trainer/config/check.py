@@ -18,7 +18,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
 
 
 def model_faults(config: Config) -> list[Fault]:
-    """Faults in the model's shape and in its cut by tp and pp."""
+    """Return faults in the model's shape and in its cut by tp and pp."""
     model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
     hidden, heads = model.hidden_size, model.num_heads
     sizes = {
@@ -47,7 +47,7 @@ def model_faults(config: Config) -> list[Fault]:
 
 
 def layout_faults(config: Config, world_size: int) -> list[Fault]:
-    """Faults between the layout, the number of processes and the batch sizes."""
+    """Return faults between the layout, the number of processes and the batch sizes."""
     parallel, train = config.parallel, config.train
     axes = {"parallel.tp", "parallel.pp", "parallel.dp"}
     ranks = parallel.tp * parallel.pp * (parallel.dp or 1)
@@ -74,7 +74,7 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
 
 
 def data_faults(config: Config) -> list[Fault]:
-    """Faults between stores and their weights, in positions, and an evaluation without a validation set."""
+    """Return faults between stores and their weights, in positions, and an evaluation without a validation set."""
     faults: list[Fault] = []
     blends: dict[str, DataConfig | ValidConfig] = {"data": config.data, "data.valid": config.data.valid}
     for name, part in blends.items():
@@ -94,7 +94,7 @@ def data_faults(config: Config) -> list[Fault]:
 
 
 def schedule_faults(config: Config) -> list[Fault]:
-    """Faults in the learning-rate schedule and in when to save."""
+    """Return faults in the learning-rate schedule and in when to save."""
     optim, save = config.optim, config.checkpoint
     decay = optim.decay_steps or config.train.train_steps
     faults: list[Fault] = []
@@ -118,7 +118,7 @@ def schedule_faults(config: Config) -> list[Fault]:
 
 
 def tier_faults(config: Config) -> list[Fault]:
-    """Faults in what is written of the tiers."""
+    """Return faults in what is written of the tiers."""
     try:
         tiers = tiers_of(config)
     except UserError as error:

@@ -39,7 +39,7 @@ class CheckpointConfig:
     stripe_count: int = option(0, "on Lustre, stripes of each file; 0 chooses, -1: one on every target", minimum=-1)
     stripe_size_bytes: int = option(0, "on Lustre, bytes of a stripe, in units of 65536; 0 chooses", minimum=0)
     strict: bool = option(
-        False, "end where the newest step is damaged, instead of falling back to an older one",
+        False, "end if the newest step is damaged, instead of falling back to an older one",
         shorthands={"--strict": "true"},
     )  # fmt: skip
     exchange: Literal["node", "job", "none"] = option(
@@ -55,5 +55,5 @@ class CheckpointConfig:
         minimum=0,
     )  # fmt: skip
     when_busy: Literal["wait", "skip", "abort"] = option(
-        "wait", "where the save before still runs: wait for it, skip the new one, or abort the older"
+        "wait", "if the save before still runs: wait for it, skip the new one, or abort the older"
     )

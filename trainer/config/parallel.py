@@ -18,4 +18,4 @@ class ParallelConfig:
     )
     zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
     bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
-    timeout_s: float = option(1800.0, "how long a rank waits for the others before it gives up", above=0)
+    timeout_s: float = option(1800.0, "how long a rank waits for the others before it ends", above=0)

@@ -26,7 +26,7 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def save_interval_s(save: CheckpointConfig) -> float:
-    """Seconds between two saves, 0 where no clock asks for them."""
+    """Return the seconds between two saves, 0 if no clock asks for them."""
     if not save.save:
         return 0.0
     left_open = 0.0 if save.save_interval else SAVE_INTERVAL_S
@@ -34,7 +34,7 @@ def save_interval_s(save: CheckpointConfig) -> float:
 
 
 def tiers_of(config: Config) -> Tiers | None:
-    """Where a run saves to, None where nowhere; UserError where it is not well written.
+    """Return where a run saves to, None for nowhere; UserError if it is not well written.
 
     The first tier keeps what checkpoint.keep_* say unless its own text says something else.
     """

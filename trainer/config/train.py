@@ -25,5 +25,5 @@ class TrainConfig:
     precision: Literal["fp64", "fp32", "bf16"] = option(
         "fp32", "dtype of the arithmetic; bf16 keeps an fp32 master", shorthands={"--bf16": "bf16"}
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA where a GPU is usable")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA if a GPU is usable")
     eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0)

@@ -36,8 +36,8 @@ def config_from(
     config = walk(Config, merge(tables, overrides or {}), found)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
-    doubtful = {name for names, _ in found for name in names}  # these hold defaults: what they imply is no fault
-    found += [fault for fault in cross_faults(config, world_size) if not implied(fault, doubtful)]
+    faulty = {name for names, _ in found for name in names}  # these hold defaults: what they imply does not count
+    found += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
     if found:
         texts = [text for _, text in found]
         message = texts[0] if len(texts) == 1 else f"{len(texts)} faults\n  " + "\n  ".join(texts)
@@ -45,12 +45,12 @@ def config_from(
     return resolve(config, world_size)
 
 
-def implied(fault: Fault, doubtful: set[str]) -> bool:
+def implied(fault: Fault, faulty: set[str]) -> bool:
     """Return whether a fault between fields rests on one, or on a whole table, that has a fault of its own."""
     return any(
         field == name or field.startswith(f"{name}.") or name.startswith(f"{field}[")
         for field in fault[0]
-        for name in doubtful
+        for name in faulty
     )
 
 

@@ -26,15 +26,15 @@ class JobExchange:
         return [each.numpy()[: int(size)].tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
     def all_to_all(self, send: Sequence[Buffer]) -> list[Buffer]:
-        """Give send[r] to each rank r; returns what each rank sent to this one."""
-        given = torch.tensor([memoryview(buffer).nbytes for buffer in send])
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given)
-        received = torch.empty(int(taken.sum()), dtype=torch.uint8)
+        """Send send[r] to each rank r, and return what each rank sent to this one."""
+        sent_sizes = torch.tensor([memoryview(buffer).nbytes for buffer in send])
+        sizes = torch.empty_like(sent_sizes)
+        dist.all_to_all_single(sizes, sent_sizes)
+        received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
         dist.all_to_all_single(
-            received, torch.cat([_tensor(buffer) for buffer in send]), taken.tolist(), given.tolist()
+            received, torch.cat([_tensor(buffer) for buffer in send]), sizes.tolist(), sent_sizes.tolist()
         )
-        return [part.numpy().data for part in received.split(taken.tolist())]
+        return [part.numpy().data for part in received.split(sizes.tolist())]
 
 
 def _tensor(data: Buffer) -> torch.Tensor:

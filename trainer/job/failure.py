@@ -1,4 +1,4 @@
-"""How a job says what ended it: in each rank's error file, which torchrun reads, and as the last line of a rank."""
+"""How a job reports what ended it: in each rank's error file, which torchrun reads, and as the last line of a rank."""
 
 import json
 import os

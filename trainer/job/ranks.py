@@ -1,6 +1,6 @@
 """Ranks: the processes of one run, how they start together, and how they agree.
 
-An error of any rank is raised once: `on_all` runs an action on every rank, and where it fails on some, the first rank
+An error of any rank is raised once: `on_all` runs an action on every rank, and if it fails on some, the first rank
 reports it with the ranks' numbers and all end with its exit code. Ranks agree by bytes through their `exchange`, over
 gloo on CUDA runs too; values are JSON.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The process among those that torchrun started; one process alone without torchrun."""
+    """A process among those that torchrun started, or alone without torchrun; its main thread makes all calls."""
 
     def __init__(self, device: str, *, timeout_s: float) -> None:
         """Join the process group; `device` is "cpu", "cuda" or "auto"."""
@@ -51,12 +51,12 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
-        # NCCL would wait for ranks that hang after an error of this one; gloo aborts where it is not left in order
+        # NCCL would wait for ranks that hang after an error of this one; gloo aborts if it is not left in order
         if self.world_size > 1 and (kind is None or self.device.type == "cpu"):
             dist.destroy_process_group()
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Run an action on every rank and return its value; where it fails on any rank, fail on all."""
+        """Run an action on every rank and return its value; if it fails on any rank, fail on all."""
         try:
             value = action()
         except Exception as error:
@@ -83,11 +83,11 @@ class Ranks:
             text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
             raise StorageError(
                 f"{where}another rank is gone: {text}",
-                hint="what ended it stands above or in its log; the same command resumes",
+                hint="what ended it is above or in its log; the same command resumes",
             ) from error
 
     def raise_on_all(self, error: Exception | None) -> None:
-        """Return where no rank has an error; else the first rank reports it and all exit with its code."""
+        """Return if no rank has an error; else the first rank reports it and all exit with its code."""
         faults = self.faults(error)
         if not faults:
             return
@@ -97,7 +97,7 @@ class Ranks:
         agreed = type(fault)(self.summary(faults), hint=fault.hint)
         record(agreed)
         if error is not None and not isinstance(error, UserError | OSError):
-            traceback.print_exception(error)  # a fault of ours: its place is told by the rank that has it
+            traceback.print_exception(error)  # a fault of ours: the rank that has it prints its place
         if self.rank == 0:
             report(agreed)
         self.maximum([0.0])  # torchrun ends all ranks when one exits: not before all is said

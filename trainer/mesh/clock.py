@@ -9,7 +9,7 @@ import torch
 
 
 class Clock:
-    """Seconds spent in named spans since the last `read`."""
+    """Seconds that the main thread spent in named spans since the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -31,7 +31,7 @@ class Clock:
             self._seconds[name] += time.perf_counter() - started
 
     def read(self) -> dict[str, float]:
-        """Seconds by name since the last read; on CUDA call it after the step's own synchronisation."""
+        """Return the seconds by name since the last read; on CUDA call it after the step's own synchronisation."""
         for name, events in self._spans.items():
             for begin, end in events:
                 end.synchronize()

@@ -48,14 +48,14 @@ class ParameterCount:
 
 
 def count_parameters(config: Config) -> ParameterCount:
-    """Parameters of a resolved configuration's model, tied tables once."""
+    """Count the parameters of a resolved configuration's model, tied tables once."""
     sizes = {name: math.prod(row.shape) for name, row in parameter_table(config).items() if not row.placement.tied_to}
     looked_up = ["pos.weight"] if config.model.tie_embeddings else ["pos.weight", "embed.weight"]
     return ParameterCount(sum(sizes.values()), sum(sizes.get(name, 0) for name in looked_up))
 
 
 def token_flops(config: Config) -> TokenFlops:
-    """Operations a token of a resolved configuration's model."""
+    """Return the operations a token of a resolved configuration's model."""
     count, model = count_parameters(config), config.model
     attention = 12.0 * model.num_layers * model.hidden_size * config.train.seq_length
     standard = 6.0 * (count.total - count.looked_up) + attention
@@ -63,6 +63,6 @@ def token_flops(config: Config) -> TokenFlops:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 operations a second of a GPU by its name; None for an unknown one, and for a CPU."""
+    """Return the dense bf16 operations a second of a GPU by its name; None for an unknown one, and for a CPU."""
     words = set(re.split(r"[\s\-/]+", device_name.upper()))
     return next((tflops * 1e12 for needed, tflops in PEAK_TFLOPS if needed <= words), None)

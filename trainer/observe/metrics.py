@@ -108,7 +108,7 @@ class Log:
             self.say(metrics.console(self._train_steps, self._left_s(metrics)))
 
     def _left_s(self, metrics: StepMetrics) -> float:
-        """Seconds until the last step, as long as a step took since the first, saves and evaluations included."""
+        """Return the seconds left, at the mean of steps since the first, saves and evaluations included."""
         now_s = time.monotonic()
         if self._first is None:
             self._first = metrics.step, now_s
@@ -133,7 +133,7 @@ class Log:
         self._keep_going(lambda file: file.write(json.dumps(masked_values(values)) + "\n"))
 
     def _keep_going(self, action: Callable[[TextIO], object]) -> None:
-        """Act on the file; a full disk is told once, and what found no room is written with a later line."""
+        """Act on the file; a full disk is reported once, and what found no room is written with a later line."""
         if self._file is None:
             return
         try:

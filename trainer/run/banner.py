@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts: its model, how it is cut, what a step reads, and what will be kept."""
+"""What a run reports when it starts: its model, how it is cut, what a step reads, and what will be kept."""
 
 import torch
 
@@ -51,7 +51,7 @@ def device_name(device: torch.device) -> str:
 
 
 def kept(tiers: Tiers | None, save: CheckpointConfig) -> list[tuple[str, str]]:
-    """Where a run saves, how often, and which steps stay: a fact for each tier."""
+    """Return where a run saves, how often, and which steps stay: a fact for each tier."""
     if tiers is None:
         return [("save", "nowhere: nothing of this run will be kept (--save URL keeps it)")]
     intervals = [every(save.save_interval)] if save.save_interval else []

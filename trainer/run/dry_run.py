@@ -35,7 +35,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Return the bytes in all."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:

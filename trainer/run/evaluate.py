@@ -16,7 +16,7 @@ from trainer.run.inference import Checkpoint, TrainedModel
 
 
 def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loss and perplexity of a checkpoint on the validation set, and which step it was."""
+    """Return loss and perplexity of a checkpoint on the validation set, and which step it was."""
     config = checkpoint.config
     with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
         ranks.on_all(lambda: with_vocabulary(config))
@@ -38,7 +38,7 @@ class Evaluation:
                 raise fault
 
     def run(self) -> dict[str, Any]:
-        """Loss a token, perplexity, and what they were measured on."""
+        """Return the loss a token, perplexity, and what they were measured on."""
         started = time.perf_counter()
         loss_sum, num_tokens = 0.0, 0
         for first in self._firsts:
@@ -55,7 +55,7 @@ class Evaluation:
 
     @property
     def _firsts(self) -> range:
-        """The first sample of each step."""
+        """Return the first sample of each step."""
         return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
 
     def _samples(self, first: int) -> Int64s:

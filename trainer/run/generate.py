@@ -1,4 +1,4 @@
-"""Generation in its simple form: one process, one prompt, the whole window computed anew for each token."""
+"""Generation in its simple form: one process, one prompt, the whole window computed again for each token."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
 
 
 def fitting_tokenizer(path: str, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer, refused where it knows tokens that the model does not."""
+    """Return the tokenizer, refused if it knows tokens that the model does not."""
     if not path:
         raise UserError(
             "no tokenizer to read the prompt with", hint="--data.tokenizer FILE, the one of the run's stores"
@@ -58,7 +58,7 @@ def continue_tokens(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """`tokens` and `num_tokens` more; `logits_of` gives the logits after at most `window` tokens, [vocabulary]."""
+    """Return `tokens` and `num_tokens` more; `logits_of` returns those after at most `window` tokens, [vocabulary]."""
     sampler = torch.Generator().manual_seed(seed)
     ids = list(tokens)
     for _ in range(num_tokens):

@@ -58,7 +58,7 @@ class TrainedModel:
     """Mesh and engine with a checkpoint's parameters; every rank of a mesh makes the same calls."""
 
     def __init__(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        """Build and restore; a per-tensor report where the checkpoint holds another model than configured."""
+        """Build and restore; a per-tensor report if the checkpoint holds another model than configured."""
         config, root = checkpoint.config, checkpoint.root
         self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
         self.engine = ranks.on_all(lambda: Engine(config, self.mesh, trains=False))

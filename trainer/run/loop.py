@@ -11,7 +11,8 @@ import torch
 
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
-from trainer.checkpoint.resume import Progress, Validation, resume
+from trainer.checkpoint.progress import Progress, Validation
+from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
@@ -30,7 +31,7 @@ from trainer.run.stop import StopRequest, exit_code
 def train(config: Config) -> int:
     """Train until the last step, the last epoch, a SIGINT or a SIGTERM, and save.
 
-    Returns the exit code: 0, or 128 and the signal's number where a signal ended the run before its last step.
+    Returns the exit code: 0, or 128 and the signal's number if a signal ended the run before its last step.
     """
     speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
     with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
@@ -74,7 +75,7 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is another step to do."""
+        """Return whether there is another step to do."""
         return not self._is_complete and not self._stopped_by
 
     @property
@@ -84,7 +85,7 @@ class Run:
         return self.progress.step >= self.config.train.train_steps or is_last_epoch
 
     def step(self) -> None:
-        """Read, train, save where due, log."""
+        """Read, train, save if due, log."""
         ranks, train, started = self.ranks, self.config.train, time.perf_counter()
         host = self._reader.next_step()
         fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
@@ -172,7 +173,7 @@ class Run:
         )
 
     def _announce(self, epochs: tuple[int, ...]) -> None:
-        """Tell that stores were read whole once more."""
+        """Report that stores were read whole once more."""
         for path, before, after in zip(self.config.data.stores, self._epochs, epochs, strict=True):
             if after > before:
                 self._log.event("epoch", self.progress.step, store=path, epochs=after)
@@ -180,7 +181,7 @@ class Run:
         self._epochs = epochs
 
     def _evaluate(self) -> float:
-        """Evaluate where it is due; gives the seconds that took."""
+        """Evaluate if it is due; return the seconds that took."""
         if self._evaluation is None or self.progress.step % self.config.train.eval_interval:
             return 0.0
         started = time.perf_counter()

@@ -22,7 +22,7 @@ class StopRequest:
     number = 0
 
     def __init__(self, *, speaks: bool) -> None:
-        """`speaks` on the one rank that reports the signal."""
+        """Prepare; `speaks` on the one rank that reports the signal."""
         self._speaks = speaks
 
     def __enter__(self) -> "StopRequest":

@@ -10,7 +10,7 @@ from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import Job, call, curve, lines
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
-from trainer.checkpoint.resume import Progress, Resumed
+from trainer.checkpoint.progress import Progress, Resumed
 from trainer.run import loop as training
 
 

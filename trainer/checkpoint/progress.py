@@ -1,0 +1,70 @@
+"""How far a run is, what a checkpoint records of that, and what a start of a run begins with."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainer.config import Config
+from trainer.optim import learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The validation loss after `step` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
+
+    `validation` is the last one since the save before, so that a step is judged by a loss of its own.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    cursor: Mapping[str, Any] | None = None
+    validation: Validation | None = None
+
+    def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
+        """Return what a checkpoint's root records beside the tensors."""
+        validation = self.validation
+        return {
+            "cursor": self.cursor,
+            "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
+            "tokens": self.tokens,
+            "loss": loss,
+            **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
+            "lr": learning_rate(config.optim, max(self.step - 1, 0)),
+            "config": dataclasses.asdict(config),
+            "environment": environment(device),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a start of a run begins with: its progress, the loss of the last step, the URL it came from (if any), and
+    whether that is where the run saves to first.
+
+    `newest` is by URL the newest step of each place that holds any, none newer than the one resumed.
+    """
+
+    progress: Progress
+    loss: float = float("nan")
+    url: str = ""
+    is_own: bool = False
+    newest: Mapping[str, int] = field(default_factory=dict)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what, beside configuration and layout, must be equal for a resumed run to repeat the other bit for bit."""
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return {"device": name, "num_threads": torch.get_num_threads(), "torch": torch.__version__}
