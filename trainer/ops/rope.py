@@ -87,15 +87,19 @@ def rope_reference(
     q, k, v = heads_TNH.split([num_heads, num_kv_heads, num_kv_heads], 1)
     wide = _number(qkv_TC.dtype)
     weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
-    turned = []
-    for x, weight in zip((q.to(wide), k.to(wide)), weights, strict=True):
-        if norm is not None and weight is not None:
-            x = rms_norm_reference(x, weight.to(wide), norm.eps)
-        if turns_TH is not None:
-            (cos, sin), (a, b) = turns_TH.unsqueeze(1).chunk(2, -1), x.chunk(2, -1)
-            x = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        turned.append(x.to(qkv_TC.dtype))
-    return turned[0], turned[1], v
+    q, k = (
+        x.to(wide) if norm is None or weight is None else rms_norm_reference(x.to(wide), weight.to(wide), norm.eps)
+        for x, weight in zip((q, k), weights, strict=True)
+    )
+    return turned(q, turns_TH).to(qkv_TC.dtype), turned(k, turns_TH).to(qkv_TC.dtype), v
+
+
+def turned(x_TNH: Tensor, turns_TH: Tensor | None) -> Tensor:
+    """Return heads turned in plain torch, rounded once; the same heads if there are no turns."""
+    if turns_TH is None:
+        return x_TNH
+    (cos, sin), (a, b) = turns_TH.unsqueeze(1).chunk(2, -1), x_TNH.to(turns_TH.dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_TNH.dtype)
 
 
 def _number(dtype: torch.dtype) -> torch.dtype:
@@ -137,16 +141,16 @@ class _Rope(torch.autograd.Function):
             raise UserError(f"rope: in place, qkv must be contiguous; its strides are {list(qkv.stride())}")
         qkv = qkv.detach().contiguous()  # of the views of a detached tensor autograd keeps no trail
         turns, q_weight, k_weight = (None if x is None else x.contiguous() for x in (turns, q_weight, k_weight))
-        turned = qkv if in_place else qkv.new_empty(len(qkv), (num_heads + num_kv_heads) * size)
+        turned_TC = qkv if in_place else qkv.new_empty(len(qkv), (num_heads + num_kv_heads) * size)
         heads = _Heads(len(qkv), num_heads, num_kv_heads, size, *map(_pointer, (turns, q_weight, k_weight)), eps)
-        pointers = qkv.data_ptr(), turned.data_ptr()
-        native.call("rope_forward", qkv, ctypes.byref(heads), *pointers, turned.shape[1])
-        if in_place:
+        pointers = qkv.data_ptr(), turned_TC.data_ptr()
+        native.call("rope_forward", qkv, ctypes.byref(heads), *pointers, turned_TC.shape[1])
+        if in_place and not qkv.is_inference():
             torch.autograd.graph.increment_version(qkv)
         ctx.save_for_backward(turns, q_weight, k_weight, None if q_weight is None else qkv)
         ctx.sizes = num_heads, num_kv_heads, size, eps
         k_end = (num_heads + num_kv_heads) * size
-        q, k = turned[:, : num_heads * size], turned[:, num_heads * size : k_end]
+        q, k = turned_TC[:, : num_heads * size], turned_TC[:, num_heads * size : k_end]
         return (q.unflatten(1, (-1, size)), k.unflatten(1, (-1, size)), qkv[:, k_end:].unflatten(1, (-1, size)))
 
     @staticmethod
