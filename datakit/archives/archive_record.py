@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
-import xxhash
 
 from datakit.archives.seekable_zstd import DAMAGE_HINT, MAX_FRAME_BYTES
 from datakit.files.durable import FileDigest
 from datakit.store.fields import Fields
-from datakit.store.manifest import ARCHIVE_NAME, WORK_FOLDER, Manifest, content_checksum
+from datakit.store.manifest import ARCHIVE_NAME, WORK_FOLDER, content_checksum, digest_in
 
 PLAN_KEY = f"{WORK_FOLDER}/{ARCHIVE_NAME}"  # there while an archive is unfinished
 SUFFIX = ".zst"
@@ -67,23 +66,5 @@ class ArchiveRecord:
         frame_bytes = fields.number("frame_bytes")
         if not 0 < frame_bytes <= MAX_FRAME_BYTES:
             raise fields.fault(f"frames of {frame_bytes} bytes, at most {MAX_FRAME_BYTES} expected")
-        files = {entry.text("name"): _digest(entry) for entry in fields.tables("files")}
-        return cls(fields.number("level"), frame_bytes, _digest(fields.table("manifest")), files)
-
-
-def store_files(manifest: Manifest) -> dict[str, FileDigest]:
-    """Return the files of a store with the digests of their bytes, by name and in the manifest's order."""
-    return {
-        f"{shard.name}.{kind}": digest
-        for shard in manifest.shards
-        for kind, digest in (("bin", shard.bin), ("idx", shard.idx), ("origin", shard.origin))
-    }
-
-
-def digest_of(content: bytes) -> FileDigest:
-    """Size and checksum of bytes in memory."""
-    return FileDigest(len(content), xxhash.xxh3_64_hexdigest(content))
-
-
-def _digest(fields: Fields) -> FileDigest:
-    return FileDigest(fields.number("size_bytes"), fields.text("xxh3_64"))
+        files = {entry.text("name"): digest_in(entry) for entry in fields.tables("files")}
+        return cls(fields.number("level"), frame_bytes, digest_in(fields.table("manifest")), files)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import orjson
 import xxhash
 
-from datakit.archives.archive_record import SUFFIX, ArchiveRecord, digest_of, store_files
+from datakit.archives.archive_record import SUFFIX, ArchiveRecord
 from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.seekable_zstd import FRAME_BYTES, pack
 from datakit.archives.store_source import StoreSource
@@ -67,9 +67,9 @@ class _Archiving:
     def __init__(self, store: TokenStore, output: Output, level: int, threads: FileThreads, report: Report) -> None:
         self._folder, self._output, self._level = store.path, output, level
         self._threads, self._report = threads, report
-        self._files = store_files(store.manifest)
+        self._files = store.manifest.files()
         self._manifest_bytes = b"".join(blocks_of(store.path / FILE_NAME))
-        self._manifest = digest_of(self._manifest_bytes)
+        self._manifest = FileDigest.of(self._manifest_bytes)
 
     def run(self) -> ArchiveSummary:
         """Make what is missing, then commit."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from datakit.archives.archive_record import MAX_RECORD_BYTES, PLAN_KEY, SUFFIX, ArchiveRecord, digest_of, store_files
+from datakit.archives.archive_record import MAX_RECORD_BYTES, PLAN_KEY, SUFFIX, ArchiveRecord
 from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
 from datakit.files.durable import FileDigest
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, MAX_BYTES, Manifest
@@ -37,7 +37,7 @@ class StoreSource:
         """Wrap what was read already; `StoreSource.open` is the usual way."""
         self.storage, self.manifest_bytes, self.record = storage, manifest_bytes, record
         self.manifest = Manifest.parse(f"{storage.url}/{FILE_NAME}", manifest_bytes)
-        digests = store_files(self.manifest)
+        digests = self.manifest.files()
         if len(digests) != 3 * len(self.manifest.shards):
             raise _fault(f"{storage.url}/{FILE_NAME} names a shard twice")
         if record and list(record.files) != [f"{name}{SUFFIX}" for name in digests]:
@@ -61,7 +61,7 @@ class StoreSource:
         manifest_bytes = _read_small(storage, FILE_NAME, MAX_BYTES)
         if manifest_bytes is None:
             raise _fault(f"{storage.url}/{FILE_NAME} is missing") if record else _nothing_there(storage)
-        if record and record.manifest != digest_of(manifest_bytes):
+        if record and record.manifest != FileDigest.of(manifest_bytes):
             raise _fault(f"{storage.url}/{FILE_NAME} is damaged: its checksum does not hold")
         return cls(storage, manifest_bytes, record)
 

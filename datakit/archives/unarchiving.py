@@ -8,10 +8,9 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from datakit.archives.archive_record import digest_of
 from datakit.archives.file_threads import FileThreads, Report
 from datakit.archives.store_source import SourceFile, StoreSource
-from datakit.files.durable import durable_file, url_behind
+from datakit.files.durable import FileDigest, durable_file, url_behind
 from datakit.store.claim import claim
 from datakit.store.manifest import FILE_NAME, is_plain_folder
 from datakit.store.output import ASSEMBLY_NOTE, Output
@@ -46,7 +45,7 @@ def unarchive(
                 stream.writelines(threads.until_ended(opened.blocks(file)))
             place.adopt("", [target])
 
-    made_of = {"manifest": asdict(digest_of(opened.manifest_bytes))}
+    made_of = {"manifest": asdict(FileDigest.of(opened.manifest_bytes))}
     with claim(place, made_of, keeps=(StorageError, CheckFailed)):
         threads.map(fetch, opened.files, report)
         place.commit({FILE_NAME: opened.manifest_bytes})

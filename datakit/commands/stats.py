@@ -52,20 +52,12 @@ def _print_statistics(found: "Statistics") -> None:
             f"tokens a document  min {lengths.min:,}  median {lengths.median:,}  p90 {lengths.p90:,}  "
             f"p99 {lengths.p99:,}  max {lengths.max:,}  mean {lengths.mean:,.1f}"
         )
-    buckets = [
-        (f"{bucket.min_length:,} to {bucket.max_length:,}" if bucket.max_length > 1 else f"{bucket.max_length}", bucket)
-        for bucket in found.histogram
-    ]
-    rows = [(length, f"{bucket.num_documents:,}", f"{bucket.num_tokens:,}") for length, bucket in buckets]
+    rows = [(bucket.name, f"{bucket.num_documents:,}", f"{bucket.num_tokens:,}") for bucket in found.histogram]
     print()
     print_table(("length", "documents", "tokens"), rows)
     if found.tags:
-        _print_shares("tag", [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in found.tags])
-    sources = [(source.path or "no source", source.num_documents, source.num_tokens) for source in found.sources]
-    others = found.other_sources
-    if others.num_sources:
-        sources.append((f"{others.num_sources:,} others", others.num_documents, others.num_tokens))
-    _print_shares("source", sources)
+        _print_shares("tag", found.tag_rows)
+    _print_shares("source", found.source_rows)
 
 
 def _print_shares(what: str, rows: Sequence[tuple[str, int, int]]) -> None:

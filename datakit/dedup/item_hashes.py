@@ -64,10 +64,9 @@ class ItemHasher:
 def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | None]:
     """Return the hashes of items, None if an item's are not there, or of other input."""
     sizes = output.sizes(FOLDER)
-    records = [record for _, record in map(_names, items)]
-    contents = output.read_many([record for record in records if record in sizes])
+    contents = output.read_many((record for _, record in map(_names, items)), sizes)
     return [
-        _parse(next(contents), output, item, sizes) if record in sizes else None for item, record in zip(items, records)
+        _parse(content, output, item, sizes) if content else None for content, item in zip(contents, items, strict=True)
     ]
 
 

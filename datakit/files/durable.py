@@ -35,6 +35,11 @@ class FileDigest:
     size_bytes: int
     xxh3_64: str
 
+    @classmethod
+    def of(cls, content: bytes) -> "FileDigest":
+        """Return that of a file with this content."""
+        return cls(len(content), xxhash.xxh3_64_hexdigest(content))
+
 
 def digest_file(path: Path) -> FileDigest:
     """Size and checksum of a file, in one pass."""
@@ -108,7 +113,7 @@ def flush_to_disk(file: BinaryIO) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | str) -> Iterator[None]:
     """Turn the system's refusals to read `path` into a StorageError that names it and what to do."""
     try:
         yield

@@ -45,7 +45,7 @@ def detect(source: str | os.PathLike[str]) -> str:
         return "megatron"
     if path.suffix == datatrove.SUFFIX or (path.is_dir() and any(path.glob(f"*{datatrove.SUFFIX}"))):
         return "datatrove"
-    index = mosaic.index_of(path)
+    index = foreign_index.index_of(path)
     if index.is_file():
         raw = foreign_index.ForeignIndex.read(index).raw
         if "shards" in raw or "chunks" in raw:

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from datakit.files.durable import blocks_of
-from datakit.foreign.exact_reader import AGAIN, ExactReader, open_exactly
+from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 SUFFIX = ".ds"
 _DTYPES = {2: "uint16", 4: "uint32"}
@@ -72,7 +72,7 @@ class _DsFile:
                 hint="--dtype uint16, or uint32 where the vocabulary has more than 65,536 tokens",
             )
         if size_bytes % _SIZES[found]:
-            raise CheckFailed(f"{path} has {size_bytes} bytes, no whole number of {found} tokens", hint=AGAIN)
+            raise damaged(f"{path} has {size_bytes} bytes, no whole number of {found} tokens")
         return replace(file, dtype=found, num_tokens=size_bytes // _SIZES[found])
 
     @property
@@ -110,23 +110,20 @@ class _DsFile:
                 ends = np.frombuffer(reader.read(8 * min(_WINDOW_DOCUMENTS, num_ends - document)), "<u8")
                 wrong = np.flatnonzero((ends < np.append(np.uint64(end_before), ends[:-1])) | (ends > self.num_tokens))
                 if len(wrong):
-                    raise CheckFailed(
+                    raise damaged(
                         f"{self.index}: document {document + int(wrong[0])} ends at token {ends[wrong[0]]}, "
-                        f"before it begins or after the {self.num_tokens} tokens of its file",
-                        hint=AGAIN,
+                        f"before it begins or after the {self.num_tokens} tokens of its file"
                     )
                 yield end_before, ends.astype(np.int64)
                 end_before, document = int(ends[-1]), document + len(ends)
         if end_before != self.num_tokens:
-            raise CheckFailed(
-                f"{self.path} has {self.num_tokens} tokens, its index ends at token {end_before}", hint=AGAIN
-            )
+            raise damaged(f"{self.path} has {self.num_tokens} tokens, its index ends at token {end_before}")
 
     def _num_documents(self) -> int:
         assert self.index is not None
         size_bytes = self.index.stat().st_size
         if size_bytes % 8:
-            raise CheckFailed(f"{self.index} has {size_bytes} bytes, no whole number of u64", hint=AGAIN)
+            raise damaged(f"{self.index} has {size_bytes} bytes, no whole number of u64")
         return size_bytes // 8
 
     def _dtype_of_index(self, size_bytes: int) -> str | None:
@@ -153,7 +150,7 @@ def _metadata_dtype(path: Path) -> str | None:
         return None
     dtype = _DTYPES.get(int(size)) if size.isdecimal() and len(size) == 1 else None
     if dtype is None:
-        raise CheckFailed(f"{path}: token size {size[:80]!r} is neither 2 nor 4", hint=AGAIN)
+        raise damaged(f"{path}: token size {size[:80]!r} is neither 2 nor 4")
     return dtype
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import xxhash
 import zstandard
 
+from datakit.files.durable import reading
 from datakit.store.shard import Int64s
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 
 MAX_PIECE_BYTES = 1 << 30
 COMPRESSIONS = ("", "gz", "zstd")
@@ -39,9 +40,8 @@ class ExactReader:
     def read(self, size_bytes: int) -> bytes:
         """Return the next bytes, so many of them."""
         if size_bytes > MAX_PIECE_BYTES:
-            raise CheckFailed(
-                f"{self.path}: {size_bytes} bytes in one piece at byte {self.at}, more than {MAX_PIECE_BYTES}",
-                hint=AGAIN,
+            raise damaged(
+                f"{self.path}: {size_bytes} bytes in one piece at byte {self.at}, more than {MAX_PIECE_BYTES}"
             )
         return b"".join(self._blocks(size_bytes))
 
@@ -64,10 +64,10 @@ class ExactReader:
     def finish(self) -> None:
         """Make sure that nothing follows, and that the hashes hold."""
         if self._take(1):
-            raise CheckFailed(f"{self.path} goes on after byte {self.at}, where it should end", hint=AGAIN)
+            raise damaged(f"{self.path} goes on after byte {self.at}, where it should end")
         for name, hasher in self._hashers.items():
             if hasher.hexdigest() != self._expected[name]:
-                raise CheckFailed(f"{self.path} is damaged: its {name} does not hold", hint=AGAIN)
+                raise damaged(f"{self.path} is damaged: its {name} does not hold")
 
     def offsets(self, count: int) -> Int64s:
         """Return a table of u32 offsets; its count must have been checked against the size of the file."""
@@ -77,7 +77,7 @@ class ExactReader:
         while size_bytes:
             block = self._take(min(size_bytes, _BLOCK_BYTES))
             if not block:
-                raise CheckFailed(f"{self.path} is truncated: {size_bytes} bytes are missing at {self.at}", hint=AGAIN)
+                raise damaged(f"{self.path} is truncated: {size_bytes} bytes are missing at {self.at}")
             for hasher in self._hashers.values():
                 hasher.update(block)
             self.at += len(block)
@@ -85,12 +85,16 @@ class ExactReader:
             yield block
 
     def _take(self, size_bytes: int) -> bytes:
-        try:
-            return self._stream.read(size_bytes)
-        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
-            raise CheckFailed(f"{self.path} is truncated or damaged: {error}", hint=AGAIN) from None
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}", hint=f"ls -l {self.path}") from error
+        with reading(self.path):
+            try:
+                return self._stream.read(size_bytes)
+            except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
+                raise damaged(f"{self.path} is truncated or damaged: {error}") from None
+
+
+def damaged(what: str) -> CheckFailed:
+    """Return the error of a file that is not what something else has promised."""
+    return CheckFailed(what, hint=AGAIN)
 
 
 @contextmanager
@@ -106,12 +110,11 @@ def open_exactly(path: Path, compression: str = "", hashes: Mapping[str, str] | 
 @contextmanager
 def open_binary(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading; UserError if it is missing, StorageError if it cannot be read."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing", hint=f"ls -l {path.parent}") from None
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+    with reading(path):
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing", hint=f"ls -l {path.parent}") from None
     with file:
         yield file
 

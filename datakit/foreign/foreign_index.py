@@ -1,14 +1,21 @@
 """ForeignIndex: the index.json of an MDS or litdata dataset, read field by field; a fault names the file and field."""
 
+import os
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from datakit.foreign.exact_reader import AGAIN, open_binary
+from datakit.files.durable import reading
+from datakit.foreign.exact_reader import AGAIN, damaged, open_binary
 from datakit.store.fields import Fields
-from threefold.errors import CheckFailed, StorageError
 
 FILE_NAME = "index.json"
 MAX_BYTES = 512 << 20
+
+
+def index_of(source: str | os.PathLike[str]) -> Path:
+    """Return the index.json of a folder, or itself."""
+    path = Path(source)
+    return path if path.name == FILE_NAME else path / FILE_NAME
 
 
 class ForeignIndex(Fields):
@@ -20,13 +27,10 @@ class ForeignIndex(Fields):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a whole index.json."""
-        with open_binary(path) as file:
-            try:
-                data = file.read(MAX_BYTES + 1)
-            except OSError as error:
-                raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
+        with open_binary(path) as file, reading(path):
+            data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise CheckFailed(f"{path} has more than the {MAX_BYTES} bytes that an index may have", hint=AGAIN)
+            raise damaged(f"{path} has more than the {MAX_BYTES} bytes that an index may have")
         return cls.parse(path, data)
 
     def file(self, name: str) -> Path:

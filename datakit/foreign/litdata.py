@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from datakit.foreign.exact_reader import AGAIN, ExactReader, open_exactly
-from datakit.foreign.foreign_index import FILE_NAME, ForeignIndex
+from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
+from datakit.foreign.foreign_index import ForeignIndex, index_of
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
-from datakit.foreign.token_column import choose_column, require_dtype
+from datakit.foreign.token_column import choose_column, read_column, require_dtype
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
@@ -45,16 +45,11 @@ def from_litdata(
     UserError if no leaf, or more than one, may hold tokens and `choices.column` names none, where it is of raw bytes
     and `choices.dtype` is not given, and for pickled, encrypted, parquet or Arrow items.
     """
-    indices = [ForeignIndex.read(Path(source) / FILE_NAME) for source in map(_folder, sources)]
+    indices = [ForeignIndex.read(index_of(source)) for source in sources]
     files = [file for index in indices for file in _chunks(index, choices)]
     return store_of_files(
         "litdata", files, [*(index.path for index in indices), *(file.path for file in files)], output, choices
     )
-
-
-def _folder(source: str | os.PathLike[str]) -> Path:
-    path = Path(source)
-    return path.parent if path.name == FILE_NAME else path
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,7 @@ def _layout(config: ForeignIndex, choices: Choices, has_dim: bool) -> _Layout:
     names = _leaf_names(config, len(formats))
     leaf = _choose_leaf(place, names, formats, choices)
     if loader == "TokensLoader" and (len(formats) != 1 or leaf.form in _HEADED):
-        raise CheckFailed(f"{place} is of a TokensLoader but has data_format {formats}", hint=AGAIN)
+        raise damaged(f"{place} is of a TokensLoader but has data_format {formats}")
     return _Layout(level if compression else "", 0 if loader == "TokensLoader" else len(formats), leaf)
 
 
@@ -166,9 +161,8 @@ class _Chunk:
         offsets = self._offsets(reader, num_items)
         # chunk_bytes counted the items alone in early versions
         if offsets[0] != reader.at or offsets[-1] not in (self.chunk_bytes, self.chunk_bytes + int(offsets[0])):
-            raise CheckFailed(
-                f"{self.path}: its items are bytes {offsets[0]} to {offsets[-1]}, its index says {self.chunk_bytes}",
-                hint=AGAIN,
+            raise damaged(
+                f"{self.path}: its items are bytes {offsets[0]} to {offsets[-1]}, its index says {self.chunk_bytes}"
             )
         for size_bytes in np.diff(offsets).tolist():
             if self.layout.packing == "sample":
@@ -182,16 +176,16 @@ class _Chunk:
         """Items in frames of many; their offsets count from the first item's, all unpacked."""
         magic, version, _, num_items, _, num_frames = _FRAMED_HEAD.unpack(chunk.read(_FRAMED_HEAD.size))
         if magic != _FRAMED_MAGIC or version != 1:
-            raise CheckFailed(f"{self.path} begins with {magic!r} version {version}, no batches of items", hint=AGAIN)
+            raise damaged(f"{self.path} begins with {magic!r} version {version}, no batches of items")
         offsets, item = self._offsets(chunk, num_items), 0
         if num_frames > num_items:
-            raise CheckFailed(f"{self.path} has {num_frames} batches of {num_items} items", hint=AGAIN)
+            raise damaged(f"{self.path} has {num_frames} batches of {num_items} items")
         for first, count, at_bytes, size_bytes, content_bytes in _FRAME.iter_unpack(
             chunk.read(_FRAME.size * num_frames)
         ):
             sizes = np.diff(offsets[first : first + count + 1]).tolist()
             if (first, at_bytes) != (item, chunk.at) or not count == len(sizes) > 0 or sum(sizes) != content_bytes:
-                raise CheckFailed(f"{self.path}: its batch of items from {first} does not fit them", hint=AGAIN)
+                raise damaged(f"{self.path}: its batch of items from {first} does not fit them")
             frame = chunk.unpacking(size_bytes)
             for item_bytes in sizes:
                 yield frame, item_bytes, int(offsets[first])
@@ -199,31 +193,22 @@ class _Chunk:
             item += count
         chunk.finish()
         if item != num_items:
-            raise CheckFailed(f"{self.path}: its batches hold {item} of {num_items} items", hint=AGAIN)
+            raise damaged(f"{self.path}: its batches hold {item} of {num_items} items")
 
     def _offsets(self, reader: ExactReader, num_items: int) -> Int64s:
         if num_items != self.num_items or (not self.layout.packing and 4 * num_items > self.path.stat().st_size):
-            raise CheckFailed(f"{self.path} says {num_items} items, its index {self.num_items}", hint=AGAIN)
+            raise damaged(f"{self.path} says {num_items} items, its index {self.num_items}")
         offsets = reader.offsets(num_items + 1)
         if (np.diff(offsets) < 0).any():
-            raise CheckFailed(f"{self.path}: its items do not follow each other", hint=AGAIN)
+            raise damaged(f"{self.path}: its items do not follow each other")
         return offsets
 
     def _tokens(self, reader: ExactReader, number: int, size_bytes: int, base: int) -> tuple[Tokens, int]:
-        stop = reader.at + size_bytes
-        num_leaves, leaf = self.layout.num_leaves, self.layout.leaf
-        sizes = [size_bytes]
-        if num_leaves:
-            if 4 * num_leaves > size_bytes:
-                raise self._damaged(number, f"has {size_bytes} bytes, too few for the sizes of its leaves")
-            sizes = reader.offsets(num_leaves).tolist()
-            if sum(sizes) != stop - reader.at:
-                raise self._damaged(number, f"has leaves of {sizes} bytes in {size_bytes}")
-        reader.skip(sum(sizes[: leaf.number]))
-        at, data = base + reader.at, reader.read(sizes[leaf.number])
-        reader.skip(stop - reader.at)
+        sizes: list[int | None] = [None] * self.layout.num_leaves or [size_bytes]
+        named = f"{self.path}: item {number}", "leaves"
+        at, data = read_column(reader, size_bytes, sizes, self.layout.leaf.number, *named)
         tokens = self._decode(number, data)
-        return tokens, at + len(data) - tokens.nbytes
+        return tokens, base + at + len(data) - tokens.nbytes
 
     def _decode(self, number: int, data: bytes) -> Tokens:
         head, dtype, shape = 0, self.layout.leaf.dtype, None
@@ -245,4 +230,4 @@ class _Chunk:
         return np.frombuffer(data, found, count, head)
 
     def _damaged(self, number: int, what: str) -> CheckFailed:
-        return CheckFailed(f"{self.path}: item {number} {what}", hint=AGAIN)
+        return damaged(f"{self.path}: item {number} {what}")

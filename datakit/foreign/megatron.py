@@ -6,14 +6,13 @@ Into a store, every file is read once: its checksum is taken and its tokens are 
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from datakit.files.durable import FileDigest, digest_file, durable_file, writing
+from datakit.files.durable import FileDigest, digest_file, durable_file, reading, writing
 from datakit.foreign.foreign_store import AGAIN_HINT, Choices, check_tokens, make_store
 from datakit.store.claim import claim
 from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER, ShardEntry
@@ -22,7 +21,7 @@ from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import HEADER, Int64s, TokenShard
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, UserError
 
 _WINDOW_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 8 << 20
@@ -184,7 +183,7 @@ def _read(dataset: _Dataset, vocab_size: int, origin: Path) -> tuple[FileDigest,
 def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[int]]]:
     """Yield the bytes of all tokens in blocks of whole documents, with the documents' checks."""
     shard, itemsize = dataset.shard, dataset.shard.dtype.itemsize
-    with _reading(shard.bin_path), shard.bin_path.open("rb") as file:
+    with reading(shard.bin_path), shard.bin_path.open("rb") as file:
         for start, lengths in dataset.windows():
             ends = np.cumsum(lengths) * itemsize
             first = 0
@@ -201,14 +200,6 @@ def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[in
                 ]
                 yield block, checks
                 first = last
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
 def _check_block(shard: TokenShard, block: bytes, first: int, ends: Int64s, vocab_size: int) -> None:

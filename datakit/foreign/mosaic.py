@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from datakit.foreign.exact_reader import AGAIN, COMPRESSIONS, ExactReader, open_exactly
-from datakit.foreign.foreign_index import FILE_NAME, ForeignIndex
+from datakit.foreign.exact_reader import COMPRESSIONS, ExactReader, damaged, open_exactly
+from datakit.foreign.foreign_index import ForeignIndex, index_of
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
-from datakit.foreign.token_column import choose_column, require_dtype
+from datakit.foreign.token_column import choose_column, read_column, require_dtype
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
@@ -33,21 +33,15 @@ def from_mds(sources: Sequence[str | os.PathLike[str]], output: str | os.PathLik
     UserError if no column, or more than one, may hold tokens and `choices.column` names none, where it is of raw
     bytes and `choices.dtype` is not given, or where it is pickled.
     """
-    files = [file for source in sources for file in _mds_files(Path(source), choices)]
-    indices = [index_of(Path(source)) for source in sources]
-    return store_of_files("mds", files, [*indices, *(file.path for file in files)], output, choices)
+    files = [file for source in sources for file in _mds_files(source, choices)]
+    return store_of_files("mds", files, [*map(index_of, sources), *(file.path for file in files)], output, choices)
 
 
-def index_of(source: Path) -> Path:
-    """Return the index.json of a folder, or itself."""
-    return source if source.name == FILE_NAME else source / FILE_NAME
-
-
-def _mds_files(source: Path, choices: Choices) -> "list[_MdsFile]":
+def _mds_files(source: str | os.PathLike[str], choices: Choices) -> "list[_MdsFile]":
     index = ForeignIndex.read(index_of(source))
     if index.number("version") != 2:
         raise UserError(f"{index.path} has version {index.raw['version']}, this program reads version 2", hint=_ANEW)
-    return [_MdsFile.open(shard, str(source), choices) for shard in index.tables("shards")]
+    return [_MdsFile.open(shard, os.fspath(Path(source)), choices) for shard in index.tables("shards")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,7 @@ class _MdsFile:
         if not len(names) == len(encodings) == len(sizes) or not all(
             size is None or (isinstance(size, int) and 0 < size < 1 << 32) for size in sizes
         ):
-            raise CheckFailed(f"{shard.path}: {shard.place}column_sizes do not fit the columns {names}", hint=AGAIN)
+            raise damaged(f"{shard.path}: {shard.place}column_sizes do not fit the columns {names}")
         raw = shard.table("raw_data")
         packed = shard.table("zip_data") if shard.raw.get("zip_data") else None
         # what was unpacked once (and perhaps kept) is beside the index under its raw name
@@ -117,7 +111,7 @@ class _MdsFile:
             raise UserError(f"{shard.path} names {file.path.name}, which is missing", hint=f"ls -l {file.path.parent}")
         if not kind and file.path.stat().st_size != file.size_bytes:
             size_bytes = file.path.stat().st_size
-            raise CheckFailed(f"{file.path} has {size_bytes} bytes, its index says {file.size_bytes}", hint=AGAIN)
+            raise damaged(f"{file.path} has {size_bytes} bytes, its index says {file.size_bytes}")
         return file
 
     def samples(self) -> Iterator[tuple[Tokens, int]]:
@@ -132,29 +126,17 @@ class _MdsFile:
         """Where samples begin and end, checked to follow each other up to the end of the shard."""
         num_samples = int.from_bytes(reader.read(4), "little")
         if num_samples != self.num_samples or 8 + 4 * num_samples > self.size_bytes:
-            raise CheckFailed(
-                f"{self.path} says {num_samples} samples, its index {self.num_samples} in {self.size_bytes} bytes",
-                hint=AGAIN,
+            raise damaged(
+                f"{self.path} says {num_samples} samples, its index {self.num_samples} in {self.size_bytes} bytes"
             )
         offsets = reader.offsets(num_samples + 1)
         if offsets[0] < reader.at or offsets[-1] != self.size_bytes or (np.diff(offsets) < 0).any():
-            raise CheckFailed(
-                f"{self.path}: its samples do not follow each other up to byte {self.size_bytes}", hint=AGAIN
-            )
+            raise damaged(f"{self.path}: its samples do not follow each other up to byte {self.size_bytes}")
         return offsets
 
     def _tokens(self, reader: ExactReader, number: int, size_bytes: int) -> tuple[Tokens, int]:
-        stop = reader.at + size_bytes
-        num_sizes = self.fixed_sizes.count(None)
-        if 4 * num_sizes > size_bytes:
-            raise self._damaged(number, f"has {size_bytes} bytes, too few for the sizes of its columns")
-        variable = iter(reader.offsets(num_sizes).tolist())
-        sizes = [next(variable) if size is None else size for size in self.fixed_sizes]
-        if sum(sizes) != stop - reader.at:
-            raise self._damaged(number, f"has columns of {sizes} bytes in {size_bytes}")
-        reader.skip(sum(sizes[: self.column.number]))
-        at, data = reader.at, reader.read(sizes[self.column.number])
-        reader.skip(stop - reader.at)
+        named = f"{self.path}: sample {number}", "columns"
+        at, data = read_column(reader, size_bytes, self.fixed_sizes, self.column.number, *named)
         tokens = self._decode(number, data)
         return tokens, at + len(data) - tokens.nbytes
 
@@ -180,7 +162,7 @@ class _MdsFile:
         return np.frombuffer(data, found, count, head)
 
     def _damaged(self, number: int, what: str) -> CheckFailed:
-        return CheckFailed(f"{self.path}: sample {number} {what}", hint=AGAIN)
+        return damaged(f"{self.path}: sample {number} {what}")
 
 
 def _choose_column(shard: ForeignIndex, names: list[str], encodings: list[str], choices: Choices) -> _Column:

@@ -1,7 +1,8 @@
-"""Token column: which column (of MDS) or leaf (of litdata) of a dataset's samples holds the tokens, and their dtype."""
+"""Token column: which column (of MDS) or leaf (of litdata) of a dataset's samples holds tokens, its bytes and dtype."""
 
 from collections.abc import Callable, Sequence
 
+from datakit.foreign.exact_reader import ExactReader, damaged
 from datakit.foreign.foreign_store import Choices
 from threefold.errors import UserError
 
@@ -41,6 +42,26 @@ def choose_column(
         )
     why = "; pickle is never loaded" if any(_is_pickled(encoding) for _, encoding in columns) else ""
     raise UserError(f"{place} has no {noun} that may hold tokens: {shown}{why}", hint=how)
+
+
+def read_column(
+    reader: ExactReader, size_bytes: int, sizes: Sequence[int | None], number: int, sample: str, noun: str
+) -> tuple[int, bytes]:
+    """Return where a column of a sample begins, and its bytes; `reader` passes from the sample's begin to its end.
+
+    `sizes` are those of all columns in bytes, None for each whose size is a u32 at the sample's begin.
+    """
+    stop, num_sizes = reader.at + size_bytes, sizes.count(None)
+    if 4 * num_sizes > size_bytes:
+        raise damaged(f"{sample} has {size_bytes} bytes, too few for the sizes of its {noun}")
+    variable = iter(reader.offsets(num_sizes).tolist())
+    known: list[int] = [next(variable) if size is None else size for size in sizes]
+    if sum(known) != stop - reader.at:
+        raise damaged(f"{sample} has {noun} of {known} bytes in {size_bytes}")
+    reader.skip(sum(known[:number]))
+    at, data = reader.at, reader.read(known[number])
+    reader.skip(stop - reader.at)
+    return at, data
 
 
 def require_dtype(what: str, found: str, choices: Choices, *, is_raw: bool) -> None:

@@ -17,7 +17,7 @@ import orjson
 from datakit.dedup.duplicates import Duplicates
 from datakit.files.durable import writing
 from datakit.preprocessing.recipe import WHOLE, Recipe
-from datakit.store.item_records import ItemRecord, Progress, record_key, shard_files
+from datakit.store.item_records import ItemRecord, Progress, record_key
 from datakit.store.manifest import ShardEntry
 from datakit.store.output import Output
 from datakit.store.writer import StoreShardWriter, store_dtype
@@ -76,9 +76,7 @@ class ItemEncoder:
                 writer.abandon()
             raise
         for store, entries in shards.items():
-            self._output.adopt(
-                store, [self._scratch / store / name for entry in entries for name in shard_files(entry)]
-            )
+            self._output.adopt(store, [self._scratch / store / name for entry in entries for name in entry.files()])
         record = ItemRecord(item, num_lines, input_bytes, shards, skipped, num_replaced, digests)
         self._output.write(record_key(item), orjson.dumps(record))
 
@@ -154,7 +152,7 @@ class _ShardSequence:
         if self._open is not None:
             self._open.abandon()
         for entry in self._finished:
-            for name in shard_files(entry):
+            for name in entry.files():
                 (self._folder / name).unlink(missing_ok=True)
 
 

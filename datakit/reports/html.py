@@ -37,11 +37,7 @@ def render_report(statistics: Statistics) -> str:
     """Return the report's HTML."""
     from jinja2 import Environment, StrictUndefined
 
-    ranges = [_range(bucket.min_length, bucket.max_length) for bucket in statistics.histogram]
-    sources = [(source.path or "no source", source.num_documents, source.num_tokens) for source in statistics.sources]
-    others = statistics.other_sources
-    if others.num_sources:
-        sources.append((f"{others.num_sources:,} others", others.num_documents, others.num_tokens))
+    ranges, sources = [bucket.name for bucket in statistics.histogram], statistics.source_rows
     charts = [
         _bars("documents by length", ranges, [bucket.num_documents for bucket in statistics.histogram]),
         _bars("tokens by length of their document", ranges, [bucket.num_tokens for bucket in statistics.histogram]),
@@ -57,11 +53,11 @@ def render_report(statistics: Statistics) -> str:
         lengths=_lengths(statistics),
         length_charts=charts,
         buckets=[
-            (name, bucket.num_documents, bucket.num_tokens)
-            for name, bucket in zip(ranges, statistics.histogram, strict=True)
+            (bucket.name, bucket.num_documents, bucket.num_tokens)
+            for bucket in statistics.histogram
             if bucket.num_documents
         ],
-        tags=[(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in statistics.tags],
+        tags=statistics.tag_rows,
         source_chart=_bars(
             "tokens", [_short(name) for name, _, _ in sources], [tokens for _, _, tokens in sources], lying=True
         ),
@@ -110,10 +106,6 @@ def _si(value: float, _: int = 0) -> str:
         if value >= size:
             return f"{value / size:g} {unit}"
     return f"{value:g}"
-
-
-def _range(low: int, high: int) -> str:
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _short(path: str) -> str:

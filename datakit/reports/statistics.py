@@ -23,8 +23,8 @@ _WINDOW_DOCUMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCounts:
-    """One of the stores that were counted."""
+class Counts:
+    """What is in one store, or came from one source file."""
 
     path: str
     num_documents: int
@@ -52,14 +52,11 @@ class Bucket:
     num_documents: int
     num_tokens: int
 
-
-@dataclass(frozen=True, slots=True)
-class SourceCounts:
-    """What came from one source file."""
-
-    path: str
-    num_documents: int
-    num_tokens: int
+    @property
+    def name(self) -> str:
+        """The lengths, as a reader sees them."""
+        low, high = f"{self.min_length:,}", f"{self.max_length:,}"
+        return low if low == high else f"{low} to {high}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +84,28 @@ class Statistics:
     `tags` are all that have documents, those of most tokens first, and then what has none; empty where nothing has one.
     """
 
-    stores: tuple[StoreCounts, ...]
+    stores: tuple[Counts, ...]
     num_documents: int
     num_tokens: int
     num_empty_documents: int
     lengths: Lengths | None
     histogram: tuple[Bucket, ...]
-    sources: tuple[SourceCounts, ...]
+    sources: tuple[Counts, ...]
     other_sources: OtherSources
     tags: tuple[TagCounts, ...]
+
+    @property
+    def source_rows(self) -> list[tuple[str, int, int]]:
+        """Name, documents and tokens of each source, then of all others together."""
+        rows = [(source.path or "no source", source.num_documents, source.num_tokens) for source in self.sources]
+        others = self.other_sources
+        more = [(f"{others.num_sources:,} others", others.num_documents, others.num_tokens)]
+        return rows + more * (others.num_sources > 0)
+
+    @property
+    def tag_rows(self) -> list[tuple[str, int, int]]:
+        """Name, documents and tokens of each tag."""
+        return [(tag.name or "no tag", tag.num_documents, tag.num_tokens) for tag in self.tags]
 
 
 def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
@@ -107,7 +117,7 @@ def statistics(paths: Sequence[str | os.PathLike[str]]) -> Statistics:
             _count_shard(store, number, lengths, sources)
     named, others = sources.ranked()
     return Statistics(
-        stores=tuple(StoreCounts(str(store.path), store.num_documents, store.num_tokens) for store in stores),
+        stores=tuple(Counts(str(store.path), store.num_documents, store.num_tokens) for store in stores),
         num_documents=sum(store.num_documents for store in stores),
         num_tokens=sum(store.num_tokens for store in stores),
         num_empty_documents=int(lengths.table[0]),
@@ -208,12 +218,10 @@ class _SourceCounts:
             self._tag_documents[tags[number]] += num_documents
             self._tag_tokens[tags[number]] += num_tokens
 
-    def ranked(self) -> tuple[tuple[SourceCounts, ...], OtherSources]:
+    def ranked(self) -> tuple[tuple[Counts, ...], OtherSources]:
         """Return the sources of most tokens, the first by name among equals, and the sum of the others."""
         order = sorted(self._tokens, key=lambda path: (-self._tokens[path], path))
-        named = tuple(
-            SourceCounts(path, self._documents[path], self._tokens[path]) for path in order[:MAX_NAMED_SOURCES]
-        )
+        named = tuple(Counts(path, self._documents[path], self._tokens[path]) for path in order[:MAX_NAMED_SOURCES])
         others = OtherSources(
             num_sources=len(order) - len(named),
             num_documents=self._documents.total() - sum(source.num_documents for source in named),

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 
 from datakit.store.fields import Fields
 from datakit.store.manifest import WORK_FOLDER, ShardEntry, shard_entry
-from datakit.store.output import Output
+from datakit.store.output import Output, key_of
 from datakit.text.inputs import WorkItem
 from threefold.errors import CheckFailed
 
-SUFFIXES = (".bin", ".idx", ".origin")
 RECORDS_FOLDER = f"{WORK_FOLDER}/items"
 
 
@@ -42,9 +41,10 @@ class Progress:
 def read_records(output: Output, items: Sequence[WorkItem]) -> list[ItemRecord | None]:
     """Return the records of items, None if one is not sealed, or was from other input or with a lost shard."""
     sizes = output.sizes()
-    keys = [record_key(item) for item in items]
-    contents = output.read_many([key for key in keys if key in sizes])
-    return [_parse_record(next(contents), item, sizes) if key in sizes else None for item, key in zip(items, keys)]
+    contents = output.read_many(map(record_key, items), sizes)
+    return [
+        _parse_record(content, item, sizes) if content else None for content, item in zip(contents, items, strict=True)
+    ]
 
 
 def record_key(item: WorkItem) -> str:
@@ -67,8 +67,8 @@ def _parse_record(content: bytes, item: WorkItem, sizes: dict[str, int]) -> Item
         return None
     for part, entries in shards.items():
         for entry in entries:
-            for name, digest in zip(shard_files(entry), (entry.bin, entry.idx, entry.origin)):
-                if sizes.get(f"{part}/{name}".lstrip("/")) != digest.size_bytes:
+            for name, digest in entry.files().items():
+                if sizes.get(key_of(part, name)) != digest.size_bytes:
                     return None
     return found
 
@@ -80,7 +80,3 @@ def fields_of_record(content: bytes, item: WorkItem) -> Fields | None:
         return record if WorkItem.parse(record.raw["item"]) == item else None
     except (CheckFailed, KeyError, TypeError):
         return None
-
-
-def shard_files(entry: ShardEntry) -> list[str]:
-    return [f"{entry.name}{suffix}" for suffix in SUFFIXES]

@@ -16,9 +16,9 @@ import xxhash
 
 from datakit.files.durable import FileDigest, reading, replace_durably, url_behind
 from datakit.store.fields import Fields
-from datakit.store.shard import RESTORE_HINT
+from datakit.store.shard import damaged
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 FILE_NAME = "manifest.json"
 ARCHIVE_NAME = "archive.json"  # what makes a folder an archive of a store
@@ -72,6 +72,10 @@ class Manifest:
         content = [self.dtype, [[shard.num_tokens, shard.bin.xxh3_64] for shard in self.shards]]
         return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
 
+    def files(self) -> dict[str, FileDigest]:
+        """Return the digests of the files of all shards by name, in order."""
+        return {name: digest for shard in self.shards for name, digest in shard.files().items()}
+
     def encode(self) -> bytes:
         """Return the content of the manifest's file."""
         content = {
@@ -101,7 +105,7 @@ class Manifest:
                 with path.open("rb") as file:
                     size_bytes = os.fstat(file.fileno()).st_size
                     if size_bytes > MAX_BYTES:
-                        raise _fault(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
+                        raise damaged(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
                     data = file.read()
             except FileNotFoundError:
                 raise _not_a_store(folder) from None
@@ -113,14 +117,14 @@ class Manifest:
         fields = Fields.parse(path, data)
         raw = fields.raw
         if fields.text("format") != FORMAT:
-            raise _fault(f"{path} is not a token store's manifest: format {reprlib.repr(raw['format'])}")
+            raise damaged(f"{path} is not a token store's manifest: format {reprlib.repr(raw['format'])}")
         if fields.number("version") != VERSION:
-            raise _fault(f"{path} has version {raw['version']}, this program reads version {VERSION}")
+            raise damaged(f"{path} has version {raw['version']}, this program reads version {VERSION}")
         if fields.text("checksum") != content_checksum(raw):
-            raise _fault(f"{path} is damaged: its checksum does not hold")
+            raise damaged(f"{path} is damaged: its checksum does not hold")
         dtype = fields.text("dtype")
         if dtype not in STORE_DTYPES:
-            raise _fault(f"{path}: dtype {reprlib.repr(dtype)} is none of {', '.join(STORE_DTYPES)}")
+            raise damaged(f"{path}: dtype {reprlib.repr(dtype)} is none of {', '.join(STORE_DTYPES)}")
         manifest = cls(
             dtype,
             _tokenizer(fields.table("tokenizer")),
@@ -131,11 +135,11 @@ class Manifest:
         for shard in manifest.shards:
             if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
                 what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
-                raise _fault(f"{path}: {what}")
+                raise damaged(f"{path}: {what}")
         found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
         for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
             if value != getattr(manifest, name):
-                raise _fault(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
+                raise damaged(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
         return manifest
 
 
@@ -153,19 +157,16 @@ def shard_entry(fields: Fields) -> ShardEntry:
     """Return the entry of one shard that `asdict` made JSON of."""
     name = fields.text("name")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise _fault(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is not a shard's name")
-    digests = {
-        kind: FileDigest(digest.number("size_bytes"), digest.text("xxh3_64"))
-        for kind in ("bin", "idx", "origin")
-        for digest in [fields.table(kind)]
-    }
+        raise damaged(f"{fields.path}: {fields.place}name {reprlib.repr(name)} is not a shard's name")
+    digests = {kind: digest_in(fields.table(kind)) for kind in ("bin", "idx", "origin")}
     return ShardEntry(
         name, fields.number("num_documents"), fields.number("num_tokens"), fields.number("first_line"), **digests
     )
 
 
-def _fault(message: str) -> CheckFailed:
-    return CheckFailed(message, hint=RESTORE_HINT)
+def digest_in(fields: Fields) -> FileDigest:
+    """Return the digest that `asdict` made JSON of."""
+    return FileDigest(fields.number("size_bytes"), fields.text("xxh3_64"))
 
 
 def content_checksum(content: dict[str, Any]) -> str | None:

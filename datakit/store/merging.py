@@ -27,13 +27,12 @@ def merge(
     opened, place = [TokenStore.open(path) for path in stores], Output(os.fspath(output), ASSEMBLY_NOTE)
     manifest = plan_merge([(str(store.path), store.manifest) for store in opened])
     sources = [files for store in opened for entry in store.manifest.shards for files in store.files(entry)]
-    names = [(entry.name, suffix) for entry in manifest.shards for suffix in (".bin", ".idx", ".origin")]
     if place.manifest() == manifest:
         place.remove_work()
         return open_made(place.place, manifest)
     with claim(place, asdict(manifest)):
-        for (source, digest), (name, suffix) in zip(sources, names, strict=True):
-            place.place_file(source, f"{name}{suffix}", digest, copy=copy)
+        for (source, digest), name in zip(sources, manifest.files(), strict=True):
+            place.place_file(source, name, digest, copy=copy)
         place.commit({FILE_NAME: manifest.encode()})
     return open_made(place.place, manifest)
 
@@ -61,16 +60,13 @@ def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
 
 def _differences(manifest: Manifest, first: Manifest) -> list[str]:
     """Sentences on what must be the same for a merge but differs."""
-    found = {"dtype": manifest.dtype} | {f"tokenizer's {name}": value for name, value in _identity(manifest).items()}
-    wanted = [first.dtype, *_identity(first).values()]
-    return [
-        f"its {name} is {value!r}, not {other!r}" for (name, value), other in zip(found.items(), wanted)
-        if value != other
-    ]  # fmt: skip
+    found, wanted = _identity(manifest), _identity(first)
+    return [f"its {name} is {found[name]!r}, not {wanted[name]!r}" for name in found if found[name] != wanted[name]]
 
 
 def _identity(manifest: Manifest) -> dict[str, Any]:
-    return asdict(manifest.tokenizer)
+    tokenizer = {f"tokenizer's {name}": value for name, value in asdict(manifest.tokenizer).items()}
+    return {"dtype": manifest.dtype} | tokenizer
 
 
 def _merged_settings(manifests: list[Manifest]) -> dict[str, Any]:

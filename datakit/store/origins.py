@@ -17,8 +17,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from datakit.store.shard import RESTORE_HINT, map_file
-from threefold.errors import CheckFailed
+from datakit.store.shard import damaged, map_file
 from threefold.masking import masked
 
 MAGIC = b"TFORIGIN"
@@ -48,15 +47,13 @@ class Origins:
         self.path, self.first_line = path, first_line
         data = map_file(path)
         if len(data) < HEADER.size:
-            raise CheckFailed(f"{path} has {len(data)} bytes, too few for origins", hint=RESTORE_HINT)
+            raise damaged(f"{path} has {len(data)} bytes, too few for origins")
         magic, version, _, num_documents, table_bytes = HEADER.unpack_from(data)
         if magic != MAGIC or version != VERSION:
-            what = f"{path} begins with {magic!r} version {version}, {MAGIC!r} version {VERSION} expected"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{path} begins with {magic!r} version {version}, {MAGIC!r} version {VERSION} expected")
         expected = HEADER.size + table_bytes + 20 * num_documents
         if len(data) != expected or table_bytes % 8:
-            what = f"{path} has {len(data)} bytes, {expected} expected for {num_documents} documents"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{path} has {len(data)} bytes, {expected} expected for {num_documents} documents")
         self.num_documents: int = num_documents
         self._table = data[HEADER.size : HEADER.size + table_bytes]
         at = HEADER.size + table_bytes
@@ -71,10 +68,9 @@ class Origins:
         try:
             table = orjson.loads(self._table)
         except orjson.JSONDecodeError as error:
-            what = f"{self.path}: the table of sources is damaged: {error}"
-            raise CheckFailed(what, hint=RESTORE_HINT) from error
+            raise damaged(f"{self.path}: the table of sources is damaged: {error}") from error
         if not isinstance(table, list) or not all(isinstance(path, str) for path in table):
-            raise CheckFailed(f"{self.path}: the table of sources is not a list of paths", hint=RESTORE_HINT)
+            raise damaged(f"{self.path}: the table of sources is not a list of paths")
         return table
 
     def __getitem__(self, number: int) -> Origin:
@@ -82,8 +78,7 @@ class Origins:
             raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
         sources, source = self.sources, int(self.source_numbers[number])
         if source >= len(sources):
-            what = f"{self.path}: document {number} names source {source} of {len(sources)}"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{self.path}: document {number} names source {source} of {len(sources)}")
         return Origin(sources[source], int(self.offsets[number]), self.first_line + int(self.lines[number]) + 1)
 
     def holds(self, number: int, tokens: bytes) -> bool:

@@ -7,7 +7,7 @@ are small objects that a Storage writes atomically and durably. Who writes an ou
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -65,10 +65,10 @@ class Output:
         """Return a small file of the output, None if it is missing."""
         return self.storage.read(key) if self.storage.info(key) else None
 
-    def read_many(self, keys: Sequence[str]) -> Iterator[bytes]:
-        """Small files of the output, which are there, in order; read side by side."""
+    def read_many(self, keys: Iterable[str], among: Collection[str]) -> Iterator[bytes | None]:
+        """Small files of the output in order, None for each that is not `among` those there; read side by side."""
         with ThreadPoolExecutor(_NUM_READERS) as threads:
-            yield from threads.map(self.storage.read, keys)
+            yield from threads.map(lambda key: self.storage.read(key) if key in among else None, keys)
 
     def write(self, key: str, content: bytes) -> None:
         """Put a small file, seen whole or not at all."""

@@ -65,14 +65,12 @@ class TokenShard:
         self.dtype, self.num_documents = index.dtype, index.num_documents
         data = map_file(self.bin_path)
         if len(data) % self.dtype.itemsize:
-            what = f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens")
         self.tokens: Tokens = np.frombuffer(data, self.dtype)
         self.address = self.tokens.ctypes.data
         end = int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize if index.num_sequences else 0
         if end != len(data):
-            what = f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}")
 
     @property
     def num_tokens(self) -> int:
@@ -85,8 +83,7 @@ class TokenShard:
             raise IndexError(f"document {number} of {self.num_documents} in {self.idx_path}")
         first, last = (int(boundary) for boundary in self.index.document_index[number : number + 2])
         if not 0 <= first <= last <= self.index.num_sequences:
-            what = f"{self.idx_path} is damaged: document {number} spans sequences {first} to {last}"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{self.idx_path} is damaged: document {number} spans sequences {first} to {last}")
         parts = [self._sequence(sequence) for sequence in range(first, last)]
         return parts[0] if len(parts) == 1 else np.concatenate([self.tokens[:0], *parts])
 
@@ -94,8 +91,7 @@ class TokenShard:
         pointer, length = int(self.index.pointers[number]), int(self.index.lengths[number])
         start, odd = divmod(pointer, self.dtype.itemsize)
         if odd or length < 0 or not 0 <= start <= start + length <= len(self.tokens):
-            what = f"{self.idx_path} is damaged: sequence {number} is {length} tokens at byte {pointer}"
-            raise CheckFailed(what, hint=RESTORE_HINT)
+            raise damaged(f"{self.idx_path} is damaged: sequence {number} is {length} tokens at byte {pointer}")
         return self.tokens[start : start + length]
 
 
@@ -144,7 +140,7 @@ class ShardWriter:
             self.abandon()
             raise
         size_bytes = self.num_tokens * self.dtype.itemsize
-        return FileDigest(size_bytes, self._hash.hexdigest()), FileDigest(len(index), xxhash.xxh3_64_hexdigest(index))
+        return FileDigest(size_bytes, self._hash.hexdigest()), FileDigest.of(index)
 
     def abandon(self) -> None:
         """Close and remove what was written."""
@@ -196,24 +192,26 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+def damaged(what: str) -> CheckFailed:
+    """Return the error of a store's file that is not as it was written."""
+    return CheckFailed(what, hint=RESTORE_HINT)
+
+
 def _parse_header(path: Path, index: memoryview) -> tuple["np.dtype[Any]", int, int]:
     """Dtype, number of sequences and number of document boundaries; all sizes are checked against the file's."""
     if len(index) < HEADER.size:
-        raise CheckFailed(f"{path} has {len(index)} bytes, too few for an index", hint=RESTORE_HINT)
+        raise damaged(f"{path} has {len(index)} bytes, too few for an index")
     magic, version, code, num_sequences, boundaries = HEADER.unpack_from(index)
     if magic != MAGIC:
-        raise CheckFailed(f"{path} is not a Megatron index: it begins with {magic!r}", hint=RESTORE_HINT)
+        raise damaged(f"{path} is not a Megatron index: it begins with {magic!r}")
     if version != VERSION:
-        what = f"{path} has index version {version}, this program reads version {VERSION}"
-        raise CheckFailed(what, hint=RESTORE_HINT)
+        raise damaged(f"{path} has index version {version}, this program reads version {VERSION}")
     if code not in DTYPE_NAMES:
-        what = f"{path}: dtype code {code} is none of the integer codes {sorted(DTYPE_NAMES)}"
-        raise CheckFailed(what, hint=RESTORE_HINT)
+        raise damaged(f"{path}: dtype code {code} is none of the integer codes {sorted(DTYPE_NAMES)}")
     text_bytes = HEADER.size + 12 * num_sequences + 8 * boundaries
     if boundaries < 1 or len(index) not in (text_bytes, text_bytes + num_sequences):  # a multimodal index adds modes
-        raise CheckFailed(
+        raise damaged(
             f"{path} has {len(index)} bytes, {text_bytes} expected for {num_sequences} sequences "
-            f"and {boundaries - 1} documents",
-            hint=RESTORE_HINT,
+            f"and {boundaries - 1} documents"
         )
     return np.dtype(DTYPE_NAMES[code]).newbyteorder("<"), num_sequences, boundaries

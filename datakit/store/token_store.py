@@ -163,8 +163,7 @@ class TokenStore:
 
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
         """Return the files of one shard with their recorded sizes and checksums."""
-        kinds = {"bin": entry.bin, "idx": entry.idx, "origin": entry.origin}
-        return [(self.path / f"{entry.name}.{kind}", digest) for kind, digest in kinds.items()]
+        return [(self.path / name, digest) for name, digest in entry.files().items()]
 
     def _open_origins(self, number: int) -> Origins:
         require_folder(self.path)

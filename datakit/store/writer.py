@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from datakit.files.durable import FileDigest, write_durably, writing
 from datakit.store.manifest import STORE_DTYPES, Manifest, ShardEntry
@@ -73,7 +72,7 @@ class StoreShardWriter:
             first_line=0,
             bin=bin_digest,
             idx=idx_digest,
-            origin=FileDigest(len(content), xxhash.xxh3_64_hexdigest(content)),
+            origin=FileDigest.of(content),
         )
 
     def abandon(self) -> None:

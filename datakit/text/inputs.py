@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO
 
+from datakit.files.durable import reading
 from datakit.files.remote_file import RemoteFile, is_url, storage_of
 from datakit.text.finding import find
 from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format
 from datakit.text.spool import Spool
-from threefold.errors import StorageError, UserError
+from threefold.errors import UserError
 from threefold.storage import ObjectInfo
 
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
@@ -218,18 +219,14 @@ def open_file(path: str, *, stop: int | None = None, size_bytes: int | None = No
     """
     if is_url(path):
         return io.BufferedReader(RemoteFile(path, stop=stop, size_bytes=size_bytes), _REMOTE_BUFFER_BYTES)
-    try:
+    with reading(path):
         return open(path, "rb")
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
 
 
 def _describe(path: str) -> InputFile:
     kind, compression = known_format(path)
-    try:
+    with reading(path):
         status = os.stat(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {path}") from error
     return InputFile(path, kind, compression, status.st_size, status.st_mtime_ns)
 
 

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from datakit.files.durable import reading
 from datakit.tokenization.encoded import Ids
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
 from datakit.tokenization.tekken import is_tekken, read_tekken
-from threefold.errors import StorageError, UserError
+from threefold.errors import UserError
 from threefold.packages import needed_for
 
 DEFAULT_EOD = "<|endoftext|>"
@@ -63,16 +64,14 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(
             f"{file} is neither a tokenizer.json nor a sentencepiece .model file nor a .tiktoken file", hint=TRAIN_HINT
         )
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(
-                f"{file} has {file.stat().st_size} bytes, more than a tokenizer's {MAX_FILE_BYTES}", hint=TRAIN_HINT
-            )
-        content = file.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}", hint=f"ls -l {file}") from error
+    with reading(file):
+        try:
+            if (num_bytes := file.stat().st_size) > MAX_FILE_BYTES:
+                what = f"{file} has {num_bytes} bytes, more than a tokenizer's {MAX_FILE_BYTES}"
+                raise UserError(what, hint=TRAIN_HINT)
+            content = file.read_bytes()
+        except FileNotFoundError:
+            raise UserError(f"no such tokenizer: {file}", hint=TRAIN_HINT) from None
     if is_tekken(file, content):
         return TiktokenTokenizer(file, read_tekken(file, content))
     if is_rank_file(file, content):

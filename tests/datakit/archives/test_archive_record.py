@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.archives.archive_record import ArchiveRecord, digest_of
+from datakit.archives.archive_record import ArchiveRecord
 from datakit.files.durable import FileDigest
 from datakit.store.manifest import content_checksum
 from threefold.errors import CheckFailed
 
-RECORD = ArchiveRecord(3, 1 << 20, digest_of(b"{}"), {"a.bin.zst": digest_of(b"x"), "b.bin.zst": digest_of(b"")})
+RECORD = ArchiveRecord(
+    3, 1 << 20, FileDigest.of(b"{}"), {"a.bin.zst": FileDigest.of(b"x"), "b.bin.zst": FileDigest.of(b"")}
+)
 PLACE = "s3://bucket/a/archive.json"
 digests = st.builds(FileDigest, st.integers(0, 2**63 - 1), st.text(max_size=16))
 

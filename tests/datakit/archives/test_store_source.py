@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datakit.archives import store_source as module
-from datakit.archives.archive_record import ArchiveRecord, digest_of
+from datakit.archives.archive_record import ArchiveRecord
 from datakit.archives.store_source import StoreSource
+from datakit.files.durable import FileDigest
 from datakit.reports.verification import verify
 from datakit.store.manifest import Manifest, content_checksum, is_plain_folder
 from tests.datakit.conftest import files_of
@@ -121,7 +122,7 @@ def test_records_that_do_not_fit_are_told(folder: Path, tmp_path: Path, change: 
         case _:
             record = dataclasses.replace(record, files=dict(list(record.files.items())[1:]))
             message = r"archive\.json does not name the files"
-    record = dataclasses.replace(record, manifest=digest_of(manifest.encode()))
+    record = dataclasses.replace(record, manifest=FileDigest.of(manifest.encode()))
     manifest.write(tmp_path / "x")
     (tmp_path / "x" / "archive.json").write_bytes(record.encode())
     with pytest.raises(CheckFailed, match=message):
@@ -147,7 +148,7 @@ def test_content_that_is_not_the_manifests_is_told(folder: Path, tmp_path: Path)
     record = StoreSource.open(str(tmp_path / "x")).record
     assert record
     changed.write(tmp_path / "x")
-    record = dataclasses.replace(record, manifest=digest_of(changed.encode()))
+    record = dataclasses.replace(record, manifest=FileDigest.of(changed.encode()))
     (tmp_path / "x" / "archive.json").write_bytes(record.encode())
     [fault] = verify(tmp_path / "x")
     assert (
@@ -310,7 +311,7 @@ def test_records_with_sound_checksums_and_any_content_are_read_or_refused(
     inner[last] = value
     for content, file in ((manifest, "manifest.json"), (record, "archive.json")):
         if name == "manifest.json":  # the archive's record goes with it
-            record["manifest"] = asdict(digest_of((target / "manifest.json").read_bytes()))
+            record["manifest"] = asdict(FileDigest.of((target / "manifest.json").read_bytes()))
         content["checksum"] = content_checksum(json.loads(json.dumps(content)))
         (target / file).write_text(json.dumps(content))
     is_sound, said = outcome(target)
