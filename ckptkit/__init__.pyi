@@ -35,7 +35,6 @@ from ckptkit.plan.save_plan import plan_save as plan_save
 from ckptkit.rewrite.copy import copy_step as copy_step
 from ckptkit.rewrite.reshard import reshard as reshard
 from ckptkit.runs.catalogue import committed_steps as committed_steps
-from ckptkit.runs.catalogue import resolve as resolve
 from ckptkit.runs.fallback import first_sound as first_sound
 from ckptkit.runs.fallback import restore_newest as restore_newest
 from ckptkit.runs.pins import pin as pin
@@ -43,6 +42,7 @@ from ckptkit.runs.pins import unpin as unpin
 from ckptkit.runs.pruning import prune as prune
 from ckptkit.runs.retention import Retention as Retention
 from ckptkit.runs.run import Run as Run
+from ckptkit.runs.run import resolve as resolve
 from ckptkit.saving.checkpointer import Checkpointer as Checkpointer
 from ckptkit.saving.options import CheckpointerOptions as CheckpointerOptions
 from ckptkit.saving.save import save as save

@@ -19,7 +19,7 @@ PROGRAMS = ("tools", "benchmarks", "examples")
 BELOW = {"threefold": set(), "datakit": {"threefold"}, "ckptkit": {"threefold"}, "trainer": set(KITS) - {"trainer"}}
 # folders of a kit from the lowest to the highest, with files beside them; other files are above all
 FOLDERS = {
-    "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "storage"],
+    "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "closing", "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "check",
                 "rewrite", "commands"],
     "datakit": ["files", "text", "tokenization", "store", "stream", "dedup", "preprocessing", "archives", "foreign",

@@ -107,11 +107,10 @@ class Live:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        text = printable(text, lines=True)
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._bar is None:
+            log(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            self._bar.console.print(printable(text, lines=True), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, text: str, share: float) -> None:
         """Show how far the verb is: a text, and which share of all is done."""

@@ -22,12 +22,16 @@ def load_library(kit: str) -> ctypes.CDLL:
     assert spec is not None, f"{kit} is a package of this distribution"
     assert spec.origin is not None, f"{kit} is a package with a file of its own"
     path = Path(spec.origin).with_name("_native.so")
-    if path.exists():
-        return _checked(kit, str(path))
-    installed = importlib.util.find_spec(f"{kit}._native")  # an editable install keeps it in site-packages
-    if installed is None or installed.origin is None:
-        raise UserError(f"{kit}: its native library is not built", hint=BUILD)
-    return _checked(kit, installed.origin)
+    if not path.exists():  # an editable install keeps it in site-packages
+        installed = importlib.util.find_spec(f"{kit}._native")
+        if installed is None or installed.origin is None:
+            raise UserError(f"{kit}: its native library is not built", hint=BUILD)
+        path = Path(installed.origin)
+    library = ctypes.CDLL(str(path))
+    version = library.threefold_abi_version()
+    if version != ABI_VERSION:
+        raise UserError(f"{kit}: {path} speaks ABI {version}, this code {ABI_VERSION}", hint=BUILD)
+    return library
 
 
 def bind(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
@@ -38,12 +42,4 @@ def bind(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
     for name, (result, *arguments) in prototypes.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return library
-
-
-def _checked(kit: str, path: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(path)
-    version = library.threefold_abi_version()
-    if version != ABI_VERSION:
-        raise UserError(f"{kit}: {path} speaks ABI {version}, this code {ABI_VERSION}", hint=BUILD)
     return library

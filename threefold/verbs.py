@@ -1,8 +1,9 @@
 """The verbs of a kit, a file each: `KIT/commands/VERB.py` holds the dataclass Options and the function run.
 
 The package lists its verbs in the order of the help, `help` and `completion` come with every kit. What a file's first
-line says behind the verb is its summary, the first lines of `run` are the description. A file is imported and a verb's
-arguments are added when its parser is first used, so that no other verb and no `--help` of all pays for it.
+line says behind the verb is its summary, the first lines of `run` are the description; `run` returns the exit code, or
+None for 0. A file is imported and a verb's arguments are added when its parser is first used, so that no other verb and
+no `--help` of all pays for it.
 """
 
 import argparse

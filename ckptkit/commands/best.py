@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ckptkit.commands.shared import ByMetric, OfRun, check_metric, open_run
 from threefold.cli import log, print_json, print_line
-from threefold.errors import EXIT_OK, UserError
+from threefold.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,7 @@ class Options(ByMetric, OfRun):
     """Options of `ckptkit best`."""
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Print the URL of the step whose metric is smallest, or largest with --max; of equal ones the newest. A metric is
     a number in the metadata of the root, dotted if it is deeper: config.optim.lr.
     """
@@ -36,5 +36,5 @@ def run(options: Options) -> int:
             print_json({"url": url, "step": record.step, "metric": options.metric, "value": value})
         else:
             print_line(url)
-        return EXIT_OK
+        return
     raise UserError(f"no step of {storage.url} with {options.metric} is whole", hint=f"ckptkit ls {storage.url}")

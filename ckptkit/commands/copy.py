@@ -1,6 +1,6 @@
 """`ckptkit copy`: copy a checkpoint to another storage."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ckptkit.commands.shared import CKPT_HELP, Reporting, pointing_to_other_steps, shown_bytes
 from threefold.cli import print_json, print_line, report
@@ -19,37 +19,33 @@ class Options(Reporting):
     dry_run: bool = option(False, "say what would be copied, write nothing")
 
 
-@pointing_to_other_steps
 def run(options: Options) -> int:
     """Copy a committed step between any two storages, byte for byte, every byte verified on the way; the copy is
     committed last. The same command continues a copy that was killed.
     """
-    from dataclasses import asdict
-
-    from ckptkit.format.address import open_address, split_address
+    from ckptkit.format.address import open_address
     from ckptkit.io.blocks import return_large_frees
-    from ckptkit.loading.reader import CheckpointReader
     from ckptkit.rewrite.copy import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
-    from ckptkit.runs.catalogue import committed_steps, resolve
+    from ckptkit.runs.run import Run
 
     return_large_frees()
-    source, step = resolve(options.source)
-    steps = [step]
+    source = Run(options.source)
+    steps = [source.resolve()]
     if options.all:
-        if split_address(options.source)[1] is not None:
+        if source.named is not None:
             raise UserError(f"--all copies a run, {options.source} is one step", hint="leave --all out")
-        steps = committed_steps(source)
+        steps = source.steps()
     target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // FILES_AT_ONCE)
     if target_step not in (None, *steps) or (target_step is not None and options.all):
         raise UserError(f"a copy keeps its number: {options.target} names another step", hint=f"copy to {target.url}")
     reports, code = [], EXIT_OK
     for step in steps:
         try:
-            with CheckpointReader(source, step) as reader, shown_bytes() as progress:
+            with source.open(step) as reader, shown_bytes() as progress:
                 done = copy_step(reader, target, verify=options.verify, progress=progress, dry_run=options.dry_run)
         except CheckFailed as damage:
             if not options.all:
-                raise
+                raise pointing_to_other_steps(damage, source) from damage
             report(damage)  # the other steps are worth copying all the more
             code = damage.exit_code
             continue

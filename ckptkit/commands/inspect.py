@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from ckptkit.commands.shared import OfCheckpoint, pointing_to_other_steps
+from ckptkit.commands.shared import OfCheckpoint, opened
 from threefold.cli import print_json, print_line
-from threefold.errors import EXIT_OK
 from threefold.options import option
 
 
@@ -15,19 +14,15 @@ class Options(OfCheckpoint):
     tensors: bool = option(False, "list every tensor")
 
 
-@pointing_to_other_steps
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Print what a checkpoint holds, from its root alone."""
     from ckptkit.check.inspect import describe
-    from ckptkit.format.keys import step_folder
-    from ckptkit.loading.roots import read_root
-    from ckptkit.runs.catalogue import resolve
 
-    storage, step = resolve(options.source)
-    about = describe(read_root(storage, step), f"{storage.url}/{step_folder(step)}")
+    with opened(options.source) as reader:
+        about = describe(reader.root, reader.url)
     if options.json:
         print_json(about)
-        return EXIT_OK
+        return
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
     tensors = f"{about['num_tensors']:,} ({dtypes}), {about['num_elements']:,} elements"
     facts = {
@@ -45,4 +40,3 @@ def run(options: Options) -> int:
         print_line(f"  {key:<10} {text}")
     for row in about["tensors"] if options.tensors else ():
         print_line(f"{row['name']}  {row['dtype']} {row['shape']}  {row['placement']}")
-    return EXIT_OK

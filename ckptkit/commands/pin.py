@@ -1,13 +1,10 @@
 """`ckptkit pin`: keep a step from being pruned."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 from ckptkit.commands.shared import OfSteps, each_step
 from threefold.options import option
-
-if TYPE_CHECKING:
-    from threefold.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +14,9 @@ class Options(OfSteps):
     note: str = option("", "why, for `ckptkit ls --json`")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Pin steps: no retention policy deletes them, whatever it asks."""
-    from ckptkit.runs.catalogue import resolve
     from ckptkit.runs.pins import pin
+    from ckptkit.runs.run import resolve
 
-    def act(storage: "Storage", step: int) -> bool:
-        pin(storage, step, options.note)
-        return True
-
-    return each_step(options, "pinned", resolve, act)
+    each_step(options, "pinned", resolve, partial(pin, note=options.note))

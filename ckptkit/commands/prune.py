@@ -1,12 +1,12 @@
 """`ckptkit prune`: delete steps that no rule keeps."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.commands.shared import ByMetric, OfRun, check_metric, open_run
 from threefold.cli import log, print_json, print_line
-from threefold.errors import EXIT_OK, UserError
+from threefold.errors import UserError
 from threefold.options import option
 
 if TYPE_CHECKING:
@@ -43,13 +43,11 @@ class Options(ByMetric, OfRun):
     dry_run: bool = option(False, "say what would go, delete nothing")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Delete the steps that none of the given rules keeps, and the files of saves that never were committed. Pinned
     steps and the newest good step stay, whatever is asked; without a rule all steps stay. Files that are not of the
     checkpoint format are left alone.
     """
-    from dataclasses import asdict
-
     from ckptkit.runs.catalogue import listed_steps, missing_place, no_step
     from ckptkit.runs.debris import abort_uploads
     from ckptkit.runs.pruning import prune
@@ -80,7 +78,6 @@ def run(options: Options) -> int:
         print_json(asdict(report))
     else:
         print_report(report)
-    return EXIT_OK
 
 
 def print_report(report: "PruneReport") -> None:

@@ -1,10 +1,10 @@
 """`ckptkit reshard`: rewrite a checkpoint for another layout."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
-from ckptkit.commands.shared import CKPT_HELP, Reporting, pointing_to_other_steps, shown_bytes
+from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, shown_bytes
 from threefold.cli import print_json, print_line
-from threefold.errors import EXIT_OK, UserError
+from threefold.errors import UserError
 from threefold.options import argument, option
 
 
@@ -39,49 +39,38 @@ class Options(Reporting):
     dry_run: bool = option(False, "check the layout, say what would be written, write nothing")
 
 
-@pointing_to_other_steps
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. Memory stays below
     1 GiB whatever the size of the tensors; needs neither torch nor a GPU.
     """
-    from dataclasses import asdict
-
     from ckptkit.format.address import open_address
-    from ckptkit.io.blocks import return_large_frees
-    from ckptkit.loading.reader import CheckpointReader
     from ckptkit.model.layout import ParallelLayout
     from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
-    from ckptkit.runs.catalogue import resolve
 
-    return_large_frees()
     layout = ParallelLayout(options.tp, options.cp, options.ep, options.dp, options.pp, options.virtual)
-    storage, step = resolve(options.source)
     # the files of all tensor-parallel ranks are written side by side
     target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
-    with CheckpointReader(storage, step) as reader:
+    with opened(options.source) as reader:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)
         with shown_bytes() as progress:
             done = reshard(reader, target, layout, step=target_step, progress=progress, dry_run=options.dry_run)
     if options.json:
         print_json(asdict(done))
-        return EXIT_OK
+        return
     if not done.bytes_written:
         print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files")
-        return EXIT_OK
+        return
     rate = done.bytes_written / max(done.seconds, 1e-9) / 1e6
     did = "would be written" if done.dry_run else f"in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
     print_line(
         f"{done.url}: {done.source_layout} -> {done.target_layout}, {done.num_files} files, "
         f"{done.bytes_written:,} bytes {did}"
     )
-    return EXIT_OK
 
 
 def check_source_layout(text: str, found: object, url: str) -> None:
     """Refuse a source whose layout is not the one the user named."""
-    from dataclasses import fields
-
     from ckptkit.model.layout import ParallelLayout
 
     named = ParallelLayout.parse(text)

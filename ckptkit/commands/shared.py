@@ -1,18 +1,19 @@
 """What several verbs of the `ckptkit` command have in common: arguments, addresses and hints."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from threefold.cli import log, print_json, print_line
 from threefold.console import live
-from threefold.errors import EXIT_OK, CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError
 from threefold.options import argument, option
 
 if TYPE_CHECKING:
+    from ckptkit.loading.reader import CheckpointReader
     from ckptkit.runs.record import StepRecord
+    from ckptkit.runs.run import Run
     from threefold.storage import Storage
 
 LINES_EVERY_S = 10.0  # of progress, where no terminal is
@@ -61,20 +62,24 @@ class ByMetric:
         return "max" if self.max else "min"
 
 
-def pointing_to_other_steps(run: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Decorate a verb on a `source`: where damage ends it, the hint says how to find another step."""
+@contextmanager
+def opened(url: str) -> "Iterator[CheckpointReader]":
+    """Yield a reader of the checkpoint that a URL means; where damage ends the block, a hint points to other steps."""
+    from ckptkit.io.blocks import return_large_frees
+    from ckptkit.runs.run import Run
 
-    @functools.wraps(run)
-    def run_verb(options: Any) -> int:
-        try:
-            return run(options)
-        except CheckFailed as damage:
-            from ckptkit.format.address import split_address
+    return_large_frees()
+    source = Run(url)
+    try:
+        with source.open(source.resolve()) as reader:
+            yield reader
+    except CheckFailed as damage:
+        raise pointing_to_other_steps(damage, source) from damage
 
-            run_url = split_address(options.source)[0]
-            raise CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {run_url}") from damage
 
-    return run_verb
+def pointing_to_other_steps(damage: CheckFailed, source: "Run") -> CheckFailed:
+    """Return damage with a hint, which says how to find another step where there was none."""
+    return CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {source.url}")
 
 
 @contextmanager
@@ -111,8 +116,8 @@ def each_step(
     options: OfSteps,
     done: str,
     find: "Callable[[str], tuple[Storage, int | None]]",
-    act: "Callable[[Storage, int], bool]",
-) -> int:
+    act: "Callable[[Storage, int], bool | None]",
+) -> None:
     """Find the steps that URLs name, all before the first is changed, act on each, and report to which it was done."""
     from ckptkit.format.address import open_address
     from ckptkit.format.keys import step_folder
@@ -124,13 +129,12 @@ def each_step(
     urls = []
     for storage, step in addresses:
         url = f"{storage.url}/{step_folder(step)}"
-        if act(storage, step):
-            urls.append(url)
-        else:
+        if act(storage, step) is False:
             log(f"{url} was not {done.removeprefix('un')}")
+        else:
+            urls.append(url)
     if options.json:
         print_json({done: urls})
     else:
         for url in urls:
             print_line(f"{done} {url}")
-    return EXIT_OK

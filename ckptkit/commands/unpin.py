@@ -10,9 +10,9 @@ class Options(OfSteps):
     """Options of `ckptkit unpin`."""
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Take the pins of steps away."""
     from ckptkit.format.address import open_address
     from ckptkit.runs.pins import unpin
 
-    return each_step(options, "unpinned", open_address, unpin)  # also of a step whose root is gone
+    each_step(options, "unpinned", open_address, unpin)  # also of a step whose root is gone

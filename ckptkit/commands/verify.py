@@ -1,8 +1,8 @@
 """`ckptkit verify`: check every byte of a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from ckptkit.commands.shared import OfCheckpoint, pointing_to_other_steps
+from ckptkit.commands.shared import OfCheckpoint, opened
 from threefold.cli import print_json, print_line
 from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
 from threefold.options import option
@@ -36,21 +36,13 @@ class Options(OfCheckpoint):
     seed: int = option(0, "which sample", minimum=0, metavar="N")
 
 
-@pointing_to_other_steps
 def run(options: Options) -> int:
     """Read every byte of a checkpoint (or a sample), check it against its checksums, and name the file, the offset and
     the tensors of all damage (then the exit code is 1).
     """
-    from dataclasses import asdict
-
     from ckptkit.check.verify import verify_checkpoint
-    from ckptkit.io.blocks import return_large_frees
-    from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.runs.catalogue import resolve
 
-    return_large_frees()
-    storage, step = resolve(options.source)
-    with CheckpointReader(storage, step) as reader:
+    with opened(options.source) as reader:
         read = 0.0 if options.manifest else options.sample or 1.0
         result = verify_checkpoint(reader, share=read, seed=options.seed)
     if options.json:

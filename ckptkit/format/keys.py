@@ -65,6 +65,11 @@ def attempt_of(key: str) -> str | None:
     return attempt if _ATTEMPT.fullmatch(attempt) and _PART_FILE.fullmatch(file) else None
 
 
+def is_of_step(name: str) -> bool:
+    """Return whether a key below a step's folder is one that the format gives."""
+    return name in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(name) is not None
+
+
 def is_attempt(name: str) -> bool:
     """Return whether a folder may have the name of an attempt."""
     return _ATTEMPT.fullmatch(name) is not None

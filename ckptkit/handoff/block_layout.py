@@ -4,13 +4,10 @@ Pure: made once for a template of saves, in numpy. A block holds bytes of one fi
 but for a file's last one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ckptkit.format.data_file import DataFile
 from ckptkit.model.chunk_table import Ints, cut
 from ckptkit.plan.save_plan import SavePlan
 
@@ -47,13 +44,9 @@ class BlockLayout:
         cuts, first_blocks = [], [0]
         for number, (file, rows) in enumerate(zip(plan.files, plan.rows, strict=True)):
             sources = np.concatenate([[num_pieces + number], rows]).astype(np.int64)
-            index, offset, block, at, size = cut(_sizes(file), block_bytes)
+            sizes = np.concatenate([[len(file.header)], file.chunks.size_bytes]).astype(np.int64)
+            index, offset, block, at, size = cut(sizes, block_bytes)
             cuts.append((sources[index], offset, block + first_blocks[-1], at, size))
             first_blocks.append(first_blocks[-1] + -(-file.size_bytes // block_bytes))
         source, offset, block, at, size = (np.concatenate(column) for column in zip(*cuts, strict=True))
         return cls(source, offset, block, at, size, tuple(first_blocks), block_bytes)
-
-
-def _sizes(file: DataFile) -> npt.NDArray[np.int64]:
-    sizes: Sequence[Ints] = [np.array([len(file.header)], np.int64), file.chunks.size_bytes]
-    return np.concatenate(sizes)

@@ -9,6 +9,7 @@ from ckptkit.format.root import Share
 from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import Bytes
 from ckptkit.runs.retention import Retention
+from threefold.plain import from_plain
 
 NO_MORE = b"no more orders\n"  # the end of the pipe says so too, but a child of the trainer may hold that open
 
@@ -75,19 +76,23 @@ class TierCopy:
     retention: Retention
 
 
+class _Message:
+    """What goes through a pipe between the two processes."""
+
+    def to_line(self) -> bytes:
+        """Return one line of JSON."""
+        return json.dumps({type(self).__name__: asdict(self)}).encode() + b"\n"  # type: ignore[call-overload]
+
+
 @dataclass(frozen=True)
-class CopyOrder:
+class CopyOrder(_Message):
     """Copies of a step that was saved before."""
 
     tier_copies: tuple[TierCopy, ...]
 
-    def to_line(self) -> bytes:
-        """Return one line of JSON."""
-        return json.dumps({"copy": [asdict(each) for each in self.tier_copies]}).encode() + b"\n"
-
 
 @dataclass(frozen=True)
-class SaveOrder:
+class SaveOrder(_Message):
     """One save of one writer: what is where in the arena, and where it goes.
 
     `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
@@ -114,50 +119,17 @@ class SaveOrder:
     share: Share | None = None
     tier_copies: tuple[TierCopy, ...] = ()
 
-    def to_line(self) -> bytes:
-        """Return one line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> "SaveOrder":
-        """Return the order of a line."""
-        fields = json.loads(line)
-        fields["files"] = tuple(StagedFile(**f | {"index": Area(**f["index"])}) for f in fields["files"])
-        fields["abandoned"] = tuple(Seat(**seat) for seat in fields["abandoned"])
-        fields |= {"seat": Seat(**fields["seat"]), "ring": Ring(**fields["ring"]), "draft": Area(**fields["draft"])}
-        fields |= {"retention": Retention(**fields["retention"]), "share": fields["share"] and Share(**fields["share"])}
-        return cls(**fields | {"tier_copies": tuple(map(_tier_copy, fields["tier_copies"]))})
-
 
 @dataclass(frozen=True)
-class SkipOrder:
+class SkipOrder(_Message):
     """A save that this writer's rank leaves out, or whose writer was killed: nobody shall wait for it."""
 
     seat: Seat
     reason: str
 
-    def to_line(self) -> bytes:
-        """Return one line of JSON."""
-        return json.dumps({"skip": asdict(self)}).encode() + b"\n"
-
-
-def _tier_copy(fields: dict[str, Any]) -> TierCopy:
-    seats = {name: Seat(**fields[name]) for name in ("source", "target")}
-    return TierCopy(**fields | seats | {"retention": Retention(**fields["retention"])})
-
-
-def order_of(line: bytes) -> SaveOrder | SkipOrder | CopyOrder:
-    """Return the order of a line."""
-    if line.startswith(b'{"copy": '):
-        return CopyOrder(tuple(map(_tier_copy, json.loads(line)["copy"])))
-    if line.startswith(b'{"skip": '):
-        fields = json.loads(line)["skip"]
-        return SkipOrder(Seat(**fields["seat"]), fields["reason"])
-    return SaveOrder.from_line(line)
-
 
 @dataclass(frozen=True)
-class SaveOutcome:
+class SaveOutcome(_Message):
     """How a save ended in the writer, or its copy to another place `url`; `error` is empty when all is well, `warning`
     when the pruning after it was.
     """
@@ -170,11 +142,11 @@ class SaveOutcome:
     warning: str = ""
     url: str = ""
 
-    def to_line(self) -> bytes:
-        """Return one line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
 
-    @classmethod
-    def from_line(cls, line: bytes) -> "SaveOutcome":
-        """Return the outcome of a line."""
-        return cls(**json.loads(line))
+_KINDS = {kind.__name__: kind for kind in (SaveOrder, SkipOrder, CopyOrder, SaveOutcome)}
+
+
+def message_of(line: bytes) -> Any:
+    """Return the message of a line."""
+    [(kind, fields)] = json.loads(line).items()
+    return from_plain(_KINDS[kind], fields)

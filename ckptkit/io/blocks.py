@@ -12,12 +12,12 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from threefold.closing import Closing, Making
 from threefold.errors import CheckFailed, StorageError
 from threefold.native import INT, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 from threefold.storage.new_file import NewFile
@@ -114,7 +114,7 @@ def return_large_frees() -> None:
         mallopt(-3, GRANULE_BYTES)  # M_MMAP_THRESHOLD
 
 
-class BlockWriter:
+class BlockWriter(Making):
     """One new file of known size, written in any order of whole granules; use it in a `with`.
 
     Opening reserves the disk space, so a full disk is an OSError at once. Leaving the `with` normally makes the file
@@ -128,7 +128,7 @@ class BlockWriter:
             code = _library().ck_writer_open(file.descriptor, size_bytes, direct, ctypes.byref(self._handle))
             _check(code, self.path)
         except BaseException:
-            file.discard()
+            file.close()
             raise
 
     def write(self, offset_bytes: int, segments: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
@@ -160,17 +160,8 @@ class BlockWriter:
         if handle:
             _check(_library().ck_writer_end(handle, complete), self.path)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
-
-
-class BlockReader:
+class BlockReader(Closing):
     """One file open for verified reads; ranges read in ascending order over several calls read each granule once.
 
     `expected` are the recorded checksums (None reads unverified). Raises StorageError where the file's size is not the
@@ -215,12 +206,6 @@ class BlockReader:
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             _library().ck_reader_close(handle)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _check(code: int, path: Path) -> None:

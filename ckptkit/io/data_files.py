@@ -8,11 +8,9 @@ import ctypes
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +18,11 @@ import numpy.typing as npt
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, BlockWriter, Bytes, Columns, checksums, copy_many
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.model.chunk_table import cut
+from threefold.closing import Making
 from threefold.errors import UserError
 from threefold.storage import Buffer, Storage
 from threefold.storage.folders import local_root
-from threefold.storage.local import local_failure
+from threefold.storage.local import local_failures
 from threefold.storage.new_file import NewFile
 
 COPIED_BYTES, HELD_BYTES = 4 * GRANULE_BYTES, 8 * GRANULE_BYTES  # of an upload's buffers: copies, and the caller's own
@@ -46,7 +45,7 @@ class DataReader(Protocol):
         """Close the file."""
 
 
-class DataWriter:
+class DataWriter(Making):
     """One new data file, written in order; use it in a `with`, which removes the file if it ends by an exception."""
 
     def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
@@ -55,23 +54,6 @@ class DataWriter:
         They are whole granules, but for the file's last bytes.
         """
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Make the file durable; it must be complete."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Stop, and leave nothing of the file."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def open_reader(storage: Storage, key: str, size_bytes: int, expected: Columns | None) -> DataReader:
@@ -82,7 +64,7 @@ def open_reader(storage: Storage, key: str, size_bytes: int, expected: Columns |
     path = storage.local_path(key)
     if path is None:
         return RemoteReader(storage, key, size_bytes, expected)
-    with _local_failures("read", path):
+    with local_failures("read", path):
         return _LocalReader(path, size_bytes, expected)
 
 
@@ -110,7 +92,7 @@ class _LocalReader(BlockReader):
     """A local file, whose failures are StorageErrors."""
 
     def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
-        with _local_failures("read", self.path):
+        with local_failures("read", self.path):
             super().read(ranges, num_threads=num_threads)
 
 
@@ -119,22 +101,22 @@ class _LocalWriter(DataWriter):
 
     def __init__(self, root: Path, key: str, size_bytes: int) -> None:
         self._path, self._at = root / key, 0
-        with _local_failures("write", self._path):
+        with local_failures("write", self._path):
             self._writer = BlockWriter(NewFile(root, key), size_bytes)
 
     def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
         segments = np.asarray(rows, np.uint64)
-        with _local_failures("write", self._path):
+        with local_failures("write", self._path):
             found = self._writer.write(self._at, segments, num_threads=num_threads)
         self._at += int(segments[:, 1].sum())
         return found
 
     def close(self) -> None:
-        with _local_failures("write", self._path):
+        with local_failures("write", self._path):
             self._writer.close()
 
     def abort(self) -> None:
-        with _local_failures("write", self._path):
+        with local_failures("write", self._path):
             self._writer.abort()
 
 
@@ -209,11 +191,3 @@ def _gathered(rows: Columns, most: int) -> Iterator[Bytes]:
         address = rows[source[part], 0].astype(np.int64) + offset[part]
         copy_many(np.stack([address, gathered.ctypes.data + at[part], size[part]], axis=1))
         yield gathered
-
-
-@contextmanager
-def _local_failures(doing: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise local_failure(error, doing, path) from error

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from ckptkit.io.torch_tensors import are_contiguous, are_in_memory, held_by, is_contiguous, no_memory, num_bytes
+from ckptkit.io.torch_tensors import are_contiguous, are_in_memory, held_by, no_memory, num_bytes
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import ITEMSIZE
 from threefold.errors import UserError
@@ -33,7 +33,7 @@ def memory_misfit(piece: Piece, dtype: str) -> str | None:
     wanted, found = (piece.stop - piece.start) * ITEMSIZE[dtype], num_bytes(piece.data)
     if found != wanted:
         return f"a piece of {wanted} bytes has memory of {found} bytes"
-    return None if is_contiguous(piece.data) else "a piece's memory is not contiguous"
+    return None if are_contiguous([piece.data]) else "a piece's memory is not contiguous"
 
 
 def way_out(piece: Piece) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threefold.errors import UserError
 from threefold.storage import Storage
 from threefold.storage.folders import Folder, local_root
-from threefold.storage.local import local_failure
+from threefold.storage.local import local_failures
 
 LFS_TIMEOUT_S = 60.0
 STRIPE_SIZE_BYTES = 16 << 20  # twice a block of the writer, so that no write crosses two targets
@@ -66,10 +66,8 @@ class Striper:
         if root is None or self._lfs is None:
             return
         path = root / inner
-        try:
+        with local_failures("write", path):
             Folder(root, inner, make=True).close()
-        except OSError as error:
-            raise local_failure(error, "write", path) from error
         chosen = choose_striping(file_bytes, num_writers, self._stripe_count, self._stripe_size_bytes)
         command = [self._lfs, "setstripe", "-c", str(chosen.count), "-S", str(chosen.size_bytes), str(path)]
         fault = _fault_of(command)

@@ -85,25 +85,18 @@ def num_bytes(data: Any) -> int:
     return int(data.numel() * data.element_size() if is_tensor(data) else data.nbytes)
 
 
-def is_contiguous(data: Any) -> bool:
-    """Whether the elements lie one after the other in memory."""
-    return bool(data.is_contiguous() if is_tensor(data) else data.flags.c_contiguous)
-
-
-def host_address(data: Any) -> int | None:
-    """Where the elements lie in host memory, None for a tensor on a device."""
-    if not is_tensor(data):
-        return int(data.ctypes.data)
-    return int(data.data_ptr()) if data.is_cpu else None
+def is_on_host(data: Any) -> bool:
+    """Whether the elements lie in host memory, not on a device."""
+    return bool(not is_tensor(data) or data.is_cpu)
 
 
 def are_contiguous(sources: Sequence[Any]) -> bool:
-    """`is_contiguous` of all of many, in one go."""
+    """Whether the elements of each of many lie one after the other in memory."""
     return all(data.is_contiguous() if hasattr(data, "data_ptr") else data.flags.c_contiguous for data in sources)
 
 
 def host_addresses(sources: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """`host_address` of many in one go, 0 for a tensor on a device (and for one without any element)."""
+    """Where the elements of many lie in host memory, 0 for a tensor on a device (and for one without any element)."""
     addresses = [
         (data.data_ptr() if data.is_cpu else 0) if hasattr(data, "data_ptr") else data.ctypes.data for data in sources
     ]

@@ -13,11 +13,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import numpy as np
 
+from threefold.closing import Closing
 from threefold.errors import StorageError, UserError
 from threefold.storage import Buffer
 
@@ -29,7 +29,7 @@ _HELLO = struct.Struct("<qq")
 _CREDENTIALS = struct.Struct("iII")
 
 
-class NodeExchange:
+class NodeExchange(Closing):
     """One of `size` processes of a host; all name the same `job`, which no other job there has. Use it in a `with`."""
 
     def __init__(self, rank: int, size: int, job: str, *, deadline_s: float = 600.0) -> None:
@@ -71,12 +71,6 @@ class NodeExchange:
             memory.close()
         self._sockets, self._memory = {}, []
         self._broken = self._broken or "it was closed"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close()
 
     def _publish(self, buffers: Iterable[Buffer], sizes: list[int]) -> list[list[int]]:
         """Put buffers one after the other into this rank's memory; return the sizes that every rank has put."""

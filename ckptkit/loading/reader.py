@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
+from threefold.closing import Closing
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage
 
@@ -32,7 +32,7 @@ NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files th
 MAX_GROUP_BYTES = 16 << 20
 
 
-class CheckpointReader:
+class CheckpointReader(Closing):
     """Root, part indexes and data of one step; use it in a `with`.
 
     `num_threads` bounds the threads that read data. The part indexes are read on first use. The ranks of an `exchange`
@@ -134,12 +134,6 @@ class CheckpointReader:
         """Close all files."""
         while self._open:
             self._drop_oldest()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _planned(self, wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
         try:

@@ -69,7 +69,7 @@ def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, 
 
     `info` is the root's object where the caller has looked it up.
     """
-    exchange, key = exchange or Alone(), f"{step_folder(step)}/{ROOT_KEY}"
+    exchange, key = exchange or Alone(), root_key(step)
     data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step, info))[0]
     root = Root.from_bytes(data, f"{storage.url}/{key}")
     if root.step != step:
@@ -79,7 +79,7 @@ def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, 
 
 def committed_attempt(storage: Storage, step: int) -> str | None:
     """Return the attempt that a step's root names, None if it is not committed; at most two small requests."""
-    key = f"{step_folder(step)}/{ROOT_KEY}"
+    key = root_key(step)
     info = storage.info(key)
     if info is None:
         return None
@@ -90,7 +90,7 @@ def committed_attempt(storage: Storage, step: int) -> str | None:
 
 def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> bytes:
     """Return the root of a committed step as it is stored, not parsed yet; `info` as for `read_root`."""
-    key = f"{step_folder(step)}/{ROOT_KEY}"
+    key = root_key(step)
     info = info or storage.info(key)
     if info is None:
         raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")

@@ -12,7 +12,7 @@ import numpy as np
 from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.sharing import Line, Runs, clipped, common, count, share_reads, window
+from ckptkit.loading.sharing import Line, Runs, begins, clipped, common, count, share_reads, window
 from ckptkit.loading.targets import Targets
 from ckptkit.model.chunk_table import Ints
 from ckptkit.plan.load_plan import LoadPlan
@@ -78,7 +78,7 @@ class _Reading:
         """Return what is wanted of the granules in memory, run after run; not copied if it is there like that."""
         spans = self._line.bytes_of(held)
         run, _, begin, end = clipped(spans, self._line.bytes_of(wanted))
-        offset, size = _begins(spans)[run] + begin - spans[run, 0], end - begin
+        offset, size = begins(spans)[run] + begin - spans[run, 0], end - begin
         if not len(run):
             return memory[:0]
         if (offset[1:] == offset[:-1] + size[:-1]).all():
@@ -96,16 +96,9 @@ class _Reading:
             cut = self._plan.take(row)
             target = cut.target + begin - self._spans[row, 0]
             # `source` of these copies is where the bytes lie in what came in
-            copies = LoadPlan(cut.part, _begins(runs)[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
+            copies = LoadPlan(cut.part, begins(runs)[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
 
             def copy(copies: LoadPlan, addresses: Ints, data: Bytes = data) -> None:
                 copy_many(np.stack([data.ctypes.data + copies.source, addresses, copies.size], axis=1))
 
             self._targets.fill(copies, copy)
-
-
-def _begins(spans: Runs) -> Ints:
-    """Where each span begins when all lie one after the other."""
-    sizes = spans[:, 1] - spans[:, 0]
-    begins: Ints = np.cumsum(sizes) - sizes
-    return begins

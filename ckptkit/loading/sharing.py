@@ -50,19 +50,25 @@ class Line:
         spans = self.bytes_of(runs)
         files = np.stack([self._first_byte[:-1], self._first_byte[1:]], axis=1)
         file, run, begin, end = clipped(files, spans)
-        sizes = spans[:, 1] - spans[:, 0]
-        offset = (np.cumsum(sizes) - sizes)[run] + begin - spans[run, 0]
+        offset = begins(spans)[run] + begin - spans[run, 0]
         zeros = np.zeros_like(file)
         return LoadPlan(file, begin - self._first_byte[file], zeros, zeros, end - begin), offset
+
+
+def begins(spans: Runs) -> Ints:
+    """Where each span begins when all lie one after the other."""
+    sizes = spans[:, 1] - spans[:, 0]
+    found: Ints = np.cumsum(sizes) - sizes
+    return found
 
 
 def joined_runs(runs: Runs) -> Runs:
     """Return the same granules as sorted, disjoint runs that do not touch each other."""
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
-    begins = np.flatnonzero(np.r_[True, runs[1:, 0] > reach[:-1]][: len(runs)])
-    ends = np.r_[begins[1:], len(runs)][: len(begins)] - 1
-    return np.stack([runs[begins, 0], reach[ends]], axis=1)
+    firsts = np.flatnonzero(np.r_[True, runs[1:, 0] > reach[:-1]][: len(runs)])
+    lasts = np.r_[firsts[1:], len(runs)][: len(firsts)] - 1
+    return np.stack([runs[firsts, 0], reach[lasts]], axis=1)
 
 
 def clipped(spans: Runs, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
@@ -87,8 +93,7 @@ def common(first: Runs, second: Runs) -> Runs:
 
 def window(runs: Runs, start: int, stop: int) -> Runs:
     """Return the granules number start to stop - 1 of those in the runs."""
-    sizes = runs[:, 1] - runs[:, 0]
-    before = np.cumsum(sizes) - sizes
+    sizes, before = runs[:, 1] - runs[:, 0], begins(runs)
     begin = runs[:, 0] + np.clip(start - before, 0, sizes)
     end = runs[:, 0] + np.clip(stop - before, 0, sizes)
     keep = begin < end

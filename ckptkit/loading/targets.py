@@ -2,27 +2,26 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from ckptkit.io.torch_tensors import Transfer, byte_range, host_address
+from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses, is_on_host
 from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
+from threefold.closing import Closing
 
 BOUNCE_BYTES = 64 << 20
 Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own
 
 
-class Targets:
+class Targets(Closing):
     """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`."""
 
     def __init__(self, data: Sequence[Any]) -> None:
         self._data = data
-        addresses = [host_address(each) for each in data]
-        self._on_host = np.array([address is not None for address in addresses], bool)
-        self._addresses = np.array([address or 0 for address in addresses], np.int64)
+        self._on_host = np.array([is_on_host(each) for each in data], bool)
+        self._addresses = host_addresses(data)
         self._bounce = np.empty(0, np.uint8)
         self._transfer = Transfer()
 
@@ -54,10 +53,8 @@ class Targets:
         self._transfer.start(self._bounce, copies, to_device=True)
         self._transfer.wait()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Let go of the buffer."""
         self._transfer.unlock()
 
 

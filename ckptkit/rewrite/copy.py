@@ -76,7 +76,7 @@ def copy_step(
     copied = kept = 0
     with CheckpointReader(target, step, root=source.root) as there:
         if not is_there:
-            copying = _Copying(source, there, progress)
+            copying = _Copying(source, target, progress)
             with reading_threads(FILES_AT_ONCE, source, there) as pool:
                 sizes = list(pool.map(copying.copy_part, range(len(source.root.parts))))
             copied, kept = sum(copied for copied, _ in sizes), sum(kept for _, kept in sizes)
@@ -101,10 +101,10 @@ def _sizes(source: CheckpointReader, target: Storage, root_bytes: int) -> tuple[
 
 
 class _Copying:
-    """One copy under way; `there` reads the target, whose root is still to come."""
+    """One copy under way."""
 
-    def __init__(self, source: CheckpointReader, there: CheckpointReader, progress: Progress) -> None:
-        self._source, self._there, self._target, self._progress = source, there, there.storage, progress
+    def __init__(self, source: CheckpointReader, target: Storage, progress: Progress) -> None:
+        self._source, self._target, self._progress = source, target, progress
         self._total = sum(part.data_bytes for part in source.root.parts)
         self._done = 0
         self._lock = threading.Lock()

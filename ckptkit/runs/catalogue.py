@@ -5,12 +5,11 @@ at once, where that costs less time, where other folders lie in the run, and on 
 stats no file but roots.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptkit.format.address import open_address
 from ckptkit.format.keys import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
-from ckptkit.loading.roots import NUM_AT_ONCE, at_once, newest_first, root_info, steps_of
+from ckptkit.loading.roots import NUM_AT_ONCE, at_once, root_info, steps_of
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
@@ -74,25 +73,6 @@ def look_up(storage: Storage, step: int) -> ListedStep:
     """Return what is there of one step, whatever the run holds besides: its root and its pin."""
     pin = storage.info(f"{step_folder(step)}/{PIN_KEY}")
     return ListedStep(step, root_info(storage, step), is_pinned=pin is not None)
-
-
-def resolve(url: str) -> tuple[Storage, int]:
-    """Return the run's storage and the step that an address means: the one it names, or the newest committed one.
-
-    UserError where no step is committed there, StorageError where there is no such place.
-    """
-    storage, named = open_address(url)
-    step = next(meant_steps(storage, named), None)
-    if step is None:
-        raise no_step(storage, named)
-    return storage, step
-
-
-def meant_steps(storage: Storage, named: int | None) -> Iterator[int]:
-    """Return the committed steps that an address means: the one it names, or all of a run, newest first."""
-    if named is None:
-        return newest_first(storage)
-    return iter([named] if root_info(storage, named) else [])
 
 
 def no_step(storage: Storage, step: int | None = None) -> UserError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptkit.format.keys import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, attempt_of, is_of_step, parse_step_folder, step_folder
 from ckptkit.loading.roots import at_once, read_root, root_info, root_key
 from ckptkit.runs.catalogue import ListedStep
 from ckptkit.runs.pins import pin_key
@@ -131,5 +131,4 @@ def abort_uploads(storage: Storage, older_than_s: float | None = None, *, dry_ru
 def _is_of_format(key: str) -> bool:
     """Return whether a key of a run is one that a file of the format has."""
     folder, _, name = key.partition("/")
-    is_known = name in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(name) is not None
-    return is_known and parse_step_folder(folder) is not None
+    return is_of_step(name) and parse_step_folder(folder) is not None

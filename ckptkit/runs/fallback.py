@@ -1,18 +1,17 @@
 """Fallback: the newest step that can be restored, past those that are damaged; one of another model is refused."""
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ckptkit.format.address import open_address
 from ckptkit.format.keys import step_folder
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.loading.restore import restore
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
-from ckptkit.runs.catalogue import meant_steps, no_step
+from ckptkit.runs.catalogue import no_step
+from ckptkit.runs.run import Run
 from threefold.cli import log
 from threefold.errors import CheckFailed
 
@@ -77,9 +76,8 @@ def _candidates(url: str, exchange: Exchange) -> Iterator[Candidate]:
 
 def _committed(url: str) -> Iterator[Candidate]:
     """Yield the same of one rank; UserError where there is none."""
-    storage, named = open_address(url)
-    steps = meant_steps(storage, named)
-    first = next(steps, None)
-    if first is None:
-        raise no_step(storage, named)
-    yield from ((storage.address, step) for step in itertools.chain([first], steps))
+    run, step = Run(url), None
+    for step in run.newest_first():
+        yield run.storage.address, step
+    if step is None:
+        raise no_step(run.storage, run.named)

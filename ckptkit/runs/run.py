@@ -14,10 +14,10 @@ from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
-from ckptkit.loading.roots import is_medium_error, read_root, root_info, root_key
+from ckptkit.loading.roots import is_medium_error, newest_first, read_root, root_info, root_key
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
-from ckptkit.runs.catalogue import committed_steps, meant_steps, no_step
+from ckptkit.runs.catalogue import committed_steps, no_step
 from threefold.errors import StorageError
 from threefold.masking import masked
 from threefold.storage import Storage, open_storage
@@ -48,7 +48,9 @@ class Run:
 
     def newest_first(self) -> Iterator[int]:
         """Return the committed steps, newest first; roots are looked up as far as steps are taken."""
-        return meant_steps(self.storage, self.named)
+        if self.named is None:
+            return newest_first(self.storage)
+        return iter([self.named] if self.is_committed(self.named) else [])
 
     def newest(self) -> int | None:
         """Return the newest committed step, None if there is none."""
@@ -99,3 +101,12 @@ class Run:
             self.storage.write(kept, b"")  # the disk cannot return this root
         self.storage.delete([key])
         return True
+
+
+def resolve(url: str) -> tuple[Storage, int]:
+    """Return the run's storage and the step that an address means: the one it names, or the newest committed one.
+
+    UserError where no step is committed there, StorageError where there is no such place.
+    """
+    run = Run(url)
+    return run.storage, run.resolve()

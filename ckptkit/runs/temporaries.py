@@ -7,18 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.format.keys import (
-    DAMAGED_ROOT_KEY,
-    PIN_KEY,
-    ROOT_KEY,
-    attempt_of,
-    is_attempt,
-    parse_step_folder,
-    step_folder,
-)
+from ckptkit.format.keys import is_attempt, is_of_step, parse_step_folder, step_folder
 from threefold.storage import Storage, written_name
 from threefold.storage.folders import Folder, local_root
-from threefold.storage.local import local_failure
+from threefold.storage.local import local_failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,7 @@ def _written_key(prefix: str, name: str) -> str | None:
     """Return the key of the format that a hidden file was to have, None for any other file."""
     written = written_name(name)
     key = f"{prefix}{written}"
-    return key if written and (key in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(key)) else None
+    return key if written and is_of_step(key) else None
 
 
 def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
@@ -116,10 +108,9 @@ def _folders(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise local_failure(error, "list", folder) from error
+    with local_failures("list", folder):
+        try:
+            with os.scandir(folder) as found:
+                return list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return []

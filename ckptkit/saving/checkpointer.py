@@ -11,8 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ckptkit.format.address import open_run
 from ckptkit.format.keys import check_attempt
@@ -21,7 +20,7 @@ from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import CopyOrder, SaveOrder, SkipOrder
 from ckptkit.handoff.report import SaveCounts, SaveReport
 from ckptkit.io.piece_memory import check_memory
-from ckptkit.io.torch_tensors import host_address
+from ckptkit.io.torch_tensors import is_on_host
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout, check_rank
 from ckptkit.model.tensor import TensorInfo
@@ -35,6 +34,7 @@ from ckptkit.saving.template import SaveTemplate
 from ckptkit.tiers.pending import PendingCopies
 from ckptkit.writer.commit import KILLED
 from threefold.cli import log
+from threefold.closing import Closing
 from threefold.errors import StorageError, UserError
 
 DEFAULTS = CheckpointerOptions()
@@ -42,7 +42,7 @@ MAX_SAVES = 10**9  # whose attempts have names of their own
 GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is killed
 
 
-class Checkpointer:
+class Checkpointer(Closing):
     """Saves one rank's state in the background to a run's URL; use it in a `with`, or close it.
 
     `attempt` is a name that all ranks of one start of the job share and no other start uses. The trainer's process that
@@ -93,7 +93,7 @@ class Checkpointer:
             num_bytes = sum(file.size_bytes for file in template.plan.files)
             text = f"rank {self._seat.writer}: no memory to stage saves of {num_bytes:,} bytes: {error.strerror}"
             raise StorageError(text, hint="checkpoint.window_mib = 512, or window_bytes, takes less") from error
-        if any(host_address(piece.data) is None for piece in pieces):
+        if not all(is_on_host(piece.data) for piece in pieces):
             sources = [*(piece.data for piece in pieces), *template.headers]
             Staging(self._arena, template.block_layout, ring, sources).warm_up()
 
@@ -213,12 +213,6 @@ class Checkpointer:
         finally:
             self._writer.close()
             self._arena.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close()
 
     @property
     def writer_pid(self) -> int:

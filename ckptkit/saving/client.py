@@ -11,7 +11,7 @@ import subprocess
 import time
 from typing import IO
 
-from ckptkit.handoff.protocol import NO_MORE, SaveOutcome
+from ckptkit.handoff.protocol import NO_MORE, SaveOutcome, message_of
 from ckptkit.handoff.ring_signals import Signal, readable
 from ckptkit.saving.staging import Arena
 from threefold.child_python import python_command, search_path
@@ -92,7 +92,7 @@ class WriterProcess:
         while True:
             while b"\n" in self._pending:
                 line, self._pending = self._pending.split(b"\n", 1)
-                outcome = SaveOutcome.from_line(line)
+                outcome: SaveOutcome = message_of(line)
                 if not outcome.url:
                     return outcome
                 self._copied.append(outcome)

@@ -10,7 +10,7 @@ from ckptkit.tiers.tier import Tier
 from threefold.errors import UserError
 from threefold.storage import Storage, is_same_place
 from threefold.storage.folders import make_folders
-from threefold.storage.local import local_failure
+from threefold.storage.local import local_failures
 
 
 def check_writable(storage: Storage) -> None:
@@ -18,12 +18,10 @@ def check_writable(storage: Storage) -> None:
     path = storage.local_path("any")
     if path is None:
         return
-    try:
+    with local_failures("write", path.parent):
         make_folders(path.parent)
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise local_failure(error, "write", path.parent) from error
 
 
 def open_tiers(first: Storage, tiers: Sequence[Tier]) -> list[Tier]:

@@ -18,11 +18,7 @@ from ckptkit.handoff.block_layout import BlockLayout
 from ckptkit.handoff.protocol import Area, Ring, StagedFile
 from ckptkit.handoff.ring_signals import RingSignals
 from ckptkit.io.blocks import copy_many
-from ckptkit.io.torch_tensors import (
-    Transfer,
-    byte_range,
-    host_addresses,
-)
+from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses
 from ckptkit.saving.template import SaveTemplate
 
 ALIGNMENT = 4096

@@ -24,7 +24,7 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import NO_MORE, CopyOrder, SaveOrder, SaveOutcome, SkipOrder, order_of
+from ckptkit.handoff.protocol import NO_MORE, CopyOrder, SaveOrder, SaveOutcome, SkipOrder, message_of
 from ckptkit.handoff.ring_signals import RingSignals, readable
 from ckptkit.io.blocks import Bytes
 from ckptkit.model.layout import ParallelLayout
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     server = _Server(arguments.arena_fd, RingSignals(arguments.signal_fds), arguments.trainer, answers)
     with ThreadPoolExecutor(1) as saving:  # beside the loop: a skipped save is reported while another is written
         for line in _lines(arguments.trainer):
-            order = order_of(line)
+            order = message_of(line)
             if isinstance(order, SkipOrder):
                 server.skip(order)
             elif isinstance(order, CopyOrder):
@@ -99,7 +99,9 @@ class _Server:
                 memory = mmap.mmap(self._arena_fd, order.arena_bytes, prot=mmap.PROT_READ)
                 self._arena = np.frombuffer(memory, np.uint8)
             blocks = RingReader(order, self._arena, self._signals, self._trainer)
-            maintenance = self._maintenance or self._begin(order)
+            self._maintenance = maintenance = self._maintenance or Maintenance(
+                seat.url, leads=seat.leads, stripe_count=order.stripe_count, stripe_size_bytes=order.stripe_size_bytes
+            )
             for each in tries:  # where there was no word yet
                 report_failed(open_storage(each.url), each, KILLED)
             if run_save(order, self._arena, blocks, retries, maintenance, self._trainer) is not None:
@@ -124,13 +126,6 @@ class _Server:
         """Free the trainer's memory: what is left to copy is in the first tier."""
         self._arena = np.empty(0, np.uint8)
         os.close(self._arena_fd)
-
-    def _begin(self, order: SaveOrder) -> Maintenance:
-        self._maintenance = Maintenance(
-            order.seat.url, leads=order.seat.leads, stripe_count=order.stripe_count,
-            stripe_size_bytes=order.stripe_size_bytes,
-        )  # fmt: skip
-        return self._maintenance
 
     def skip(self, order: SkipOrder) -> None:
         """Report to the other writers that this one has no part in a save."""

@@ -30,8 +30,8 @@ from ckptkit.rewrite.reshard import reshard
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin, unpin
 from ckptkit.runs.pruning import prune
+from ckptkit.runs.record import what_is_wrong
 from ckptkit.runs.retention import Retention
-from ckptkit.runs.soundness import what_is_wrong
 from tests.ckptkit.support.inline_pools import inline_pools
 from tests.ckptkit.support.programs import Killed
 from tests.ckptkit.support.small_steps import LAYOUTS, half_of, hash_of, restored_value, save_rank, save_ranks

@@ -14,7 +14,7 @@ from ckptkit.check.hash import read_slabs
 from ckptkit.check.verify import verify_checkpoint
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.box import Box
-from ckptkit.runs.catalogue import resolve
+from ckptkit.runs.run import resolve
 from tools.make_checkpoint import chunk_values, element_values, gpt_tensors, hidden_for, main
 
 LAYOUT = "tp8-dp2-pp4"

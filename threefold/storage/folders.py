@@ -12,9 +12,9 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from threefold.closing import Closing
 from threefold.errors import StorageError
 from threefold.storage.contract import Storage
 
@@ -23,7 +23,7 @@ _WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC  # costs a file system no more 
 T = TypeVar("T")
 
 
-class Folder:
+class Folder(Closing):
     """The folder `inner` (a key, "" for the root itself) below `root`; close it, or use it in a `with`.
 
     With `make` it is created if it is missing, durably. StorageError if a component of `inner` is a link.
@@ -66,19 +66,13 @@ class Folder:
 
     def sync(self) -> None:
         """Make the folder's entries durable: names that were added, replaced or removed."""
-        _sync(self._descriptor)
+        sync_folder(".", inside=self._descriptor)
 
     def close(self) -> None:
         """Close it; a second time does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def local_root(storage: Storage) -> Path | None:
@@ -107,9 +101,12 @@ def make_folders(folder: Path) -> None:
     surviving_races(lambda: _make_missing(folder))
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable: names that were added, replaced or removed."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_folder(folder: Path | str, *, inside: int | None = None) -> None:
+    """Make the entries of a folder durable: names that were added, replaced or removed.
+
+    `inside` is the descriptor of one that the path begins at; it may be open as a place alone.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=inside)
     try:
         os.fsync(descriptor)
     finally:
@@ -136,7 +133,7 @@ def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, dir_fd=descriptor)
-                _sync(descriptor)
+                sync_folder(".", inside=descriptor)
                 inner = _step_into(descriptor, part, at)
             os.close(descriptor)
             descriptor = inner
@@ -177,15 +174,6 @@ def _is_link(name: str, descriptor: int) -> bool:
         return stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
-
-
-def _sync(descriptor: int) -> None:
-    """Fsync of a folder that is open as a place alone."""
-    readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=descriptor)
-    try:
-        os.fsync(readable)
-    finally:
-        os.close(readable)
 
 
 def _make_missing(folder: Path) -> None:

@@ -34,36 +34,27 @@ class LocalStorage:
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None
     ) -> None:
         path = self._path(key)
-        try:
-            with NewFile(self.folder, key) as file:
-                file.fill(buffers_of(data))
-                file.publish(if_absent=if_absent)
-        except OSError as error:
-            raise local_failure(error, "write", path) from error
+        with local_failures("write", path), NewFile(self.folder, key) as file:
+            file.fill(buffers_of(data))
+            file.publish(if_absent=if_absent)
 
     def read(self, key: str) -> bytes:
         path = self._path(key)
-        try:
+        with local_failures("read", path):
             return path.read_bytes()
-        except OSError as error:
-            raise local_failure(error, "read", path) from error
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         path = self._path(key)
-        try:
-            with path.open("rb", buffering=0) as file:
-                return [_read_range(file.fileno(), path, start, stop) for start, stop in ranges]
-        except OSError as error:
-            raise local_failure(error, "read", path) from error
+        with local_failures("read", path), path.open("rb", buffering=0) as file:
+            return [_read_range(file.fileno(), path, start, stop) for start, stop in ranges]
 
     def info(self, key: str) -> ObjectInfo | None:
         path = self._path(key)
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise local_failure(error, "look up", path) from error
+        with local_failures("look up", path):
+            try:
+                status = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
         return ObjectInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -95,11 +86,8 @@ class LocalStorage:
 
     def copy(self, source: str, target: str) -> None:
         path = self._path(source)
-        try:
-            with path.open("rb") as file:
-                self.write(target, iter(lambda: file.read(COPY_BYTES), b""))
-        except OSError as error:
-            raise local_failure(error, "read", path) from error
+        with local_failures("read", path), path.open("rb") as file:
+            self.write(target, iter(lambda: file.read(COPY_BYTES), b""))
 
     def local_path(self, key: str) -> Path | None:
         return self._path(key)
@@ -171,21 +159,18 @@ def keep_file(storage: Storage, key: str) -> None:
     root, (inner, _, name) = local_root(storage), key.rpartition("/")
     if root is None:
         return
-    try:
-        with Folder(root, inner) as folder:
-            descriptor = folder.open(name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                folder.sync()
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    folder.unlink(name)
-                raise
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        raise local_failure(error, "write", root / key) from error
+    with local_failures("write", root / key), Folder(root, inner) as folder:
+        descriptor = folder.open(name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            folder.sync()
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.unlink(name)
+            raise
+        finally:
+            os.close(descriptor)
 
 
 def sync_name(storage: Storage, key: str) -> None:
@@ -195,10 +180,17 @@ def sync_name(storage: Storage, key: str) -> None:
     """
     path = storage.local_path(key)
     if path is not None:
-        try:
+        with local_failures("write", path):
             sync_folder(path.parent)
-        except OSError as error:
-            raise local_failure(error, "write", path) from error
+
+
+@contextlib.contextmanager
+def local_failures(doing: str, path: str | Path) -> Iterator[None]:
+    """Raise a system error of a local file as what `local_failure` makes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise local_failure(error, doing, path) from error
 
 
 def local_failure(error: OSError, doing: str, path: str | Path) -> StorageError:
@@ -258,13 +250,12 @@ def _is_full(folder: str) -> bool:
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder in the order of their keys, a folder's key ending in "/"."""
-    try:
-        with os.scandir(folder) as found:
-            entries = [entry for entry in found if not is_temporary(entry.name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise local_failure(error, "list", folder) from error
+    with local_failures("list", folder):
+        try:
+            with os.scandir(folder) as found:
+                entries = [entry for entry in found if not is_temporary(entry.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
     return sorted(entries, key=lambda entry: f"{entry.name}/" if _is_folder(entry) else entry.name)
 
 

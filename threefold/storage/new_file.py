@@ -10,9 +10,8 @@ import filecmp
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from threefold.closing import Closing
 from threefold.errors import StorageError
 from threefold.storage.contract import AlreadyExists, Buffer, temporary_name
 from threefold.storage.folders import Folder, surviving_races
@@ -20,7 +19,7 @@ from threefold.storage.folders import Folder, surviving_races
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what link(2) says on FAT and on some network mounts
 
 
-class NewFile:
+class NewFile(Closing):
     """The file of a key below a local folder, which is made with those on the way; use it in a `with`.
 
     Leaving the `with` removes what was not published. StorageError if the key, or a folder on its way, is a link.
@@ -46,7 +45,7 @@ class NewFile:
         makes the name durable, the file has it.
         """
         os.fsync(self.descriptor)
-        self._close()
+        self._close_descriptor()
         with Folder(self._root, self._inner) as folder:
             if if_absent:
                 self._link(folder)
@@ -56,27 +55,21 @@ class NewFile:
             self._temporary = ""
             folder.sync()
 
-    def discard(self) -> None:
+    def close(self) -> None:
         """Remove the file unless it was published."""
         temporary, self._temporary = self._temporary, ""
         with contextlib.suppress(OSError):  # the failure that led here is the one to report
-            self._close()
+            self._close_descriptor()
         if temporary:
             with contextlib.suppress(OSError, StorageError), Folder(self._root, self._inner) as folder:
                 folder.unlink(temporary)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.discard()
 
     def _create(self) -> int:
         with Folder(self._root, self._inner, make=True) as folder:
             folder.refuse_link(self._name)
             return folder.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
-    def _close(self) -> None:
+    def _close_descriptor(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(InterruptedError):  # it is closed all the same

@@ -47,7 +47,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """All memory seems to be that of a device."""
     device, module = Device(), "ckptkit.loading.targets"
     monkeypatch.setattr(f"{module}.BOUNCE_BYTES", BOUNCE_BYTES)
-    monkeypatch.setattr(f"{module}.host_address", lambda data: None)
+    monkeypatch.setattr(f"{module}.is_on_host", lambda data: False)
     monkeypatch.setattr(f"{module}.byte_range", lambda data, at, size: data.view(np.uint8)[at : at + size])
     monkeypatch.setattr(f"{module}.Transfer", lambda: device)
     return device

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.loading.roots import latest_step
-from ckptkit.runs.catalogue import committed_steps, resolve
+from ckptkit.runs.catalogue import committed_steps
+from ckptkit.runs.run import resolve
 from threefold.errors import StorageError, UserError
 from threefold.storage import open_storage
 

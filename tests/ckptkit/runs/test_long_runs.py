@@ -69,7 +69,8 @@ def objects() -> dict[str, bytes]:
 @pytest.fixture
 def run(objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     made = ObjectStore(objects)
-    monkeypatch.setattr("ckptkit.format.address.open_storage", lambda url, **options: made)
+    for module in ("format.address", "runs.run"):
+        monkeypatch.setattr(f"ckptkit.{module}.open_storage", lambda url, **options: made)
     return made
 
 

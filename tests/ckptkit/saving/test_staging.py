@@ -13,8 +13,8 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BlockLayout
-from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, order_of
-from ckptkit.io.torch_tensors import held_by, host_address, is_contiguous, num_bytes
+from ckptkit.handoff.protocol import Area, Ring, SaveOrder, SaveOutcome, SkipOrder, StagedFile, message_of
+from ckptkit.io.torch_tensors import are_contiguous, held_by, host_addresses, is_on_host, num_bytes
 from ckptkit.runs.retention import Retention
 from ckptkit.saving import template as template_module
 from ckptkit.saving.staging import ALIGNMENT, Arena, Staging
@@ -131,13 +131,13 @@ def test_orders_and_outcomes_survive_their_line() -> None:
         num_threads=3, abandoned=(replace(SEAT, step=1), SEAT),
     )  # fmt: skip
     assert order.to_line().count(b"\n") == 1
-    assert order_of(order.to_line()) == order
+    assert message_of(order.to_line()) == order
     skip = SkipOrder(SEAT, "still saving")
     assert skip.to_line().count(b"\n") == 1
-    assert order_of(skip.to_line()) == skip
+    assert message_of(skip.to_line()) == skip
     outcome = SaveOutcome(3, 'two\nlines "quoted"', 5, 0.25, 2, "warned")
     assert outcome.to_line().count(b"\n") == 1
-    assert SaveOutcome.from_line(outcome.to_line()) == outcome
+    assert message_of(outcome.to_line()) == outcome
 
 
 def test_arrays_and_tensors_are_described_alike() -> None:
@@ -145,8 +145,8 @@ def test_arrays_and_tensors_are_described_alike() -> None:
     array = np.arange(6, dtype=np.float32)
     tensor = torch.nn.Parameter(torch.from_numpy(array))
     for data in (array, tensor):
-        assert (num_bytes(data), is_contiguous(data), held_by(data.dtype)) == (24, True, ("F32",))
-        assert host_address(data) == array.ctypes.data
-        assert not is_contiguous(data[::2])
+        assert (num_bytes(data), are_contiguous([data]), held_by(data.dtype)) == (24, True, ("F32",))
+        assert (is_on_host(data), *host_addresses([data])) == (True, array.ctypes.data)
+        assert not are_contiguous([data, data[::2]])
     assert held_by(torch.bfloat16) == held_by(np.dtype(np.uint16)) == ("BF16",)
     assert held_by(np.dtype(np.complex64)) == ()
