@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 
 from datakit.commands.shared import PLACE_HELP, Reporting, default_workers
 from threefold.cli import log, print_json, print_line
-from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
 
@@ -20,7 +19,7 @@ class Options(Reporting):
     )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Compress each file of a token store as seekable zstd into a folder or object storage: any zstd tool decompresses
     them, and ranges can be read without the rest. Every byte is checked against the store's manifest. The bytes are the
     same with any number of workers, and the same command continues after a kill.
@@ -36,4 +35,3 @@ def run(options: Options) -> int:
             f"{found.path}: {found.num_files} files{kept}, {found.size_bytes / 1e6:,.1f} MB in "
             f"{found.packed_bytes / 1e6:,.1f} MB"
         )
-    return EXIT_OK

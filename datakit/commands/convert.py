@@ -6,7 +6,7 @@ from typing import Literal
 
 from datakit.commands.shared import Linking, print_store
 from threefold.cli import print_json
-from threefold.errors import EXIT_OK, UserError
+from threefold.errors import UserError
 from threefold.options import argument, option
 
 
@@ -33,13 +33,14 @@ class Options(Linking):
     dtype: str | None = option(None, "of the tokens if the source does not say, like int64", metavar="DTYPE")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Make a store of datasets of Megatron, datatrove, MosaicML streaming (mds) or litdata without tokenizing again,
     every token checked; or Megatron's indexed datasets of a store's shards. Megatron's files are linked or copied as
     they are, the others' tokens written again.
     """
     if options.to == "store":
-        return _convert_to_store(options)
+        _convert_to_store(options)
+        return
     from datakit.files.durable import url_behind
     from datakit.foreign.megatron import to_megatron
 
@@ -55,23 +56,17 @@ def run(options: Options) -> int:
         print_json({"path": options.output, "prefixes": prefixes})
     else:
         print(*prefixes, sep="\n")
-    return EXIT_OK
 
 
-def _convert_to_store(options: Options) -> int:
+def _convert_to_store(options: Options) -> None:
     from datakit.foreign.conversion import convert_to_store
     from datakit.foreign.foreign_store import Choices
     from datakit.tokenization.tokenizer import DEFAULT_EOD
 
     if not options.tokenizer:
         raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer tok.json")
-    choices = Choices(
-        options.tokenizer,
-        options.eod_token or DEFAULT_EOD,
-        options.documents,
-        options.column,
-        options.dtype,
-    )
+    eod_token = options.eod_token or DEFAULT_EOD
+    choices = Choices(options.tokenizer, eod_token, options.documents, options.column, options.dtype)
     store = convert_to_store(
         options.sources, options.output, choices, source_format=options.source_format, copy=options.copy
     )
@@ -81,4 +76,3 @@ def _convert_to_store(options: Options) -> int:
             file=sys.stderr,
         )
     print_store(store, options.json)
-    return EXIT_OK

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from datakit.commands.shared import OfStored, counts_text
 from threefold.cli import print_json, print_line
 from threefold.console import has_colours, print_table
-from threefold.errors import EXIT_OK, UserError
+from threefold.errors import UserError
 from threefold.options import option
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Options(OfStored):
     tokenizer: str | None = option(None, "the tokenizer that made the store: shows text, not ids", metavar="FILE")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Say what a token store or an archive holds, or show one of a store's documents or samples and where it came
     from.
     """
@@ -45,7 +45,8 @@ def run(options: Options) -> int:
                 f"{place} is not a store in a local folder: its documents and samples cannot be shown",
                 hint=f"datakit unarchive {place} --output STORE",
             )
-        return inspect_excerpt(options)
+        inspect_excerpt(options)
+        return
     if is_plain_folder(place):
         store = TokenStore.open(place)
         path, manifest, record = str(store.path), store.manifest, None
@@ -68,7 +69,7 @@ def run(options: Options) -> int:
         found["archive"] = {"level": record.level, **sizes}
     if options.json:
         print_json(found)
-        return EXIT_OK
+        return
     tokenizer = manifest.tokenizer
     print_line(f"{path}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {manifest.dtype}")
     if record:
@@ -82,7 +83,6 @@ def run(options: Options) -> int:
     print(f"shards       {len(manifest.shards)}")
     rows = [(shard.name, f"{shard.num_documents:,}", f"{shard.num_tokens:,}") for shard in manifest.shards]
     print_table(("shard", "documents", "tokens"), rows, left={"shard"})
-    return EXIT_OK
 
 
 def asks_for_excerpt(options: Options) -> bool:
@@ -95,7 +95,7 @@ def asks_for_excerpt(options: Options) -> bool:
     return found
 
 
-def inspect_excerpt(options: Options) -> int:
+def inspect_excerpt(options: Options) -> None:
     """Show the tokens of one document or sample, as text where a tokenizer is given, and where they came from."""
     from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
     from datakit.store.token_store import TokenStore
@@ -108,7 +108,7 @@ def inspect_excerpt(options: Options) -> int:
     tokenizer = open_matching_tokenizer(store, options.tokenizer) if options.tokenizer else None
     if not options.json:
         _print_excerpt(excerpt, tokenizer)
-        return EXIT_OK
+        return
     print_json(
         {
             "store": str(store.path),
@@ -129,7 +129,6 @@ def inspect_excerpt(options: Options) -> int:
         },
         masks=False,
     )
-    return EXIT_OK
 
 
 def _print_excerpt(excerpt: "Excerpt", tokenizer: "Tokenizer | None") -> None:

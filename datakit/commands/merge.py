@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass
 
 from datakit.commands.shared import Linking, print_store
-from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
 
@@ -16,7 +15,7 @@ class Options(Linking):
     output: str = option(..., "folder or URL of the store; a rerun continues in it", metavar="STORE")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Make one store of all shards of some stores, in the order given, without tokenizing again; documents keep their
     sources.
     """
@@ -28,4 +27,3 @@ def run(options: Options) -> int:
             "warning: documents of some of these stores end with a token of their own, others do not", file=sys.stderr
         )
     print_store(store, options.json)
-    return EXIT_OK

@@ -1,13 +1,12 @@
 """`datakit preprocess`: make a token store of text."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from datakit.commands.shared import OfInput, Reporting, counts_text
 from threefold.cli import print_json, print_line
 from threefold.console import live
-from threefold.errors import EXIT_OK
 from threefold.options import option
 
 
@@ -22,10 +21,7 @@ def _fractions(text: str) -> tuple[float, float]:
 def _tag(text: str) -> Any:
     from datakit.store.tags import Tag
 
-    try:
-        return Tag.parse(text)
-    except ValueError as error:
-        raise ValueError(str(error)) from None
+    return Tag.parse(text)
 
 
 def _size(text: str) -> int:
@@ -76,26 +72,14 @@ class Options(OfInput, Reporting):
     )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Make a token store of all documents of the input. The bytes are the same with any number of workers, memory is
     flat in the size of the input, and the same command continues after a kill.
     """
     from datakit.preprocessing.preprocess import preprocess
     from datakit.preprocessing.recipe import Recipe
 
-    recipe = Recipe(
-        tokenizer=options.tokenizer,
-        eod_token=options.eod_token,
-        append_eod=options.append_eod,
-        text_key=options.text_key,
-        txt_split=options.txt_split,
-        split=options.split,
-        skip_invalid=options.skip_invalid,
-        skip_empty=options.skip_empty,
-        max_chars=options.max_chars,
-        tags=options.tags,
-        dedup=options.dedup,
-    )
+    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
     with live() as shown:
         summary = preprocess(
             options.inputs,
@@ -111,7 +95,7 @@ def run(options: Options) -> int:
         )
     if options.json:
         print_json(asdict(summary))
-        return EXIT_OK
+        return
     if summary.skipped:
         print(f"skipped {counts_text(summary.skipped)}")
     if summary.num_replaced:
@@ -124,4 +108,3 @@ def run(options: Options) -> int:
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens; {summary.input_bytes / 1e6:,.1f} MB in "
         f"{summary.elapsed_s:.1f} s, {summary.mb_per_s:.1f} MB/s, {summary.tokens_per_s:,.0f} tokens/s"
     )
-    return EXIT_OK

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from datakit.commands.shared import Reporting
 from threefold.cli import print_json
 from threefold.console import print_table
-from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class Options(Reporting):
     report: str | None = option(None, "write a page with plots too; needs threefold[plot]", metavar="FILE.html")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Count documents and tokens by length, by tag and by source file, exactly, from the indices alone."""
     from datakit.reports.html import require_plots, write_report
     from datakit.reports.statistics import statistics
@@ -38,7 +37,6 @@ def run(options: Options) -> int:
         print_json(asdict(found))
     else:
         _print_statistics(found)
-    return EXIT_OK
 
 
 def _print_statistics(found: "Statistics") -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from datakit.commands.shared import OfInput
 from threefold.cli import log
-from threefold.errors import EXIT_OK
 from threefold.options import option
 
 
@@ -16,7 +15,7 @@ class Options(OfInput):
     output: str = option(..., "tokenizer.json to write", metavar="FILE")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Train a byte-level BPE tokenizer on all documents of the input; the end-of-document token is its token 0."""
     from datakit.tokenization.tokenizer_training import train_tokenizer
 
@@ -33,4 +32,3 @@ def run(options: Options) -> int:
     if tokenizer.vocab_size < options.vocab_size:
         log(f"the text gave {tokenizer.vocab_size} tokens, not {options.vocab_size}: more text would give more")
     log(f"wrote {options.output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}")
-    return EXIT_OK

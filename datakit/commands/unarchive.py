@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from datakit.commands.shared import PLACE_HELP, Reporting, default_workers, print_store
 from threefold.cli import log
-from threefold.errors import EXIT_OK
 from threefold.options import argument, option
 
 
@@ -17,7 +16,7 @@ class Options(Reporting):
     workers: int = option(default_workers, "threads, each on a file of its own", metavar="N")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Make a local token store of an archive, or of a store in a folder or on object storage. Every byte is
     checked against the manifest, and the same command continues after a kill.
     """
@@ -25,4 +24,3 @@ def run(options: Options) -> int:
 
     store = unarchive(options.source, options.output, num_workers=options.workers, report=log)
     print_store(store, options.json)
-    return EXIT_OK

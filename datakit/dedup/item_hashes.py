@@ -1,7 +1,8 @@
 """Hashes of a work item: the XXH3-128 of the UTF-8 text of each document that the rules keep, in order, 16 bytes each.
 
 They are in a file of the item's own below `.work/hashes`, with a record that is written last: only that makes the item
-done, so a kill costs at most one item's reading. Memory is 64 KiB and one document.
+done, so a kill costs at most one item's reading. Memory is 64 KiB and one document. `find_duplicates` is the pass over
+all items that comes before tokenizing: workers make the hashes that are missing, then the repeats among all are noted.
 """
 
 import secrets
@@ -10,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import orjson
 import xxhash
 
-from datakit.dedup.duplicates import HASH_BYTES, ItemHashes
+from datakit.dedup.duplicates import HASH_BYTES, ItemHashes, are_duplicates_of, write_duplicates
 from datakit.files.durable import durable_file, writing
-from datakit.store.item_records import Progress, fields_of_record
+from datakit.store.item_records import RECORDS_FOLDER, Progress, fields_of_record
 from datakit.store.manifest import WORK_FOLDER
 from datakit.store.output import Output
 from datakit.text.documents import DocumentReader, DocumentRules
@@ -68,6 +69,27 @@ def read_hashes(output: Output, items: Sequence[WorkItem]) -> list[ItemHashes | 
     return [
         _parse(content, output, item, sizes) if content else None for content, item in zip(contents, items, strict=True)
     ]
+
+
+def find_duplicates(
+    output: Output,
+    items: Sequence[WorkItem],
+    hash_items: Callable[[list[WorkItem]], None],
+    report: Callable[[str], None],
+) -> None:
+    """Note for all items of a run which of their documents are duplicates; `hash_items` makes items' hashes.
+
+    Where an earlier run noted others, of input that has changed since, what it sealed is sealed no more.
+    """
+    if missing := [item for item, hashes in zip(items, read_hashes(output, items)) if hashes is None]:
+        hash_items(missing)
+    hashes = [found for found in read_hashes(output, items) if found]
+    if len(hashes) < len(items):
+        raise output.vanished(len(items) - len(hashes), len(items))
+    if not are_duplicates_of(output, hashes):
+        output.remove_folder(RECORDS_FOLDER)
+        num_documents = sum(item.num_documents for item in hashes)
+        report(f"{write_duplicates(output, hashes):,} of {num_documents:,} documents have the text of an earlier one")
 
 
 def _parse(content: bytes, output: Output, item: WorkItem, sizes: dict[str, int]) -> ItemHashes | None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datakit.files.durable import writing
+from threefold.closing import Closing
 from threefold.errors import StorageError
 
 UInt64s = npt.NDArray[np.uint64]
@@ -21,7 +22,7 @@ MAX_BUCKETS = 1 << 16
 _WRITE_ROWS = 1 << 18
 
 
-class Shuffle:
+class Shuffle(Closing):
     """Rows of `num_columns` u64 in `num_buckets` buckets: `add` them all, `finish`, then read; use it in a `with`."""
 
     def __init__(self, folder: Path, num_buckets: int, num_columns: int, *, run_bytes: int) -> None:
@@ -95,8 +96,6 @@ class Shuffle:
         if num_bytes != rows.nbytes:
             raise StorageError(f"a temporary file in {self._folder} gave {num_bytes} bytes of {rows.nbytes}")
 
-    def __enter__(self) -> "Shuffle":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let go of the file."""
         self._file.close()

@@ -25,7 +25,7 @@ from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry,
 from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import Tokens
 from datakit.store.token_store import TokenStore, open_made
-from datakit.store.writer import StoreShardWriter, store_dtype
+from datakit.store.writer import ShardSequence, store_dtype
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
 from threefold.errors import CheckFailed, UserError
@@ -229,23 +229,16 @@ def _sealed(
             if all(output.has(name, digest) for entry in kept for name, digest in entry.files().items()):
                 return kept
     documents = _joined(group, eod_id) if eod_id is not None else _single(group)
-    entries: list[ShardEntry] = []
-    writer: StoreShardWriter | None = None
     dtype = store_dtype(vocab_size)
+    shards = ShardSequence(output.scratch, dtype, f"shard-{number:06}-{{:03}}".format)
     try:
         for document in documents:
             check_tokens(document.path, document.number, document.tokens, vocab_size)
-            if writer is None or writer.is_full:
-                if writer is not None:
-                    entries.append(writer.finish())
-                writer = StoreShardWriter(output.scratch / f"shard-{number:06}-{len(entries):03}", dtype)
             tokens = document.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-            writer.add(tokens, str(document.path), document.offset_bytes, document.number)
-        if writer is not None:
-            entries.append(writer.finish())
+            shards.current().add(tokens, str(document.path), document.offset_bytes, document.number)
+        entries = shards.finish()
     except BaseException:
-        if writer is not None:
-            writer.abandon()
+        shards.abandon()
         raise
     output.adopt("", [output.scratch / name for entry in entries for name in entry.files()])
     output.write(note, orjson.dumps({"shards": [asdict(entry) for entry in entries]}))

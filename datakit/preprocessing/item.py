@@ -18,9 +18,8 @@ from datakit.dedup.duplicates import Duplicates
 from datakit.files.durable import writing
 from datakit.preprocessing.recipe import WHOLE, Recipe
 from datakit.store.item_records import ItemRecord, Progress, record_key
-from datakit.store.manifest import ShardEntry
 from datakit.store.output import Output
-from datakit.store.writer import StoreShardWriter, store_dtype
+from datakit.store.writer import ShardSequence, store_dtype
 from datakit.text.documents import DocumentReader, Documents
 from datakit.text.inputs import FileSlice, WorkItem
 from datakit.tokenization.encoded import Encoded
@@ -45,7 +44,7 @@ class ItemEncoder:
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
         """Make the item's shards and its record, or nothing."""
         end = [] if self._eod_id is None else [self._eod_id]
-        writers = {part: _ShardSequence(self._work(part), item.number, self._dtype, end) for part in self._recipe.parts}
+        writers = {part: _ItemShards(self._work(part), item.number, self._dtype, end) for part in self._recipe.parts}
         num_lines = input_bytes = num_tokens = num_by_reference = num_replaced = 0
         digests: list[str] = []
         skipped: Counter[str] = Counter()
@@ -112,48 +111,24 @@ class ItemEncoder:
         return folder
 
 
-class _ShardSequence:
-    """The shards that one item puts into one store, each document with `end` after it; the next where one is full."""
+class _ItemShards(ShardSequence):
+    """The shards that one item puts into one store, each document with `end` after it."""
 
     def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: list[int]) -> None:
-        self._folder, self._item_number, self._dtype = folder, item_number, dtype
-        self._end = end
-        self._open: StoreShardWriter | None = None
-        self._finished: list[ShardEntry] = []
+        super().__init__(folder, dtype.name, f"shard-{item_number:06}-{{:03}}".format)
+        self._little_endian, self._end = dtype, end
 
     def extend(self, documents: Documents, encoded: Encoded, path: str) -> None:
         """Append documents of one file."""
         ended = encoded.framed((), self._end)
-        tokens, lengths = ended.tokens.astype(self._dtype), ended.lengths.tolist()
+        tokens, lengths = ended.tokens.astype(self._little_endian), ended.lengths.tolist()
         while documents:
-            target = self._current()
+            target = self.current()
             count = target.room(lengths)
             offsets, lines, _ = documents.places[:, :count].tolist()
             num_tokens = sum(lengths[:count])
             target.extend(tokens[:num_tokens].tobytes(), lengths[:count], path, offsets, lines)
             documents, lengths, tokens = documents[count:], lengths[count:], tokens[num_tokens:]
-
-    def _current(self) -> StoreShardWriter:
-        if self._open is not None and self._open.is_full:
-            self._finished.append(self._open.finish())
-            self._open = None
-        if self._open is None:
-            name = f"shard-{self._item_number:06}-{len(self._finished):03}"
-            self._open = StoreShardWriter(self._folder / name, self._dtype.name)
-        return self._open
-
-    def finish(self) -> list[ShardEntry]:
-        if self._open is not None:
-            self._finished.append(self._open.finish())
-            self._open = None
-        return self._finished
-
-    def abandon(self) -> None:
-        if self._open is not None:
-            self._open.abandon()
-        for entry in self._finished:
-            for name in entry.files():
-                (self._folder / name).unlink(missing_ok=True)
 
 
 def _batches(runs: Iterable[Documents]) -> Iterator[Documents]:

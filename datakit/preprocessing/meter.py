@@ -17,23 +17,19 @@ class Meter:
         self._num_items, self._num_sealed = len(items), 0
         self._sizes = {item.number: sum(part.stop - part.start for part in item.slices) for item in items}
         self._read = 0  # bytes on disk of the sealed items
-        self._bytes: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
-        self._by_reference: dict[int, int] = {}
+        self._latest: dict[int, dict[str, int]] = {}  # by item
         self._started_s = self._reported_s = time.monotonic()
 
     def update(self, item: WorkItem, message: dict[str, Any]) -> None:
         if "sealed" in message:
             self._num_sealed += 1
             self._read += self._sizes[item.number]
-        self._bytes[item.number] = message["progress"]["input_bytes"]
-        self._tokens[item.number] = message["progress"]["num_tokens"]
-        self._by_reference[item.number] = message["progress"]["num_by_reference"]
+        self._latest[item.number] = message["progress"]
 
     @property
     def num_by_reference(self) -> int:
         """How many documents the reference has encoded."""
-        return sum(self._by_reference.values())
+        return self._sum("num_by_reference")
 
     def is_due(self) -> bool:
         now_s = time.monotonic()
@@ -53,7 +49,7 @@ class Meter:
         Speeds until all are sealed, as then the summary of the whole job says its speed.
         """
         elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
-        megabytes, tokens = sum(self._bytes.values()) / 1e6, sum(self._tokens.values())
+        megabytes, tokens = self._sum("input_bytes") / 1e6, self._sum("num_tokens")
         line = f"{self._num_sealed}/{self._num_items} work items, {megabytes:,.1f} MB"
         if self._num_sealed == self._num_items:
             return line
@@ -64,3 +60,6 @@ class Meter:
             seconds = round(elapsed_s * (sum(self._sizes.values()) / self._read - 1))
             line += f", {timedelta(seconds=seconds)} left"
         return line
+
+    def _sum(self, what: str) -> int:
+        return sum(progress[what] for progress in self._latest.values())

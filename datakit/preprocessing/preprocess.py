@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from datakit.dedup.deduplication import find_duplicates
+from datakit.dedup.item_hashes import find_duplicates
 from datakit.preprocessing.meter import Meter
 from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
 from datakit.preprocessing.sources import Sources, require_unchanged
@@ -110,8 +110,8 @@ def preprocess(
     own = [place.place, recipe.tokenizer, os.fspath(sidecar_path(Path(recipe.tokenizer)))]
     files = find_inputs(inputs, spool, report, but=own)
     require_matches(recipe.tags, [file.path for file in files])
-    job = _Job(place, recipe, files, item_bytes)
-    if job.is_complete(report):
+    job = _Job(place, recipe, files, item_bytes, report, show)
+    if job.is_complete():
         report(f"{output} is complete already")
         return job.summary([], [], 0.0)
     with claim(job.output, keeps=(UserError,), patience_s=PATIENCE_S) as held:
@@ -119,7 +119,7 @@ def preprocess(
         if recipe.dedup or engine != "local":
             job.begin(backend)
         if recipe.dedup:
-            find_duplicates(job.output, job.items, partial(_hash, job, open_pool, report, show), report)
+            find_duplicates(job.output, job.items, partial(job.hash, open_pool), report)
         missing = job.missing()
         tokenized_by, num_by_reference = None, 0
         with open_pool(len(missing)) if missing else nullcontext() as pool:
@@ -129,9 +129,9 @@ def preprocess(
                 report(f"tokenizing with {choice.backend}: {choice.reason}")
                 tokenized_by = choice.backend
                 task = Task(job.output.place, recipe, job.identity, choice.backend, choice.terms)
-                num_by_reference = _seal(job, missing, task, pool, report, show)
+                num_by_reference = job.seal(missing, task, pool)
         records = job.records()
-        job.finish(records, report)
+        job.finish(records)
         sealed = [records[item.number] for item in missing]
         summary = job.summary(records, sealed, time.monotonic() - started_s)
         return replace(summary, backend=tokenized_by, num_by_reference=num_by_reference)
@@ -167,45 +167,14 @@ def _open_pool(
     return RayPool(num_workers, address=ray_address)
 
 
-def _hash(
-    job: "_Job",
-    open_pool: Callable[[int], "WorkerPool | RayPool"],
-    report: Callable[[str], None],
-    show: Callable[[str, float], None],
-    items: list[WorkItem],
-) -> None:
-    """Let workers hash the items' documents."""
-    with open_pool(len(items)) as pool:
-        task = Task(job.output.place, job.recipe, job.identity, HASH)
-        _seal(job, items, task, pool, report, lambda line, share: show(f"reading for duplicates: {line}", share))
-
-
-def _seal(
-    job: "_Job", items: list[WorkItem], task: Task, pool: "WorkerPool | RayPool", report: Callable[[str], None],
-    show: Callable[[str, float], None],
-) -> int:  # fmt: skip
-    """Let workers seal the items, and show how far they are about every two seconds.
-
-    Return how many documents the reference tokenized.
-    """
-    meter = Meter(items)
-    if len(items) < len(job.items):
-        report(f"continuing: {len(job.items) - len(items)} of {len(job.items)} work items are sealed")
-    for item, message in pool.run(task, iter(items)):
-        meter.update(item, message)
-        if meter.is_due():
-            show(meter.line(), meter.share)
-    show(meter.line(), meter.share)
-    if task.backend == FAST and meter.num_by_reference:
-        report(f"{meter.num_by_reference:,} documents went to {task.identity.kind}, one by one")
-    return meter.num_by_reference
-
-
 class _Job:
-    """One output: what it is made from, how far it is, and its beginning and end on disk."""
+    """One output: what it is made from, how far it is, its beginning and end on disk, and the work between."""
 
-    def __init__(self, output: Output, recipe: Recipe, files: list[InputFile], item_bytes: int | None) -> None:
-        self.output, self.recipe = output, recipe
+    def __init__(
+        self, output: Output, recipe: Recipe, files: list[InputFile], item_bytes: int | None,
+        report: Callable[[str], None], show: Callable[[str, float], None],
+    ) -> None:  # fmt: skip
+        self.output, self.recipe, self._report, self._show = output, recipe, report, show
         if not any(file.size_bytes for file in files):
             names = ", ".join(file.path for file in files[:3])
             raise UserError(f"the input is empty: {len(files)} files of 0 bytes: {names}", hint=f"ls -l {names}")
@@ -235,7 +204,7 @@ class _Job:
         needs_eod = recipe.append_eod or recipe.eod_token != DEFAULT_EOD
         return identify(self.tokenizer, recipe.tokenizer, recipe.eod_token, required=needs_eod)
 
-    def is_complete(self, report: Callable[[str], None]) -> bool:
+    def is_complete(self) -> bool:
         """Return whether the stores are there; UserError if others are, or where the input changed since."""
         for part in {WHOLE, TRAIN, VALID} - set(self.recipe.parts):
             if self.output.manifest(part):
@@ -245,7 +214,7 @@ class _Job:
             if found is None:
                 return False
             self._compare(found.tokenizer, found.settings, self._settings(part))
-        self._sources = require_unchanged(self.output, self._files, report)
+        self._sources = require_unchanged(self.output, self._files, self._report)
         self.output.remove_work()  # a kill may have left it after the last manifest
         return True
 
@@ -262,6 +231,29 @@ class _Job:
             raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
         self._compare(tokenizer, settings, wanted["settings"])
 
+    def hash(self, open_pool: Callable[[int], "WorkerPool | RayPool"], items: list[WorkItem]) -> None:
+        """Let workers hash the items' documents."""
+        with open_pool(len(items)) as pool:
+            task = Task(self.output.place, self.recipe, self.identity, HASH)
+            self.seal(items, task, pool, "reading for duplicates: ")
+
+    def seal(self, items: list[WorkItem], task: Task, pool: "WorkerPool | RayPool", doing: str = "") -> int:
+        """Let workers seal the items, and show how far they are about every two seconds.
+
+        Return how many documents the reference tokenized.
+        """
+        meter = Meter(items)
+        if len(items) < len(self.items):
+            self._report(f"continuing: {len(self.items) - len(items)} of {len(self.items)} work items are sealed")
+        for item, message in pool.run(task, iter(items)):
+            meter.update(item, message)
+            if meter.is_due():
+                self._show(doing + meter.line(), meter.share)
+        self._show(doing + meter.line(), meter.share)
+        if task.backend == FAST and meter.num_by_reference:
+            self._report(f"{meter.num_by_reference:,} documents went to {task.identity.kind}, one by one")
+        return meter.num_by_reference
+
     def missing(self) -> list[WorkItem]:
         """Return the items that are not sealed."""
         return [item for item, record in zip(self.items, read_records(self.output, self.items)) if record is None]
@@ -273,7 +265,7 @@ class _Job:
             raise self.output.vanished(len(self.items) - len(records), len(self.items))
         return records
 
-    def finish(self, records: list[ItemRecord], report: Callable[[str], None]) -> None:
+    def finish(self, records: list[ItemRecord]) -> None:
         """Write the manifests, drop what is in none of them, and then the work folder."""
         shards = self._shards(records)
         counts = sum((Counter(record.skipped) for record in records), Counter[str]())
@@ -288,13 +280,15 @@ class _Job:
         manifests = {}
         for part, entries in shards.items():
             if not entries:
-                report(f"{self.output.part(part)} holds no document: none of {num_documents} fell to it by its hash")
+                self._report(
+                    f"{self.output.part(part)} holds no document: none of {num_documents} fell to it by its hash"
+                )
             self.output.remove_shards(part, but={entry.name for entry in entries})  # of input that has changed since
             dtype = store_dtype(self.identity.vocab_size)
             manifests[key_of(part, FILE_NAME)] = Manifest(
                 dtype, self.identity, tuple(entries), self._settings(part), skipped
             ).encode()
-        self.output.commit(manifests, report)
+        self.output.commit(manifests, self._report)
 
     def summary(self, records: list[ItemRecord], sealed: list[ItemRecord], elapsed_s: float) -> Summary:
         """Return what the stores hold, and how fast those of their items were sealed that this run sealed."""

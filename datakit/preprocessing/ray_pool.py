@@ -18,6 +18,7 @@ from datakit.preprocessing.worker import seal_item
 from datakit.preprocessing.worker_pool import WORKER_ENVIRONMENT, raise_error
 from datakit.text.inputs import WorkItem
 from threefold.child_python import search_path
+from threefold.closing import Closing
 from threefold.errors import StorageError
 from threefold.packages import needed_for
 
@@ -25,7 +26,7 @@ MAX_ITEM_LOSSES, MAX_FAILED_STARTS = 3, 3
 PLACE_WITHIN_S, CONNECT_WITHIN_S = 120.0, 10.0
 
 
-class RayPool:
+class RayPool(Closing):
     """Some actors; use it in a `with`, which ends them and leaves the cluster."""
 
     def __init__(self, num_workers: int, *, address: str | None) -> None:
@@ -121,12 +122,6 @@ class RayPool:
     def close(self) -> None:
         """End the actors and leave the cluster."""
         self._ray.shutdown()
-
-    def __enter__(self) -> "RayPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Sealer:

@@ -11,11 +11,11 @@ from datakit.preprocessing.item import ItemEncoder
 from datakit.preprocessing.recipe import Recipe
 from datakit.store.item_records import Progress
 from datakit.store.output import Output
-from datakit.store.tags import Tag
 from datakit.text.inputs import WorkItem
 from datakit.tokenization.encoder import open_encoder
 from datakit.tokenization.fast_encoder import NO_TERMS, Terms
 from datakit.tokenization.identity import TokenizerIdentity
+from threefold.plain import from_plain
 
 HASH = "hash"  # in place of a backend: the documents are only hashed
 
@@ -52,8 +52,5 @@ class Task:
     @classmethod
     def from_line(cls, line: bytes) -> "Task":
         """Return the task of such a line."""
-        raw = orjson.loads(line)
-        split, tags = raw["recipe"]["split"], raw["recipe"]["tags"]
-        recipe = Recipe(**raw["recipe"] | {"split": split and tuple(split), "tags": tuple(Tag(**tag) for tag in tags)})
-        terms = Terms(**{name: tuple(value) for name, value in raw["terms"].items()})
-        return cls(raw["output"], recipe, TokenizerIdentity(**raw["identity"]), raw["backend"], terms)
+        task: Task = from_plain(cls, orjson.loads(line))
+        return task

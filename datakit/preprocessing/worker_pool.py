@@ -16,6 +16,7 @@ from datakit.preprocessing.task import Task
 from datakit.text.documents import memory_hint
 from datakit.text.inputs import WorkItem
 from threefold.child_python import python_command, search_path
+from threefold.closing import Closing
 from threefold.errors import StorageError, UserError
 
 # One thread each; and large frees go back to the system: glibc would keep a long document's memory for ever. A few free
@@ -29,7 +30,7 @@ WORKER_ENVIRONMENT = {
 }
 
 
-class WorkerPool:
+class WorkerPool(Closing):
     """Some workers; use it in a `with`, which ends them."""
 
     def __init__(self, num_workers: int, *, keep_open: int) -> None:
@@ -67,12 +68,6 @@ class WorkerPool:
             worker.process.kill()
         for worker in self._workers:
             worker.process.communicate()
-
-    def __enter__(self) -> "WorkerPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Worker:

@@ -1,7 +1,7 @@
 """Writing stores: the three files of one shard side by side, and whole stores from tokens that already exist."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,11 @@ class StoreShardWriter:
         self._stem = stem
         self._tokens = ShardWriter(stem, dtype)
         self._origins = OriginsWriter()
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents were added."""
+        return self._tokens.num_documents
 
     @property
     def is_full(self) -> bool:
@@ -67,7 +72,7 @@ class StoreShardWriter:
             raise
         return ShardEntry(
             name=self._stem.name,
-            num_documents=self._tokens.num_documents,
+            num_documents=self.num_documents,
             num_tokens=self._tokens.num_tokens,
             first_line=0,
             bin=bin_digest,
@@ -79,6 +84,41 @@ class StoreShardWriter:
         """Remove what was written."""
         self._tokens.abandon()
         self._stem.with_suffix(".origin").unlink(missing_ok=True)
+
+
+class ShardSequence:
+    """The shards in a folder that documents go into one after the other: the next is opened where one is full.
+
+    `name` makes the name of the n-th.
+    """
+
+    def __init__(self, folder: Path, dtype: str, name: Callable[[int], str]) -> None:
+        self._folder, self._dtype, self._name = folder, dtype, name
+        self._open: StoreShardWriter | None = None
+        self._finished: list[ShardEntry] = []
+
+    def current(self) -> StoreShardWriter:
+        """Return the shard that the next document belongs into."""
+        if self._open is not None and self._open.is_full:
+            self.finish()
+        if self._open is None:
+            self._open = StoreShardWriter(self._folder / self._name(len(self._finished)), self._dtype)
+        return self._open
+
+    def finish(self) -> list[ShardEntry]:
+        """Make the open shard durable, and return the entries of all."""
+        if self._open is not None:
+            self._finished.append(self._open.finish())
+            self._open = None
+        return self._finished
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self._open is not None:
+            self._open.abandon()
+        for entry in self._finished:
+            for name in entry.files():
+                (self._folder / name).unlink(missing_ok=True)
 
 
 def write_store(
@@ -93,21 +133,14 @@ def write_store(
     folder, dtype = Path(path), store_dtype(vocab_size)
     with writing(folder):
         folder.mkdir(parents=True)
-    shards: list[ShardEntry] = []
-    writer: StoreShardWriter | None = None
-    count = 0
+    shards = ShardSequence(folder, dtype, "shard-{:06}-000".format)
     for number, document in enumerate(documents):
         tokens = np.asarray(document, dtype=np.int64)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise UserError(f"document {number}: tokens from {tokens.min()} to {tokens.max()}, vocabulary {vocab_size}")
-        if writer is None or writer.is_full or count == shard_documents:
-            if writer is not None:
-                shards.append(writer.finish())
-            writer, count = StoreShardWriter(folder / f"shard-{len(shards):06}-000", dtype), 0
-        writer.add(tokens.astype(f"<{'u2' if STORE_DTYPES[dtype] == 2 else 'i4'}").tobytes(), "", 0, number)
-        count += 1
-    if writer is not None:
-        shards.append(writer.finish())
+        if shards.current().num_documents == shard_documents:
+            shards.finish()
+        shards.current().add(tokens.astype(f"<{'u2' if STORE_DTYPES[dtype] == 2 else 'i4'}").tobytes(), "", 0, number)
     identity = TokenizerIdentity("none", "", vocab_size, None, eod_id)
-    Manifest(dtype, identity, tuple(shards)).write(folder)
+    Manifest(dtype, identity, tuple(shards.finish())).write(folder)
     return TokenStore.open(folder)

@@ -1,14 +1,12 @@
 """The batch gather: rows of L + 1 tokens, in spans of mapped shards, become tokens, labels, positions and loss mask.
 
-The native form (csrc/datakit/gather.cpp) reads every source token once, without the GIL, on several threads;
-`gather_reference` is the same in numpy.
+csrc/datakit/gather.cpp reads every source token once, without the GIL, on several threads; its test says the same in
+numpy.
 """
 
 from array import array
 
-import numpy as np
-
-from datakit.store.shard import Tokens, TokenShard
+from datakit.store.shard import TokenShard
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import Bytes, HostBatch
 from datakit.stream.native import address_of, stream_library
@@ -70,25 +68,4 @@ def gather(
         tokens + 3 * column_bytes, num_threads,
     )  # fmt: skip
     assert code == 0, "the spans of every row sum to seq_length + 1 tokens of 2 or 4 bytes"
-    return batch
-
-
-def gather_reference(spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
-    """Return what `gather` does, in numpy."""
-    batch = HostBatch.allocate(spans.num_rows, spans.seq_length)
-    rows: list[list[Tokens]] = [[] for _ in range(spans.num_rows)]
-    for row, shard, start, count in spans.table:
-        rows[row].append(shard.tokens[start : start + count])
-    for row, parts in enumerate(rows):
-        tokens = np.concatenate(parts).astype(np.int64)
-        batch.tokens[row], batch.labels[row] = tokens[:-1], tokens[1:]
-    eod_ids = np.array(spans.eod_ids)[:, None]
-    is_eod = (batch.tokens == eod_ids) & (eod_ids != NO_EOD)
-    batch.loss_mask[:] = ~is_eod if mask_eod_loss else 1
-    positions = np.arange(spans.seq_length)
-    batch.positions[:] = positions
-    if reset_positions:
-        after_eod = np.zeros_like(is_eod)
-        after_eod[:, 1:] = is_eod[:, :-1]
-        batch.positions[:] -= np.maximum.accumulate(np.where(after_eod, positions, 0), axis=1)
     return batch

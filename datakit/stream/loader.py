@@ -19,10 +19,11 @@ from datakit.store.shard import Int64s
 from datakit.stream.batch import Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
+from threefold.closing import Closing
 from threefold.errors import UserError
 
 
-class Loader:
+class Loader(Closing):
     """An endless iterator over steps; use it in a `with`, or `close` it."""
 
     def __init__(
@@ -114,12 +115,6 @@ class Loader:
     def close(self) -> None:
         """End the thread; the loader yields no further step."""
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Loader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def samples(self, first: int) -> Int64s:
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""

@@ -17,19 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from datakit.tokenization import rank_file
 from datakit.tokenization.encoded import Encoded, Ids
-from datakit.tokenization.rank_file import (
-    CL100K_PATTERN,
-    GPT2_PATTERN,
-    LLAMA3_PATTERN,
-    O200K_PATTERN,
-    QWEN_PATTERN,
-    R50K_PATTERN,
-    TEKKEN_PATTERN,
-    RankFile,
-    is_rank_file,
-    read_rank_file,
-)
+from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file
 from datakit.tokenization.tekken import is_tekken, read_tekken
 from datakit.tokenization.tokenizer import TextFault, Tokenizer, gave_up, open_tokenizer
 from datakit.tokenization.unicode_drift import has_drift
@@ -43,13 +33,13 @@ _FREE_PADDING = 1 << 16
 _SHORT_CHARACTERS = 1 << 10  # longer documents take the engine longer than the call
 
 SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
-    GPT2_PATTERN: "gpt2",
-    R50K_PATTERN: "gpt2",
-    CL100K_PATTERN: "cl100k",
-    LLAMA3_PATTERN: "olmo3",
-    QWEN_PATTERN: "qwen2",
-    O200K_PATTERN: "o200k",
-    TEKKEN_PATTERN: "nemotron",
+    rank_file.GPT2_PATTERN: "gpt2",
+    rank_file.R50K_PATTERN: "gpt2",
+    rank_file.CL100K_PATTERN: "cl100k",
+    rank_file.LLAMA3_PATTERN: "olmo3",
+    rank_file.QWEN_PATTERN: "qwen2",
+    rank_file.O200K_PATTERN: "o200k",
+    rank_file.TEKKEN_PATTERN: "nemotron",
 }
 
 

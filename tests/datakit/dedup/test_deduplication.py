@@ -17,9 +17,8 @@ import zstandard
 from tokenizers import Tokenizer as Library
 
 from datakit import Recipe, TokenStore, preprocess, verify
-from datakit.dedup.deduplication import find_duplicates
 from datakit.dedup.duplicates import Duplicates
-from datakit.dedup.item_hashes import ItemHasher
+from datakit.dedup.item_hashes import ItemHasher, find_duplicates
 from datakit.store.item_records import RECORDS_FOLDER
 from datakit.store.output import Output
 from datakit.text.documents import DocumentReader, DocumentRules

@@ -9,10 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, write_store
-from datakit.stream.gather import RowSpans, gather, gather_reference
+from datakit.stream.batch import HostBatch
+from datakit.stream.gather import NO_EOD, RowSpans, gather
 from datakit.stream.native import stream_library
 
 ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
+
+
+def gather_reference(spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
+    """Return what `gather` does, in numpy."""
+    batch = HostBatch.allocate(spans.num_rows, spans.seq_length)
+    rows: list[list[np.ndarray]] = [[] for _ in range(spans.num_rows)]
+    for row, shard, start, count in spans.table:
+        rows[row].append(shard.tokens[start : start + count])
+    for row, parts in enumerate(rows):
+        tokens = np.concatenate(parts).astype(np.int64)
+        batch.tokens[row], batch.labels[row] = tokens[:-1], tokens[1:]
+    eod_ids = np.array(spans.eod_ids)[:, None]
+    is_eod = (batch.tokens == eod_ids) & (eod_ids != NO_EOD)
+    batch.loss_mask[:] = ~is_eod if mask_eod_loss else 1
+    positions = np.arange(spans.seq_length)
+    batch.positions[:] = positions
+    if reset_positions:
+        after_eod = np.zeros_like(is_eod)
+        after_eod[:, 1:] = is_eod[:, :-1]
+        batch.positions[:] -= np.maximum.accumulate(np.where(after_eod, positions, 0), axis=1)
+    return batch
 
 
 @pytest.fixture(scope="module")
