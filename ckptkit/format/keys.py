@@ -66,7 +66,7 @@ def attempt_of(key: str) -> str | None:
 
 
 def is_of_step(name: str) -> bool:
-    """Return whether a key below a step's folder is one that the format gives."""
+    """Return whether a key below a step's folder is one of the format."""
     return name in (ROOT_KEY, DAMAGED_ROOT_KEY, PIN_KEY) or attempt_of(name) is not None
 
 
