@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.trainer.test_mesh import CPU
 
 from ckptkit.model.layout import ParallelLayout
+from tests.trainer.mesh.test_mesh import CPU
 from tests.trainer.support.parity import config_for, local_batch, make_engine, small
 from tests.trainer.support.threads import Deadlock, run_threads
 from trainer.config import Config
