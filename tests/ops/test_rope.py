@@ -8,7 +8,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.ops import native
-from trainer.ops.rope import QkNorm, rope, rope_reference, rope_turns
+from trainer.ops.rope import QkNorm, rope, rope_reference, rope_turns, turned
 
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 6e-3}
 # tokens, N, K, H: packs that fill a lane, a warp's eight heads, odd ones, one kv head, heads longer than a warp's lanes
@@ -217,6 +217,29 @@ def test_outputs_without_gradients(device: str) -> None:
     assert qkv.grad is not None
     assert torch.equal(qkv.grad[:, -16:], torch.ones(5, 16, device=device))
     assert not qkv.grad[:, :-16].any()
+
+
+def test_many_tokens(device: str) -> None:
+    case = Case((40_000, 2, 1, 64), torch.float32, device)
+    for name, a, b in zip(NAMES, case.results(), case.wide().results(form=rope_reference), strict=True):
+        assert relative_error(a, b) < TOLERANCES[torch.float32], name
+
+
+def test_in_place_under_inference_mode(device: str) -> None:
+    case = Case((5, 2, 1, 16), torch.float32, device)
+    want = rope(case.qkv, case.turns(), 2, 1)
+    with torch.inference_mode():
+        got = rope(1 * case.qkv, case.turns(), 2, 1, in_place=True)
+    assert_same_bits(list(got), list(want))
+
+
+def test_turned_heads_are_those_of_the_op() -> None:
+    case = Case((9, 2, 1, 16), torch.bfloat16)
+    q, k, _ = case.qkv.unflatten(1, (4, 16)).split([2, 1, 1], 1)
+    want = rope(case.qkv, case.turns(), 2, 1)
+    assert torch.equal(turned(q, case.turns()), want[0])
+    assert torch.equal(turned(k, case.turns()), want[1])
+    assert turned(q, None) is q
 
 
 def test_no_token(device: str) -> None:
