@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ckptkit.model.layout import ParallelLayout
+from tests.trainer.pipeline.test_training import assert_equal_bits, with_schedule
 from tests.trainer.support.parity import MODELS, config_for, largest_gap, run_steps
 from tests.trainer.support.ranks import run_ranks
 from tests.trainer.test_parity import BOUNDS, assert_trained
@@ -36,3 +37,14 @@ def test_bf16_on_a_gpu_stays_near_fp32() -> None:
     config = config_for("llama", ParallelLayout(), precision="bf16", device="cuda")
     narrow = run_ranks(1, run_steps, config, 5, backend="nccl")[0]
     assert largest_gap(narrow, wide) < 2e-2
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_gpipe_trains_as_1f1b_bit_for_bit(model: str) -> None:
+    config = config_for(model, ParallelLayout(pp=min(NUM_GPUS, 3)), device="cuda")
+    one, all_first = (
+        run_ranks(config.parallel.pp, run_steps, with_schedule(config, name), 5, backend="nccl")
+        for name in ("1f1b", "gpipe")
+    )
+    assert_equal_bits(one, all_first)

@@ -1,8 +1,12 @@
 """Passes: pure functions from a schedule to a wider one.
 
 `with_transfers` makes explicit what follows from the order of forward and backward passes. A send comes right after the
-pass that made the tensor; a receive is posted some passes before the one that reads it, so that the tensor may arrive
-beside computation. Between two ranks the tensors of one direction travel in order of micro-batches on both ends.
+pass that made the tensor; a receive comes right before the one that reads it, or is posted some passes ahead. Between
+two ranks the tensors of one direction travel in order of micro-batches on both ends.
+
+Posting ahead is not for GPUs yet: two of them stopped for ever in a step of 1F1B with tensors of 32 MiB. NCCL waits for
+a tensor in a kernel; if anything waits for all kernels, two ranks that posted ahead wait for each other.
+`simulate(..., blocking=True)` finds such rows.
 """
 
 from collections.abc import Sequence
@@ -10,7 +14,7 @@ from collections.abc import Sequence
 from trainer.pipeline.actions import Action, Schedule, stage_ranks
 
 
-def with_transfers(schedule: Schedule, ahead: int = 1) -> list[list[Action]]:
+def with_transfers(schedule: Schedule, ahead: int = 0) -> list[list[Action]]:
     """Return a schedule with sends and receives; each receive is posted `ahead` passes before its tensor is read.
 
     Stages on one rank need none. With ahead 1, rank 1 of 2 has RF0 RF1 F0 B0 SB0 F1 B1 SB1 of F0 B0 F1 B1.

@@ -2,7 +2,7 @@
 
 A rank runs its row in order. A pass waits for what it reads. A send waits while `max_sends` earlier ones on its link
 are under way. A link is of two ranks and one direction, and moves one tensor at a time, once both ends have posted it.
-That is the stricter of what transports do, so a schedule that runs here runs on all of them.
+With `blocking` a rank also waits at each receive, as a GPU does if something waits for all of its kernels meanwhile.
 """
 
 from collections import defaultdict
@@ -53,10 +53,12 @@ class Timeline:
         return f"{self.duration:g} units, bubble {self.bubble_share:.1%}, live micro-batches by rank: {live}"
 
 
-def simulate(schedule: Schedule, cost: Cost = even_cost, *, max_sends: int = MAX_SENDS) -> Timeline:
+def simulate(
+    schedule: Schedule, cost: Cost = even_cost, *, max_sends: int = MAX_SENDS, blocking: bool = False
+) -> Timeline:
     """Run a schedule; UserError names the action at which one cannot run, or would add gradients out of order."""
     _check_order(schedule)
-    simulation = _Simulation(schedule, cost, max_sends)
+    simulation = _Simulation(schedule, cost, max_sends, blocking)
     while simulation.is_running:
         if not any(simulation.advance(rank) for rank in range(len(schedule))):
             raise _fault(f"deadlock: {simulation.waits()}")
@@ -104,8 +106,8 @@ class _Link:
 class _Simulation:
     """The ranks' clocks and places in their rows, and all spans that are known by now."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, max_sends: int) -> None:
-        self.schedule, self.cost, self.max_sends = schedule, cost, max_sends
+    def __init__(self, schedule: Schedule, cost: Cost, max_sends: int, blocking: bool) -> None:
+        self.schedule, self.cost, self.max_sends, self.blocking = schedule, cost, max_sends, blocking
         self.ranks = stage_ranks(schedule)
         self.transferred = {action for row in schedule for action in row if action.kind not in PASSES}
         self.clocks: list[float] = [0] * len(schedule)
@@ -137,14 +139,17 @@ class _Simulation:
     def needs(self, action: Action) -> list[Action]:
         """Return the actions that must end before one starts."""
         kind, stage, m = action
+        rank = self.ranks[stage]
+        received = self.schedule[rank][: self.places[rank]][-1:] if self.blocking else []
+        needed = [before for before in received if before.kind in ("RF", "RB")]
         if kind in ("SF", "SB"):
             earlier = self.link_of(action).sends
             made = Action("F" if kind == "SF" else "B", stage, m)
-            return [made, *earlier[: len(earlier) - self.max_sends + 1][-1:]]
+            return [*needed, made, *earlier[: len(earlier) - self.max_sends + 1][-1:]]
         if kind in ("RF", "RB"):
-            return []
+            return needed
         before, receive = (stage - 1, Action("RF", stage, m)) if kind == "F" else (stage + 1, Action("RB", stage, m))
-        needed = [Action("F", stage, m)] if kind == "B" else []
+        needed += [Action("F", stage, m)] if kind == "B" else []
         if before in self.ranks:
             is_received = self.transferred and self.ranks[before] != self.ranks[stage]
             needed.append(receive if is_received else Action(kind, before, m))

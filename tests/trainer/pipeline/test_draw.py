@@ -28,7 +28,7 @@ def test_a_grid_is_drawn_to_scale() -> None:
 
 def test_times_between_two_cells_go_to_the_nearest_cell() -> None:
     costs = {"F": 1.0, "B": 1.5, "SF": 0.25, "SB": 0.25}
-    grid = draw(simulate(with_transfers(one_f_one_b(2, 2)), lambda action: costs[action.kind]))
+    grid = draw(simulate(with_transfers(one_f_one_b(2, 2), 1), lambda action: costs[action.kind]))
     assert grid == "rank 0  F0 F1 .  .  B0--- .  B1\nrank 1  .  F0 B0--- F1 B1 .  ."
 
 

@@ -83,7 +83,7 @@ def test_stages_of_one_rank_hand_their_tensors_on() -> None:
 def test_a_middle_rank_posts_receives_ahead_and_sends_what_its_passes_made() -> None:
     neighbour, weight = Neighbour(), torch.tensor(2.0, requires_grad=True)
     executor = executor_with(neighbour)
-    row = with_transfers(one_f_one_b(3, 2))[1]
+    row = with_transfers(one_f_one_b(3, 2), ahead=1)[1]
     assert " ".join(map(str, row)) == "RF0 RF1 F0 SF0 RB0 F1 SF1 RB1 B0 SB0 B1 SB1"
     assert executor.run(row, {1: lambda received, batch: received * weight}, batches()[:2]) == []
     calls = "receive receive wait send receive wait send receive wait send wait send"

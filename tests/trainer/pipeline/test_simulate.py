@@ -23,8 +23,14 @@ def test_no_schedule_waits_for_ever(make, ahead: int) -> None:
     for num_stages in range(1, 9):
         for num_microbatches in range(1, 17):
             rows = with_transfers(make(num_stages, num_microbatches), ahead)
-            timeline = simulate(rows, max_sends=1)
+            timeline = simulate(rows, max_sends=1, blocking=not ahead)
             assert len(timeline.spans) == sum(map(len, rows))
+
+
+def test_posting_ahead_on_both_ends_is_a_deadlock_if_a_gpu_waits_for_all_its_kernels() -> None:
+    for make in (gpipe, one_f_one_b):
+        with pytest.raises(UserError, match="rank 0 at F1 of stage 0 waits for RB0"):
+            simulate(with_transfers(make(2, 2), ahead=1), blocking=True)
 
 
 @given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16), backward=st.integers(1, 4))
@@ -60,7 +66,7 @@ def test_posting_ahead_never_costs_time_and_two_sends_are_enough_for_1f1b(seed: 
     durations = [simulate(with_transfers(schedule, ahead), cost).duration for ahead in (0, 1, 2)]
     assert durations == sorted(durations, reverse=True)
     if make is one_f_one_b:
-        assert simulate(with_transfers(schedule), cost, max_sends=8).duration == durations[1]
+        assert simulate(with_transfers(schedule, 1), cost, max_sends=8).duration == durations[1]
 
 
 def timeline_or_fault(rows: list[list[Action]]) -> Timeline | UserError:

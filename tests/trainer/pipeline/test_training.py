@@ -1,0 +1,60 @@
+"""Every schedule trains alike, bit for bit: a stage's backward passes keep their order, so sums of gradients do too."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.layouts import LAYOUTS, configs
+from tests.trainer.support.parity import config_for, run_steps
+from tests.trainer.support.ranks import run_ranks
+from tests.trainer.support.threads import run_threads
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+from trainer.pipeline.schedules import SCHEDULES
+
+PIPELINES = [layout for layout in LAYOUTS if layout.pp > 1 and layout.world_size <= 8]
+
+
+def with_schedule(config: Config, name: str) -> Config:
+    return replace(config, parallel=replace(config.parallel, schedule=name))
+
+
+def assert_equal_bits(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for rank, (run, other) in enumerate(zip(runs, others, strict=True)):
+        for key in ("losses", "norms", "num_tokens"):
+            assert run[key] == other[key], f"rank {rank}: {key}"
+        for piece, same in zip(run["weights"], other["weights"], strict=True):
+            assert (piece.name, piece.box, piece.start) == (same.name, same.box, same.start)
+            assert np.array_equal(piece.data, same.data), f"rank {rank}: {piece.name}"
+
+
+@settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink], max_examples=20)
+@given(config=configs(st.sampled_from(PIPELINES)))
+def test_schedules_end_with_equal_bits_on_threads(config: Config) -> None:
+    first, *others = [
+        run_threads(layout_of(config).world_size, run_steps, with_schedule(config, name), 2)
+        for name in sorted(SCHEDULES)
+    ]
+    for runs in others:
+        assert_equal_bits(runs, first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(pp=3), ParallelLayout(tp=2, pp=2), ParallelLayout(dp=2, pp=2)], ids=str
+)
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_schedules_end_with_equal_bits_on_processes(layout: ParallelLayout, precision: str) -> None:
+    config = config_for("gpt2", layout, precision=precision)
+    one, all_first = (
+        run_ranks(layout.world_size, run_steps, with_schedule(config, name), 5) for name in ("1f1b", "gpipe")
+    )
+    assert_equal_bits(one, all_first)
+    stage_of = [layout.coords(rank).pp for rank in range(layout.world_size)]
+    assert [run["peak_live"] for run in one] == [layout.pp - stage for stage in stage_of]
+    assert len({run["peak_live"] for run in all_first}) == 1
