@@ -26,7 +26,7 @@ AREAS = {
 }
 LEFT: dict[str, dict[str, int]] = {  # how many are left; these numbers only shrink
     "datakit": {"tell": 2, "give": 1, "is no": 5},
-    "trainer": {"tell": 1, "give": 2, "lie": 2, "is no": 1},
+    "trainer": {"give": 1, "lie": 1, "is no": 1},
     "programs": {"tell": 6, "give": 4, "stand": 1, "lie": 1, "is no": 1},
 }
 PLAIN = {  # terms that are also plain words, which no page has to link

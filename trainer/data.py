@@ -17,7 +17,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def open_blend(part: DataConfig | ValidConfig, config: Config, *, name: str) -> Blend:
-    """Return the blend of `[data]` or `[data.valid]`, equal weights where none are given."""
+    """Return the blend of `[data]` or `[data.valid]`, equal weights if there are none."""
     if not part.stores:
         raise UserError(f"{name}.stores names no token store", hint=f"--{name}.stores DIR, made by datakit preprocess")
     weights = part.weights or (1.0,) * len(part.stores)
@@ -52,7 +52,7 @@ def with_vocabulary(config: Config) -> Config:
 def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str, Any] | None) -> Loader:
     """Return the training stream of one data-parallel rank.
 
-    UserError where the blend does not continue the cursor's.
+    UserError if the blend does not continue the cursor's.
     """
     return Loader(
         blend,
@@ -67,10 +67,10 @@ def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str,
 
 
 def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int) -> UserError | None:
-    """Return an error that names the first token outside the vocabulary, None where there is none.
+    """Return an error that names the first token outside the vocabulary, None if there is none.
 
     `samples` are the global numbers of the batch's rows. On a device such a token fails in a kernel that names nothing,
-    or, where the vocabulary is cut, is embedded as zeros.
+    or, if the vocabulary is cut, is embedded as zeros.
     """
     # as unsigned numbers negative ones are large
     if all(int(ids.view(np.uint64).max()) < vocab_size for ids in (host.tokens, host.labels)):

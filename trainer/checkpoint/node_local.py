@@ -1,7 +1,7 @@
 """Steps of a first tier that is each node's own, found and read back by the ranks of the nodes that saved them.
 
-A step counts when every node has its files of one and the same attempt, for the ranks that it has now and under the
-same layout: on its own disk, or in the replica that its peer keeps.
+A step counts when every node has its files of one attempt, for its present ranks and under the same layout: on its own
+disk, or in the replica that its peer keeps.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Ranks: the processes of one run, how they start together, and how they agree.
 
-An error of any rank is raised once: `on_all` runs an action on every rank, and if it fails on some, the first rank
-reports it with the ranks' numbers and all end with its exit code. Ranks agree by bytes through their `exchange`, over
+An error of any rank is raised once: `on_all` runs an action on every rank. If it fails on some, the first rank
+reports it with the ranks' numbers, and all end with its exit code. Ranks agree by bytes through their `exchange`, over
 gloo on CUDA runs too; values are JSON.
 """
 

@@ -29,7 +29,7 @@ class ProcessMesh:
     """Groups of this rank in a layout; `groups_needed` says who is in them. Those that nothing uses are not built.
 
     `activations` and `gradients` hold the links to the previous and the following stage, in each of which the earlier
-    stage has place 0. `recorder` holds this rank's calls, where one was passed.
+    stage has place 0. `recorder` holds this rank's calls, if one was passed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ProcessMesh:
         return self.coords.pp == self.layout.pp - 1
 
     def _group(self, name: str) -> Group:
-        """Build every group of a name and return this rank's; where it is in none, itself alone."""
+        """Build every group of a name and return this rank's; if it is in none, itself alone."""
         mine = self._connect(name)
         return mine[0] if mine else Group(name, (self.rank,), 0, self.clock)
 

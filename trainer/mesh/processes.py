@@ -20,7 +20,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Processes:
-    """The processes that torch.distributed joined; this one alone where it joined none."""
+    """The processes that torch.distributed joined; this one alone if it joined none."""
 
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
         """Prepare groups of tensors on `device`; what the others do not join within `timeout_s` fails."""

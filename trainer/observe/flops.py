@@ -1,7 +1,7 @@
 """How much arithmetic a token costs, and how much a device could do: what MFU is made of.
 
-A token costs 6N + 12LdS operations forward and backward: 6 for each parameter that takes part in a matrix product, and
-12 * layers * hidden_size * seq_length for attention as if it were full; a causal mask needs half of the latter.
+A token costs 6N + 12LdS operations forward and backward: 6 for each parameter of a matrix product, and 12 *
+layers * hidden_size * seq_length for attention in full; a causal mask needs half of the latter.
 """
 
 import math

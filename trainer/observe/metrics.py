@@ -85,7 +85,7 @@ def throughput(
 
 
 class Log:
-    """Writes steps and events; on any rank but the first it is silent."""
+    """Writes steps and events, on the training thread; silent on any rank but the first."""
 
     def __init__(self, path: str, *, train_steps: int, interval: int, start_step: int, active: bool = True) -> None:
         """Open (and cut back to `start_step`) the metrics file; an empty path means console only."""

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of where an element lies in the global batch: any cut of the batch gives the same.
+"""Dropout whose mask is a function of an element's place in the global batch: the same under any cut of it.
 
 Whether the element at global (sample, position, feature) is dropped depends on these and on (seed, step, layer, site),
 and on nothing else: not on micro-batches, ranks, threads or the device. The backward makes the mask again, so nothing
@@ -60,8 +60,8 @@ def dropout(
     """Zero each element of x [B, S, D] with probability p and scale the others by 1 / (1 - p); differentiable.
 
     `first_sample` is the global index of x[0], `first_position` the place of x[:, 0] in its row (not the position that
-    restarts at a document), `first_feature` the global feature of x[:, :, 0]: 0 where x holds that dim whole. `site`
-    tells the dropouts of a layer apart. With p = 0 this is x itself. Raises UserError for what is out of range.
+    restarts at a document), `first_feature` the global feature of x[:, :, 0]: 0 if x holds that dim whole. `site`
+    distinguishes the dropouts of a layer. With p = 0 this is x itself. Raises UserError for what is out of range.
     """
     numbers = (seed, step, layer, site, first_sample, first_position, first_feature)
     _check(x, p, numbers)

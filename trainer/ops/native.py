@@ -74,7 +74,7 @@ def csrc_calls() -> dict[str, int]:
 def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
     """Run `op_<op>` on the tensor's device; the tensor's dtype goes first, threads or stream last.
 
-    Raises UserError where the device or dtype is not supported, RuntimeError with CUDA's text where a launch fails.
+    Raises UserError if the device or dtype is not supported, RuntimeError with CUDA's text if a launch fails.
     """
     code = dtype_code(op, tensor)
     if tensor.device.type == "cpu":

@@ -36,7 +36,7 @@ def normal_(
     """Fill `tensor` in place with std * normals: it is the box at `box_offset` of the tensor `name` of `global_shape`.
 
     By default the tensor is whole. Numbers are rounded from float64 to the tensor's dtype, to bf16 through float32 (so
-    that a bf16 weight equals its fp32 master rounded). Raises UserError where the box does not lie in the global shape.
+    that a bf16 weight equals its fp32 master rounded). Raises UserError if the box is not in the global shape.
     """
     shape = tuple(tensor.shape)
     whole = shape if global_shape is None else tuple(global_shape)

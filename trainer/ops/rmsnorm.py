@@ -18,7 +18,7 @@ from trainer.ops import native
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm of x [..., D] with weight [D] of the same dtype and device; differentiable once.
 
-    Raises UserError where weight does not fit x, or the dtype is not float64, float32 or bfloat16.
+    Raises UserError if weight does not fit x, or the dtype is not float64, float32 or bfloat16.
     """
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise UserError(f"rms_norm: weight {list(weight.shape)} does not fit the last dim of x {list(x.shape)}")

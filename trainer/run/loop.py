@@ -42,7 +42,7 @@ def train(config: Config) -> int:
 
 
 class Run:
-    """One start of a run: everything from the resumed step on. Every rank makes the same calls."""
+    """One start of a run, from the resumed step on: its thread trains, and every rank makes the same calls."""
 
     def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
