@@ -26,9 +26,7 @@ FOLDERS = {
                 "reports", "commands"],
     "trainer": [
         "config", "job", "mesh", "ops",
-        "parameters", "bucket", "optim",  # linear, store
-        "tensor_parallel", "loss",  # parallel
-        "layers", "stage",  # model
+        "linear", "store", "parallel", "model",
         "pipeline", "engine", "data", "observe", "checkpoint", "run", "commands",
     ],
 }  # fmt: skip

@@ -13,6 +13,7 @@ from tests.trainer.support.parity import MODELS, make_engine
 from tests.trainer.support.plain_model import logits, train
 from tests.trainer.support.threads import run_threads
 from threefold.errors import UserError
+from trainer.checkpoint.mapping import restored_pieces, saved_pieces, tensor_table
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
 from trainer.engine import Batch, StepStats
@@ -65,11 +66,13 @@ def train_part(
     """Run `steps` on one rank, from `state` where given; its statistics, pieces and table afterwards."""
     engine = make_engine(rank, config, network=network)
     if state is not None:
-        fill(engine.restore_pieces({info.name: info for info in engine.tensors()}), state)
-        engine.after_restore()
+        fill(
+            restored_pieces(engine.store, {info.name: info for info in tensor_table(engine.table, engine.dtype)}), state
+        )
+        engine.store.publish()
     own = list(batches(engine.mesh.dp.index, engine.mesh.dp.size))
     stats = [engine.train_step(step, own[step]) for step in steps]
-    return stats, copied(engine.pieces()), engine.tensors()
+    return stats, copied(saved_pieces(engine.store)), tensor_table(engine.table, engine.dtype)
 
 
 def state_of(results: list[tuple[list[StepStats], list[Any], Any]]) -> dict[str, torch.Tensor]:
@@ -81,7 +84,7 @@ def state_of(results: list[tuple[list[StepStats], list[Any], Any]]) -> dict[str,
 def test_one_process_trains_as_plain_torch_does(model: str) -> None:
     config = small_config(model, ParallelLayout())
     engine = make_engine(0, config)
-    start = assembled(engine.tensors(), copied(engine.pieces()))
+    start = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
     plain = {name: value for name, value in start.items() if not name.startswith("optim.")}
     steps = list(batches())
     for step, (loss, norm) in enumerate(train(config, plain, steps)):
@@ -89,7 +92,7 @@ def test_one_process_trains_as_plain_torch_does(model: str) -> None:
         assert (stats.loss, stats.grad_norm) == pytest.approx((loss, norm), rel=1e-11), f"step {step}"
         assert stats.num_tokens == int(steps[step].loss_mask.sum())
         assert norm > config.optim.clip
-    trained = assembled(engine.tensors(), copied(engine.pieces()))
+    trained = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
     for name, value in plain.items():
         torch.testing.assert_close(trained[name], value.detach(), rtol=1e-9, atol=1e-12)
     tokens = steps[0].tokens[0]
@@ -114,18 +117,22 @@ def pieces_of_layouts(rank: int, model: str, precision: str, *, network: Network
     for layout, zero_stage in LAYOUTS_OF_FOUR:
         config = small_config(model, layout, precision=precision, zero_stage=zero_stage)
         engine = make_engine(rank, config, network=network)
-        results.append((copied(engine.pieces()), engine.tensors()))
+        results.append((copied(saved_pieces(engine.store)), tensor_table(engine.table, engine.dtype)))
     return results
 
 
 @pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt2", "fp64")])
 def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(model: str, precision: str) -> None:
     engine = make_engine(0, small_config(model, ParallelLayout(), precision=precision))
-    expected = assembled(engine.tensors(), copied(engine.pieces()))
+    expected = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
     by_rank = run_threads(4, pieces_of_layouts, model, precision)
     for number, (layout, _) in enumerate(LAYOUTS_OF_FOUR):
-        assert all(results[number][1] == engine.tensors() for results in by_rank), "one table on all ranks"
-        state = assembled(engine.tensors(), [piece for results in by_rank for piece in results[number][0]])
+        assert all(results[number][1] == tensor_table(engine.table, engine.dtype) for results in by_rank), (
+            "one table on all ranks"
+        )
+        state = assembled(
+            tensor_table(engine.table, engine.dtype), [piece for results in by_rank for piece in results[number][0]]
+        )
         assert all(torch.equal(state[name], expected[name]) for name in expected), layout
 
 
@@ -154,31 +161,34 @@ def test_the_same_layout_continues_bit_for_bit() -> None:
 def test_bf16_restores_from_the_parameters_of_an_fp32_run() -> None:
     wide = make_engine(0, small_config("llama", ParallelLayout(), precision="fp32"))
     narrow = make_engine(0, small_config("llama", ParallelLayout(), precision="bf16"))
-    state = {name: value + 0.5 for name, value in assembled(wide.tensors(), copied(wide.pieces())).items()}
-    fill(narrow.restore_pieces({info.name: info for info in wide.tensors()}), state)
-    narrow.after_restore()
-    for name, parameter in narrow.stage.named_parameters():
+    state = {
+        name: value + 0.5
+        for name, value in assembled(tensor_table(wide.table, wide.dtype), copied(saved_pieces(wide.store))).items()
+    }
+    fill(restored_pieces(narrow.store, {info.name: info for info in tensor_table(wide.table, wide.dtype)}), state)
+    narrow.store.publish()
+    for name, parameter in narrow.store.values():
         assert torch.equal(parameter[: state[name].shape[0]], state[name].bfloat16()), name
 
 
 def test_a_step_without_tokens_changes_nothing_but_by_decay() -> None:
     config = small_config("llama", ParallelLayout())
     engine, batch = make_engine(0, config), next(batches())
-    before = {name: value.clone() for name, value in engine.stage.named_parameters()}
+    before = {name: value.clone() for name, value in engine.store.values()}
     stats = engine.train_step(0, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
     assert (stats.loss, stats.grad_norm, stats.num_tokens) == (0.0, 0.0, 0)
-    for name, value in engine.stage.named_parameters():
+    for name, value in engine.store.values():
         kept = 1 - config.optim.lr * config.optim.weight_decay if value.dim() > 1 else 1.0
         torch.testing.assert_close(value, before[name] * kept, rtol=1e-12, atol=0)
 
 
 def test_a_loss_that_is_not_finite_is_refused_before_the_update() -> None:
     engine = make_engine(0, small_config("llama", ParallelLayout()))
-    weight = engine.stage.get_parameter("layers.1.mlp.up.weight")
+    weight = dict(engine.store.values())["layers.1.mlp.up.weight"]
     with torch.no_grad():
         weight[0, 0] = float("inf")
-    before = engine.buckets[0].parameters.clone()
+    before = engine.store.buckets[0].parameters.clone()
     with pytest.raises(UserError, match=r"step 5: the loss is nan") as caught:
         engine.train_step(4, next(batches()))
     assert "--lr" in str(caught.value.hint)
-    assert torch.equal(engine.buckets[0].parameters, before)
+    assert torch.equal(engine.store.buckets[0].parameters, before)

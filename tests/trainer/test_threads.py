@@ -28,7 +28,7 @@ def test_sixty_four_ranks_exchange() -> None:
         assert mesh.tp.all_gather_rows(torch.tensor([rank])).flatten().tolist() == list(mesh.tp.ranks)
         flat = torch.full((8,), float(rank))
         work = mesh.dp.start("reduce_scatter", flat)
-        assert mesh.ends.size == (1 if mesh.coords.pp in (1, 2) else 2)
+        assert mesh.holders("ends_dp").size == (1 if mesh.coords.pp in (1, 2) else 8)
         total = float(sum(mesh.dp.ranks))
         assert work.wait().chunk(4)[mesh.dp.index].tolist() == [total, total]
         assert flat.isnan().sum() == 6, "what belongs to others is undefined"
@@ -98,19 +98,23 @@ def test_calls_that_differ_are_an_error(other: torch.Tensor | None) -> None:
 def test_a_step_calls_its_groups_as_often_as_the_layout_says() -> None:
     layout = ParallelLayout(tp=2, pp=2, dp=2)
     recorder_of = run_threads(8, recorders, small(config_for("llama", layout)))
-    num_microbatches, num_buckets = 8, 1
+    num_microbatches = 8
     for rank, recorder in enumerate(recorder_of):
         is_last = layout.coords(rank).pp == 1
         num_layers = 1 if is_last else 2
         loss, embedding, head = (3, 0, 1) if is_last else (0, 1, 0)
-        forward, backward, qk_norm = 2 * num_layers + embedding + loss, 2 * num_layers + head, 2 * num_layers
+        forward, backward = 2 * num_layers + embedding + loss, 2 * num_layers + head
+        cut = num_layers + 1  # buckets of what tp cuts: one a layer, and the embedding or the head
+        whole = num_layers + is_last  # of norms: one a layer, and the last norm
         away, back = ("gradients", "activations") if is_last else ("activations", "gradients")
         assert recorder.counts() == {
-            ("all_reduce", "tp"): num_microbatches * (forward + backward) + qk_norm,
+            ("all_reduce", "tp"): num_microbatches * (forward + backward),
             ("all_reduce", "dp"): 1,  # the number of tokens
             ("all_reduce", "world"): 1,  # loss and squared norm
-            ("reduce_scatter", "dp"): num_buckets,
-            ("all_gather", "dp"): num_buckets,
+            ("reduce_scatter", "dp"): cut,
+            ("all_gather", "dp"): cut,
+            ("reduce_scatter", "tp_dp"): whole,
+            ("all_gather", "tp_dp"): whole,
             ("send", away): num_microbatches,
             ("receive", back): num_microbatches,
         }

@@ -10,8 +10,9 @@ import torch
 
 from ckptkit import Exchange, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
 from threefold.errors import UserError, listed
+from trainer.checkpoint.mapping import DTYPE_NAMES, MASTER, restored_pieces, tensor_table
 from trainer.config import Config
-from trainer.engine import DTYPE_NAMES, MASTER, Engine
+from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
 UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation")  # of the model's configuration
@@ -42,8 +43,8 @@ def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None 
     with run.open(step, exchange) as reader:
         root = reader.root
         on_all(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
-        pieces, tensors = engine.restore_pieces(root.tensors), expected_tensors(engine, root)
-        if engine.trains:
+        pieces, tensors = restored_pieces(engine.store, root.tensors), expected_tensors(engine, root)
+        if engine.with_optimizer:
             restore_from(reader, pieces, tensors=tensors)
         else:
             tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
@@ -59,11 +60,11 @@ def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
     """Return what a checkpoint of the engine's model holds, parameters under the names that the root has them under."""
     prefix = MASTER if MASTER + "embed.weight" in root.tensors else ""
     infos = []
-    for info in engine.tensors():
+    for info in tensor_table(engine.table, engine.dtype):
         name = info.name.removeprefix(MASTER)
         if name in engine.table:
             infos.append(dataclasses.replace(info, name=prefix + name))
-        elif engine.trains:
+        elif engine.with_optimizer:
             infos.append(info)
     return infos
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.config import Config
-from trainer.optim import learning_rate
+from trainer.store.lr import learning_rate
 
 
 @dataclass(frozen=True, slots=True)

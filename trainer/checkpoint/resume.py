@@ -31,6 +31,7 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
     first = next(found, None)
     if first is None:
         own.quarantine_after(-1)
+        engine.initialise()
         if tiers is not None:
             ranks.say("nothing is there to resume: starts at step 0")
         return Resumed(Progress())
@@ -145,7 +146,7 @@ def restore_any(
         ranks.raise_on_all(damage)
         raise
     assert root is not None, "restored on every rank"
-    engine.after_restore()
+    engine.store.publish()
     damaged = [each for each in tried[:-1] if each[0] in own.shared_urls and ranks.rank == 0]
     ranks.on_all(lambda: [Run(url).quarantine(step) for url, step in damaged])
     return taken[0], root

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ckptkit import Checkpointer, CheckpointerOptions, Run, SaveReport, Tiers
 from threefold.cli import log
 from threefold.errors import StorageError
+from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.checkpoint.progress import Progress, Resumed
 from trainer.config import Config
 from trainer.config.resolve import layout_of
@@ -46,7 +47,7 @@ class Saver:
         save = config.checkpoint
         self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         # views of memory that the run keeps: made once, so that a save compares no structure again
-        self._pieces, self._tensors = engine.pieces(), engine.tensors()
+        self._pieces, self._tensors = saved_pieces(engine.store), tensor_table(engine.table, engine.dtype)
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
         self._run = Run(tiers.own_urls[0]) if tiers is not None else None

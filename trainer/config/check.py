@@ -37,8 +37,9 @@ def model_faults(config: Config) -> list[Fault]:
         text = f"model.num_heads {heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}"
         faults.append(({"model.num_heads", "model.num_kv_heads"}, text))
     for name, size in sizes.items():
-        same = name == "model.num_kv_heads" and size == heads  # one fault, not two
-        if size % tp and not same:
+        # tp ranks may hold the same key-value heads; and one fault, not two
+        fits = name == "model.num_kv_heads" and (tp % size == 0 or size == heads)
+        if size % tp and not fits:
             faults.append(({name, "parallel.tp"}, f"{name} {size} is not a multiple of parallel.tp {tp}"))
     if model.num_layers < pp:
         text = f"model.num_layers {model.num_layers} is less than parallel.pp {pp}"

@@ -16,6 +16,9 @@ class ModelConfig:
     num_kv_heads: int = option(0, "key/value heads (grouped-query attention); 0 means num_heads", minimum=0)
     ffn_hidden_size: int = option(0, "width inside the MLP; 0 means 4 * hidden_size", minimum=0)
     vocab_size: int = option(0, "tokens in the vocabulary; 0 takes the tokenizer's size from the stores", minimum=0)
+    round_vocab_to: int = option(
+        128, "each rank's rows of the vocabulary are rounded up to a multiple of this, with padding", minimum=1
+    )
     norm: Literal["rmsnorm", "layernorm"] = option("rmsnorm", "normalisation before attention, MLP and head")
     norm_eps: float = option(1e-5, "added to the variance in a norm", above=0)
     position: Literal["rope", "learned", "none"] = option("rope", "how positions enter the model")

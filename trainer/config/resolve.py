@@ -46,6 +46,11 @@ def tiers_of(config: Config) -> Tiers | None:
     return tiers if tiers.first.retention.has_rules else replace(tiers, first=replace(tiers.first, retention=rules))
 
 
+def kv_replicas(config: Config) -> int:
+    """Return how many tensor-parallel neighbours hold the same key-value heads: more than one if tp exceeds them."""
+    return max(config.parallel.tp // config.model.num_kv_heads, 1)
+
+
 def layout_of(config: Config) -> ParallelLayout:
     """Return the parallel layout of a resolved configuration."""
     return ParallelLayout(tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)

@@ -26,4 +26,7 @@ class TrainConfig:
         "fp32", "dtype of the arithmetic; bf16 keeps an fp32 master", shorthands={"--bf16": "bf16"}
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA if a GPU is usable")
+    recompute: Literal["none", "full"] = option(
+        "none", "full keeps a layer's input alone for the backward, and computes the rest of the layer again"
+    )
     eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0)

@@ -10,11 +10,15 @@ import torch
 
 from ckptkit import ParallelLayout
 from threefold.errors import UserError
+from trainer.config import Config
+from trainer.config.resolve import kv_replicas, layout_of
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group, Network
 from trainer.mesh.layout import groups_needed
 from trainer.mesh.processes import Processes
 from trainer.mesh.recorder import Recorder
+
+COLLECTIVE = ("tp", "dp", "tp_dp", "kv_dp", "ends_dp")  # whose calls come one after the other: equal groups are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class ProcessMesh:
         device: torch.device,
         *,
         timeout_s: float,
+        kv_replicas: int = 1,
         network: Network | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -55,11 +60,12 @@ class ProcessMesh:
             )
         self.layout, self.rank, self.device, self.recorder = layout, rank, device, recorder
         self.coords, self.clock = layout.coords(rank), Clock(device)
-        self._needed = groups_needed(layout)
+        self._needed = groups_needed(layout, kv_replicas)
+        self._made: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
         self.world = self._group("world")
         self.tp = self._group("tp")
         self.dp = self._group("dp")
-        self.ends = self._group("ends")
+        self._holders = {name: self._group(name) for name in ("tp_dp", "kv_dp", "ends_dp")} | {"dp": self.dp}
         self.activations = self._links("activations")
         self.gradients = self._links("gradients")
 
@@ -70,6 +76,10 @@ class ProcessMesh:
     @property
     def is_last_stage(self) -> bool:
         return self.coords.pp == self.layout.pp - 1
+
+    def holders(self, name: str) -> Group:
+        """Return the group of the ranks that hold copies of a parameter: "dp", "tp_dp", "kv_dp" or "ends_dp"."""
+        return self._holders[name]
 
     def _group(self, name: str) -> Group:
         """Build every group of a name and return this rank's; if it is in none, itself alone."""
@@ -92,9 +102,35 @@ class ProcessMesh:
         return Links(previous, following)
 
     def _connect(self, name: str) -> list[Group]:
+        """Build the groups of a name, or take those of another name that has the same ones."""
+        wanted = tuple(self._needed[name])
+        if name in COLLECTIVE and wanted in self._made:
+            return self._made[wanted]
         mine = []
-        for ranks in self._needed[name]:
+        for ranks in wanted:
             transport = self._network.connect(name, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine.append(Group(name, ranks, ranks.index(self.rank), self.clock, transport, self.recorder))
+        if name in COLLECTIVE:
+            self._made[wanted] = mine
         return mine
+
+
+def mesh_of(
+    config: Config,
+    rank: int,
+    device: torch.device,
+    *,
+    network: Network | None = None,
+    recorder: Recorder | None = None,
+) -> ProcessMesh:
+    """Return one rank's mesh of a resolved configuration."""
+    return ProcessMesh(
+        layout_of(config),
+        rank,
+        device,
+        timeout_s=config.parallel.timeout_s,
+        kv_replicas=kv_replicas(config),
+        network=network,
+        recorder=recorder,
+    )

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from trainer.config import Config
-from trainer.parameters import parameter_table
+from trainer.model.table import parameter_table
 
 # dense bf16 peak in TFLOP/s by the words of a device's name; the first row whose words all occur counts
 PEAK_TFLOPS = [

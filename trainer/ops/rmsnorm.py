@@ -37,15 +37,35 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return y and, for the backward, 1 / sqrt(mean(x^2) + eps) of each row; x is contiguous."""
+    y = torch.empty_like(x)
+    rstd = x.new_empty(x.shape[:-1], dtype=_number(x))
+    if x.numel() > 0:
+        pointers = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
+        native.call("rmsnorm_forward", x, *pointers, rstd.numel(), x.shape[-1], eps)
+    return y, rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, in its dtype, and of the weight, in fp32 (fp64 for fp64); dy and x are contiguous."""
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx, torch.zeros_like(weight, dtype=_number(x))
+    num_rows, num_cols = rstd.numel(), x.shape[-1]
+    # the weight gradient and, below it, the partial sums that it is made of
+    sums = x.new_empty((1 + native.partials("rmsnorm", x, num_rows), num_cols), dtype=_number(x))
+    inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
+    outputs = (dx.data_ptr(), sums.data_ptr(), sums[1].data_ptr())
+    native.call("rmsnorm_backward", x, *inputs, *outputs, num_rows, num_cols)
+    return dx, sums[0]
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
-        y = torch.empty_like(x)
-        rstd = x.new_empty(x.shape[:-1], dtype=_number(x))
-        if x.numel() > 0:
-            pointers = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
-            native.call("rmsnorm_forward", x, *pointers, rstd.numel(), x.shape[-1], eps)
+        y, rstd = rms_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -53,16 +73,8 @@ class _RmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
-        dy, dx = dy.contiguous(), torch.empty_like(x)
-        if x.numel() == 0:
-            return dx, torch.zeros_like(weight), None
-        num_rows, num_cols = rstd.numel(), x.shape[-1]
-        # the weight gradient and, below it, the partial sums that it is made of
-        sums = x.new_empty((1 + native.partials("rmsnorm", x, num_rows), num_cols), dtype=_number(x))
-        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
-        outputs = (dx.data_ptr(), sums.data_ptr(), sums[1].data_ptr())
-        native.call("rmsnorm_backward", x, *inputs, *outputs, num_rows, num_cols)
-        return dx, sums[0].to(weight.dtype, copy=True), None
+        dx, dweight = rms_norm_backward(dy.contiguous(), x, weight, rstd)
+        return dx, dweight.to(weight.dtype, copy=True), None
 
 
 def _number(x: Tensor) -> torch.dtype:

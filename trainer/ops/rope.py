@@ -130,47 +130,75 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def rope_forward(
+    qkv_TC: Tensor, turns_TH: Tensor | None, counts: tuple[int, int], norm: QkNorm | None, *, in_place: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as `rope` does, for `counts` = (N, K); qkv, turns and weights are contiguous."""
+    num_heads, num_kv_heads = counts
+    size = qkv_TC.shape[1] // (num_heads + 2 * num_kv_heads)
+    turned = qkv_TC if in_place else qkv_TC.new_empty(len(qkv_TC), (num_heads + num_kv_heads) * size)
+    heads = _heads(qkv_TC, turns_TH, counts, norm)
+    native.call("rope_forward", qkv_TC, ctypes.byref(heads), qkv_TC.data_ptr(), turned.data_ptr(), turned.shape[1])
+    k_end = (num_heads + num_kv_heads) * size
+    q, k = turned[:, : num_heads * size], turned[:, num_heads * size : k_end]
+    return q.unflatten(1, (-1, size)), k.unflatten(1, (-1, size)), qkv_TC[:, k_end:].unflatten(1, (-1, size))
+
+
+def rope_backward(
+    gradients: tuple[Tensor, Tensor, Tensor], qkv_TC: Tensor | None, turns_TH: Tensor | None, norm: QkNorm | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the packed gradient of qkv for those of q, k and v, and of the norms' weights: [2, H] in the wide dtype.
+
+    Without a norm there is no second result, and qkv is not read.
+    """
+    dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in gradients)
+    counts, size = (dq.shape[1], dk.shape[1]), dq.shape[2]
+    dqkv = dq.new_empty(len(dq), (counts[0] + 2 * counts[1]) * size)
+    heads = _heads(dqkv, turns_TH, counts, norm)
+    # a dim of one element may have any stride: 0 does not spoil its alignment
+    strides = [0 if each.shape[dim] == 1 else each.stride(dim) for each in (dq, dk, dv) for dim in (0, 1)]
+    pointers = _Gradients(*(each.data_ptr() for each in (dq, dk, dv)), *strides)
+    dweights, sums = None, None
+    if norm is not None:
+        dweights = dqkv.new_empty(2, size, dtype=_number(dqkv.dtype))
+        sums = dweights.new_empty(native.partials("rope", dqkv, ctypes.byref(heads)), 2 * size)
+    inputs = ctypes.byref(heads), ctypes.byref(pointers), _pointer(qkv_TC)
+    native.call("rope_backward", dqkv, *inputs, dqkv.data_ptr(), _pointer(dweights), _pointer(sums))
+    return dqkv, dweights
+
+
+def _heads(qkv: Tensor, turns: Tensor | None, counts: tuple[int, int], norm: QkNorm | None) -> _Heads:
+    size = qkv.shape[1] // (counts[0] + 2 * counts[1])
+    weights, eps = ((None, None), 0.0) if norm is None else ((norm.q_weight, norm.k_weight), norm.eps)
+    return _Heads(len(qkv), *counts, size, *map(_pointer, (turns, *weights)), eps)
+
+
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, turns: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_heads, num_kv_heads, eps, in_place = rest
-        size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        num_heads, num_kv_heads, ctx.eps, in_place = rest
         if in_place and not qkv.is_contiguous():
             raise UserError(f"rope: in place, qkv must be contiguous; its strides are {list(qkv.stride())}")
         qkv = qkv.detach().contiguous()  # of the views of a detached tensor autograd keeps no trail
         turns, q_weight, k_weight = (None if x is None else x.contiguous() for x in (turns, q_weight, k_weight))
-        turned_TC = qkv if in_place else qkv.new_empty(len(qkv), (num_heads + num_kv_heads) * size)
-        heads = _Heads(len(qkv), num_heads, num_kv_heads, size, *map(_pointer, (turns, q_weight, k_weight)), eps)
-        pointers = qkv.data_ptr(), turned_TC.data_ptr()
-        native.call("rope_forward", qkv, ctypes.byref(heads), *pointers, turned_TC.shape[1])
+        norm = _norm(q_weight, k_weight, ctx.eps)
+        heads = rope_forward(qkv, turns, (num_heads, num_kv_heads), norm, in_place=in_place)
         if in_place and not qkv.is_inference():
             torch.autograd.graph.increment_version(qkv)
         ctx.save_for_backward(turns, q_weight, k_weight, None if q_weight is None else qkv)
-        ctx.sizes = num_heads, num_kv_heads, size, eps
-        k_end = (num_heads + num_kv_heads) * size
-        q, k = turned_TC[:, : num_heads * size], turned_TC[:, num_heads * size : k_end]
-        return (q.unflatten(1, (-1, size)), k.unflatten(1, (-1, size)), qkv[:, k_end:].unflatten(1, (-1, size)))
+        return heads
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         turns, q_weight, k_weight, qkv = ctx.saved_tensors
-        num_heads, num_kv_heads, size, eps = ctx.sizes
-        dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in (dq, dk, dv))
-        dqkv = dq.new_empty(len(dq), (num_heads + 2 * num_kv_heads) * size)
-        heads = _Heads(len(dq), num_heads, num_kv_heads, size, *map(_pointer, (turns, q_weight, k_weight)), eps)
-        # a dim of one element may have any stride: 0 does not spoil its alignment
-        strides = [0 if each.shape[dim] == 1 else each.stride(dim) for each in (dq, dk, dv) for dim in (0, 1)]
-        gradients = _Gradients(*(each.data_ptr() for each in (dq, dk, dv)), *strides)
-        dweights, sums = None, None
-        if q_weight is not None:
-            dweights = dqkv.new_empty(2, size, dtype=_number(dqkv.dtype))
-            num_partials = native.partials("rope", dqkv, ctypes.byref(heads))
-            sums = dweights.new_empty(num_partials, 2 * size)
-        inputs = ctypes.byref(heads), ctypes.byref(gradients), _pointer(qkv)
-        native.call("rope_backward", dqkv, *inputs, dqkv.data_ptr(), _pointer(dweights), _pointer(sums))
+        dqkv, dweights = rope_backward((dq, dk, dv), qkv, turns, _norm(q_weight, k_weight, ctx.eps))
         if dweights is None:
             return dqkv, None, None, None, None
         return dqkv, None, dweights[0].to(dqkv.dtype), dweights[1].to(dqkv.dtype), None
+
+
+def _norm(q_weight: Tensor | None, k_weight: Tensor | None, eps: float) -> QkNorm | None:
+    return None if q_weight is None or k_weight is None else QkNorm(q_weight, k_weight, eps)

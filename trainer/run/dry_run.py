@@ -4,24 +4,25 @@ Parameters, gradients and optimizer state follow from the parameter table; paddi
 allocates. Activations are an estimate: what the layers keep for the backward pass of the micro-batches in flight.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 
+from ckptkit import Coords
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
-from trainer.bucket import wide_dtype
 from trainer.config import Config
-from trainer.config.resolve import layout_of, tiers_of
+from trainer.config.resolve import kv_replicas, layout_of, tiers_of
 from trainer.data import open_blend, with_vocabulary
-from trainer.parameters import parameter_table
+from trainer.engine import DTYPES
+from trainer.linear.weight import wide_dtype
+from trainer.mesh.layout import groups_needed
+from trainer.model.table import local_runs, parameter_table
 from trainer.pipeline.actions import peak_live
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.schedules import SCHEDULES, rank_actions
 from trainer.pipeline.simulate import simulate
 from trainer.run.banner import banner
-from trainer.stage import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +80,14 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     parallel, layout = config.parallel, layout_of(config)
     dtype = DTYPES[config.train.precision]
     wide = wide_dtype(dtype)
-    owned = copied = 0
-    for name, row in parameter_table(config).items():
-        if row.placement.on_stage(config.model.num_layers, layout, pp):
-            size = math.prod(row.placement.live_shape(name, row.shape, layout))
-            if row.placement.tied_to is None:
-                owned += size
-            elif parallel.pp > 1:  # a tied head away from its embedding is a copy without optimizer state
-                copied += size
-    updated = -(-owned // parallel.dp) if parallel.zero_stage else owned
+    sizes = {name: len(groups[0]) for name, groups in groups_needed(layout, kv_replicas(config)).items() if groups}
+    runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
+    held = sum(run.numel for run in runs)
+    updated = sum(-(-run.numel // sizes[run.holders]) for run in runs) if parallel.zero_stage else held
     states = 2 + (wide != dtype)  # two moments, and a master if the parameters are narrower
     return RankMemory(
-        (owned + copied) * dtype.itemsize,
-        (owned + copied) * wide.itemsize,
+        held * dtype.itemsize,
+        held * wide.itemsize,
         updated * states * wide.itemsize,
         activation_bytes(config, pp),
     )
@@ -108,6 +104,8 @@ def activation_bytes(config: Config, pp: int) -> int:
     kv_size = model.hidden_size // model.num_heads * model.num_kv_heads
     inside = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size
     layer = 4 * model.hidden_size + (2 * model.hidden_size + 2 * kv_size + inside) // parallel.tp
+    if train.recompute == "full":
+        layer = model.hidden_size
     num_layers = -(-model.num_layers // parallel.pp)
     in_flight = peak_live(rank_actions(parallel.schedule, parallel.pp, train.gradient_accumulation_steps, pp))
     token = num_layers * layer * in_flight * dtype.itemsize

@@ -12,11 +12,10 @@ from threefold.flags import Settings
 from threefold.storage import Storage
 from trainer.checkpoint.load import restore_step
 from trainer.config import Config
-from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from, read_toml
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
-from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.mesh import mesh_of
 
 OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of the model
 
@@ -60,10 +59,10 @@ class TrainedModel:
     def __init__(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         """Build and restore; a per-tensor report if the checkpoint holds another model than configured."""
         config, root = checkpoint.config, checkpoint.root
-        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
-        self.engine = ranks.on_all(lambda: Engine(config, self.mesh, trains=False))
+        self.mesh = mesh_of(config, ranks.rank, ranks.device)
+        self.engine = ranks.on_all(lambda: Engine(config, self.mesh, with_optimizer=False))
         ranks.on_all(lambda: restore_step(self.engine, checkpoint.run, root.step))
-        self.engine.after_restore()
+        self.engine.store.publish()
         trained_in, precision = (
             root.metadata.get("config", {}).get("train", {}).get("precision"),
             config.train.precision,

@@ -16,11 +16,10 @@ from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
-from trainer.config.resolve import layout_of
 from trainer.data import StepReader, open_blend, open_loader, spoil, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine, StepStats
 from trainer.job.ranks import Ranks
-from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.mesh import mesh_of
 from trainer.observe.flops import peak_flops, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
 from trainer.run.banner import banner
@@ -48,7 +47,7 @@ class Run:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
         self.config, self.ranks, self._stop = config, ranks, stop
         blend = ranks.on_all(lambda: open_blend(config.data, config, name="data"))
-        self.mesh = ProcessMesh(layout_of(config), ranks.rank, ranks.device, timeout_s=config.parallel.timeout_s)
+        self.mesh = mesh_of(config, ranks.rank, ranks.device)
         self.engine = ranks.on_all(lambda: Engine(config, self.mesh))
         tiers = tiers_here(ranks, config)
         if ranks.rank == 0:

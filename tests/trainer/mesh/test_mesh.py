@@ -35,8 +35,12 @@ def timeout_of(group: Group) -> float:
 def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
     mesh = ProcessMesh(layout, rank, CPU, timeout_s=77)
     found: dict[str, Any] = {}
-    for name in ("world", "tp", "dp", "ends"):
-        group = getattr(mesh, name)
+    for name, group in {
+        "world": mesh.world,
+        "tp": mesh.tp,
+        "dp": mesh.dp,
+        **{name: mesh.holders(name) for name in ("tp_dp", "ends_dp")},
+    }.items():
         total = group.all_reduce(torch.tensor([float(1 << rank)]))
         largest = group.start("all_reduce", torch.tensor([float(rank)]), "max").wait()
         shares = torch.zeros(2 * group.size)
@@ -69,7 +73,8 @@ def test_groups_of_tp2_pp3() -> None:
             "world": list(range(6)),
             "tp": [layout.rank(Coords(tp=tp, pp=at.pp)) for tp in range(2)],
             "dp": [rank],
-            "ends": [rank] if at.pp == 1 else [pipeline[0], pipeline[2]],
+            "tp_dp": [layout.rank(Coords(tp=tp, pp=at.pp)) for tp in range(2)],
+            "ends_dp": [rank] if at.pp == 1 else [pipeline[0], pipeline[2]],
         }
         for name, ranks in expected.items():
             total, rows = float(sum(ranks)), [[each, -each] for each in ranks]
@@ -89,7 +94,7 @@ def test_groups_are_the_ranks_that_share_coordinates(tp: int, dp: int, pp: int) 
         "tp": lambda at: (at.dp, at.pp),
         "dp": lambda at: (at.tp, at.pp),
         "tp_dp": lambda at: at.pp,
-        "ends": lambda at: (at.tp, at.dp) if at.pp in ends else None,
+        "kv_dp": lambda at: (at.tp, at.pp),
         "ends_dp": lambda at: at.tp if at.pp in ends else None,
     }
     needed = groups_needed(layout)
@@ -104,6 +109,13 @@ def test_groups_are_the_ranks_that_share_coordinates(tp: int, dp: int, pp: int) 
             assert (places[first].pp + 1, places[first].tp) == (places[second].pp, places[second].tp)
         assert len(set(needed[name])) == len(needed[name]) == tp * dp * (pp - 1)
     assert needed.keys() == equal.keys() | {"activations", "gradients"}
+
+
+def test_neighbours_hold_the_same_key_value_heads() -> None:
+    layout = ParallelLayout(tp=4, dp=2)
+    assert groups_needed(layout, kv_replicas=2)["kv_dp"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert groups_needed(layout, kv_replicas=4)["kv_dp"] == groups_needed(layout)["tp_dp"]
+    assert groups_needed(layout)["kv_dp"] == groups_needed(layout)["dp"]
 
 
 def test_one_process_needs_no_process_group() -> None:

@@ -11,16 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ckptkit.model.layout import ParallelLayout
-from trainer import bucket, engine, layers, optim, stage
+from trainer import engine
 from trainer.engine import Engine
-from trainer.layers import Rotation
+from trainer.linear.linear import linear
+from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
-from trainer.parameters import Parameter
-from trainer.stage import Stage
-from trainer.tensor_parallel import RowLinear, VocabMatrix, _Leave, leave
+from trainer.model import chunk, head, mlp
+from trainer.model.chunk import Chunk
+from trainer.model.embedding import lookup
+from trainer.model.head import Head
+from trainer.parallel import tensor
+from trainer.parallel.collectives import _ReduceFrom, reduce_from
+from trainer.store import plan, store
+from trainer.store.bucket import Bucket
+from trainer.store.store import ParameterStore
 
 Patch = pytest.MonkeyPatch
 TP, PP, DP = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
@@ -64,20 +70,27 @@ def no_partial_rows(real: Any, config: Any) -> Any:
 def own_first_sample(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
     found = real(self, step, batch, **options)
     size = self.config.train.micro_batch_size
-    return [
-        each if each.noise is None else replace(each, noise=replace(each.noise, first_sample=first))
-        for each, first in zip(found, range(batch.first_sample, 10**9, size), strict=False)
-    ]
+    firsts = range(batch.first_sample, 10**9, size)
+    return [replace(each, first_sample=first) for each, first in zip(found, firsts, strict=False)]
 
 
 def shifted_positions(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
     seq, index = self.config.train.seq_length, self.mesh.dp.index
-    return [replace(each, positions=(each.positions + index) % seq) for each in real(self, step, batch, **options)]
+    return [replace(each, positions_T=(each.positions_T + index) % seq) for each in real(self, step, batch, **options)]
 
 
-def layers_from_zero(real: Any, self: Stage, *args: Any) -> None:
+def every_row_decays(real: Any, config: Any) -> Any:
+    return {name: replace(row, decays=True) for name, row in real(config).items()}
+
+
+def norms_count_twice(real: Any, self: ParameterStore) -> torch.Tensor:
+    is_whole = torch.tensor([not row.placement.cuts for row in self.table.values()])
+    return real(self) * (1 + is_whole * (self.mesh.layout.tp > 1))
+
+
+def layers_from_zero(real: Any, self: Chunk, *args: Any) -> None:
     real(self, *args)
-    for number, block in enumerate(self.layers.values()):
+    for number, block in enumerate(self.blocks):
         block.number = number
 
 
@@ -90,9 +103,9 @@ def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_T: torch.Tenso
     return real(logits_TV, labels_T, **options | {"num_true_rows": logits_TV.shape[-1]})
 
 
-def next_first_row(real: Any, self: VocabMatrix, *args: Any, group: Group) -> None:
-    real(self, *args, group=group)
-    self.first_row += group.index
+def next_first_row(real: Any, self: Head, *args: Any) -> None:
+    real(self, *args)
+    self.first_row += self.group.index
 
 
 def swapped(real: Any, name: str, num_stages: int, num_microbatches: int, rank: int) -> Any:
@@ -101,15 +114,15 @@ def swapped(real: Any, name: str, num_stages: int, num_microbatches: int, rank: 
     return [action._replace(microbatch=swap.get(action.microbatch, action.microbatch)) for action in actions]
 
 
-def bias_before_the_sum(real: Any, self: RowLinear, x: torch.Tensor) -> torch.Tensor:
-    return leave(F.linear(x, self.weight, self.bias), self.group)
+def bias_before_the_sum(real: Any, x: torch.Tensor, weight: Weight, bias: Weight, group: Group) -> torch.Tensor:
+    return reduce_from(linear(x, weight, bias), group)
 
 
 def own_norm(real: Any, self: Group, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     own = tensor.clone()
     found = real(self, tensor, *args)
     if self.name == "world" and self.size > 1:
-        found[1] = own[1]
+        found[1:] = own[1:]
     return found
 
 
@@ -131,22 +144,18 @@ def keeping_its_group(real: Any, ctx: Any, x: torch.Tensor, group: Group) -> tor
     return real(ctx, x, group)
 
 
-def leave_sums_twice(patch: Patch) -> None:
-    real = _Leave.forward
-    patch.setattr(_Leave, "forward", staticmethod(lambda ctx, *args: keeping_its_group(real, ctx, *args)))
-    patch.setattr(_Leave, "backward", staticmethod(summed_backward))
+def outputs_are_summed_twice(patch: Patch) -> None:
+    real = _ReduceFrom.forward
+    patch.setattr(_ReduceFrom, "forward", staticmethod(lambda ctx, *args: keeping_its_group(real, ctx, *args)))
+    patch.setattr(_ReduceFrom, "backward", staticmethod(summed_backward))
 
 
-def weights_of_the_first(real: Any, tensor: Any, name: str, row: Any, layout: Any, coords: Any, seed: int) -> None:
-    real(tensor, name, row, layout, replace(coords, tp=0), seed)
+def weights_of_the_first(real: Any, name: str, row: Any, shape: Any, layout: Any, coords: Any, *rest: Any) -> Any:
+    return real(name, row, shape, layout, replace(coords, tp=0), *rest)
 
 
-def overwriting(real: Any, gradients: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def put(parameter: torch.Tensor) -> None:
-        gradients.copy_(parameter.grad)
-        parameter.grad = None
-
-    return put
+def overwriting(real: Any, self: Weight, compute: Callable[[torch.Tensor, bool], object]) -> None:
+    real(self, lambda out, first: compute(out, True))
 
 
 def neighbours_interval(real: Any, total: int, size: int, index: int, itemsize: int) -> Any:
@@ -155,15 +164,16 @@ def neighbours_interval(real: Any, total: int, size: int, index: int, itemsize: 
 
 def own_means(real: Any, self: Engine, name: str, batches: Any, reduce_loss: Any) -> torch.Tensor:
     def reduce(losses: torch.Tensor, batch: Any) -> torch.Tensor:
-        return (losses * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1) / len(batches)
+        return (losses * batch.loss_mask_T).sum() / batch.loss_mask_T.sum().clamp(min=1) / len(batches)
 
     return real(self, name, batches, reduce)
 
 
-def row_0_for_others(real: Any, self: VocabMatrix, tokens: torch.Tensor) -> torch.Tensor:
-    local = tokens - self.first_row
-    is_here = (local >= 0) & (local < self.num_true_rows)
-    return leave(F.embedding(local.masked_fill(~is_here, 0), self.weight), self.group)
+def row_0_for_others(real: Any, tokens: torch.Tensor, weight: Weight, group: Group) -> torch.Tensor:
+    num_rows = weight.values.shape[0]
+    local = tokens - group.index * num_rows
+    is_here = (local >= 0) & (local < num_rows)
+    return reduce_from(lookup(local.masked_fill(~is_here, 0), weight), group)
 
 
 def own_maximum(real: Any, self: Group, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -171,44 +181,44 @@ def own_maximum(real: Any, self: Group, tensor: torch.Tensor, op: str = "sum") -
 
 
 def narrow_angles(real: Any, positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Any:
-    narrow = real(positions, size, theta, torch.float32)
-    return Rotation(narrow.cos.to(dtype), narrow.sin.to(dtype))
+    return real(positions, size, theta, torch.float32).to(dtype)
 
 
 FAULTS = [
     Fault("QK-norm gradients are not summed over tp", TP, wrapping(engine, "parameter_table", no_partial_rows)),
-    Fault("gradients of cut inputs are not summed over tp", TP, wrapping(layers, "enter", lambda real, x, group: x)),
-    Fault("gradients of row linears are summed over tp", TP, leave_sums_twice),
+    Fault("gradients of cut inputs are not summed over tp", TP, wrapping(tensor, "copy_to", lambda real, x, group: x)),
+    Fault("gradients of row linears are summed over tp", TP, outputs_are_summed_twice),
     Fault("a row bias is added on each tp rank before the sum", TP,
-          wrapping(RowLinear, "forward", bias_before_the_sum)),
+          wrapping(mlp, "row_linear", bias_before_the_sum)),
     Fault("the squared norm counts norms on every tp rank", TP,
-          wrapping(engine, "squared_norm", lambda real, buckets, counts: real(buckets, lambda _: True))),
-    Fault("every tp rank draws the weights of the first", TP, wrapping(engine, "initialise", weights_of_the_first)),
+          wrapping(ParameterStore, "finish_reduce", norms_count_twice)),
+    Fault("every tp rank draws the weights of the first", TP, wrapping(store, "initial_values", weights_of_the_first)),
     Fault("padding rows of the vocabulary take part in the softmax", TP,
-          wrapping(stage, "vocab_cross_entropy", padding_takes_part)),
-    Fault("the first row of a vocabulary part is off by one", TP, wrapping(VocabMatrix, "__init__", next_first_row)),
-    Fault("tokens of other ranks look up row 0", TP, wrapping(VocabMatrix, "embed", row_0_for_others)),
+          wrapping(head, "vocab_cross_entropy", padding_takes_part)),
+    Fault("the first row of a vocabulary part is off by one", TP, wrapping(Head, "__init__", next_first_row)),
+    Fault("tokens of other ranks look up row 0", TP, wrapping(chunk, "embed_tokens", row_0_for_others)),
     Fault("the softmax subtracts each rank's own maximum", TP, wrapping(Group, "all_reduce", own_maximum)),
     Fault("evaluation counts on each tp rank", TP, wrapping(Engine, "eval_batch", counted_on_each)),
-    Fault("tied gradients are not summed over the ends", PP, skipping("all_reduce", "ends")),
-    Fault("the tied head does not get the new values", PP, skipping("broadcast", "ends")),
-    Fault("dropout numbers layers within a stage", PP, wrapping(Stage, "__init__", layers_from_zero)),
+    Fault("tied gradients are not summed over the ends", PP, skipping("reduce_scatter", "ends_dp")),
+    Fault("the tied head does not get the new values", PP, skipping("all_gather", "ends_dp")),
+    Fault("dropout numbers layers within a stage", PP, wrapping(Chunk, "__init__", layers_from_zero)),
     Fault("the last stage takes two micro-batches in another order", PP, wrapping(engine, "rank_actions", swapped)),
-    Fault("gradients are averaged over dp", DP, wrapping(bucket.Bucket, "reduce_gradients", averaged)),
+    Fault("gradients are averaged over dp", DP, wrapping(Bucket, "reduce_gradients", averaged)),
     Fault("gradients are not summed over dp, zero_stage 0", DP,
-          wrapping(bucket.Bucket, "reduce_gradients", lambda real, self: None), zero_stage=0),
+          wrapping(Bucket, "reduce_gradients", lambda real, self: None), zero_stage=0),
     Fault("gradients are not summed over dp, zero_stage 1", DP, skipping("reduce_scatter", "dp")),
     Fault("new parameters are not gathered over dp", DP, skipping("all_gather", "dp")),
-    Fault("a rank updates its neighbour's interval", DP, wrapping(bucket, "shard_interval", neighbours_interval)),
+    Fault("a rank updates its neighbour's interval", DP, wrapping(plan, "shard_interval", neighbours_interval)),
     Fault("tokens are counted on this rank alone", DP, skipping("all_reduce", "dp")),
-    Fault("the loss is the mean of the micro-batches' means", DP, wrapping(Engine, "_run_schedule", own_means)),
-    Fault("each micro-batch's gradients replace those before", DP, wrapping(bucket, "_adder", overwriting)),
+    Fault("the loss is the mean of the micro-batches' means", DP, wrapping(Engine, "_run", own_means)),
+    Fault("each micro-batch's gradients replace those before", DP, wrapping(Weight, "add_gradient", overwriting)),
     Fault("dropout numbers samples within a rank", DP, wrapping(Engine, "_microbatches", own_first_sample)),
     Fault("positions are shifted by the dp rank", DP, wrapping(Engine, "_microbatches", shifted_positions)),
     Fault("gradients are clipped by the rank's own norm", DP, wrapping(Group, "all_reduce", own_norm)),
     Fault("AdamW counts a step too many", None,
-          wrapping(optim, "_adamw", lambda real, owned, config, step, *rest: real(owned, config, step + 1, *rest))),
-    Fault("norms and biases decay", None, lambda patch: patch.setattr(Parameter, "decays", True)),
-    Fault("gradients are not zeroed between steps", None, lambda patch: patch.setattr(Engine, "_flat_gradients", list)),
-    Fault("rotary angles are of float32", None, wrapping(Rotation, "of", narrow_angles), model={"position": "rope"}),
+          wrapping(store, "adamw_step", lambda real, *args, factor: real(*args[:-1], args[-1] + 1, factor=factor))),
+    Fault("norms and biases decay", None, wrapping(engine, "parameter_table", every_row_decays)),
+    Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", lambda real, self: None)),
+    Fault("rotary angles are of float32", None, wrapping(chunk, "rope_turns", narrow_angles),
+          model={"position": "rope"}),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Random runs: a tiny model with any options on any layout that fits it."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -24,8 +25,11 @@ def layouts(max_ranks: int) -> st.SearchStrategy[ParallelLayout]:
 def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Config:
     """A run of float64 on a CPU that has no fault."""
     layout = draw(layouts)
-    kv_heads = layout.tp * draw(st.integers(1, 2))
-    num_heads = kv_heads * draw(st.integers(1, 2))
+    # fewer key-value heads than tp are held by several ranks
+    kv_heads = draw(
+        st.sampled_from([n for n in range(1, layout.tp) if layout.tp % n == 0] + [layout.tp, 2 * layout.tp])
+    )
+    num_heads = math.lcm(kv_heads, layout.tp) * draw(st.integers(1, 2))
     micro_batch, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 4))
     options: dict[str, Any] = {
         name: draw(st.booleans()) for name in ("bias", "qk_norm", "tie_embeddings")
@@ -41,7 +45,8 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
     model = ModelConfig(
         num_layers=layout.pp + draw(st.integers(0, 1)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
         num_heads=num_heads, num_kv_heads=kv_heads, ffn_hidden_size=layout.tp * draw(st.integers(1, 5)),
-        vocab_size=draw(st.integers(layout.tp, 23)), init_std=0.3, **options,
+        vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
+        **options,
     )  # fmt: skip
     config = Config(
         model=model,

@@ -7,11 +7,12 @@ import torch
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.global_state import assembled, copied
+from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from trainer.config.resolve import layout_of, resolve
+from trainer.config.resolve import resolve
 from trainer.engine import Batch, Engine
 from trainer.mesh.group import Network
-from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.mesh.recorder import Recorder
 from trainer.ops.native import csrc_calls
 
@@ -20,11 +21,12 @@ LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-10, 1e-9  # of one process, in float64
 
 MODELS = {
     "llama": ModelConfig(
-        num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=VOCAB, qk_norm=True
+        num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=VOCAB,
+        round_vocab_to=1, qk_norm=True
     ),
     "gpt2": ModelConfig(
-        num_layers=3, hidden_size=32, num_heads=4, vocab_size=VOCAB, norm="layernorm", position="learned",
-        activation="gelu", bias=True, tie_embeddings=True, dropout=0.1,
+        num_layers=3, hidden_size=32, num_heads=4, vocab_size=VOCAB, round_vocab_to=1, norm="layernorm",
+        position="learned", activation="gelu", bias=True, tie_embeddings=True, dropout=0.1,
     ),
 }  # fmt: skip
 
@@ -89,8 +91,10 @@ def local_batch(config: Config, step: int, mesh: ProcessMesh) -> Batch:
 def make_engine(rank: int, config: Config, *, network: Network | None = None) -> Engine:
     """The engine of one rank, on its own GPU where the configuration asks for one."""
     device = torch.device(config.train.device, rank if config.train.device == "cuda" else None)
-    mesh = ProcessMesh(layout_of(config), rank, device, timeout_s=60, network=network, recorder=Recorder())
-    return Engine(config, mesh)
+    mesh = mesh_of(config, rank, device, network=network, recorder=Recorder())
+    engine = Engine(config, mesh)
+    engine.initialise()
+    return engine
 
 
 def run_steps(rank: int, config: Config, num_steps: int, *, network: Network | None = None) -> dict[str, Any]:
@@ -103,12 +107,12 @@ def run_steps(rank: int, config: Config, num_steps: int, *, network: Network | N
         "norms": [each.grad_norm for each in stats],
         "num_tokens": [each.num_tokens for each in stats],
         "evaluation": engine.eval_batch(batches[-1]),
-        "weights": copied(piece for piece in engine.pieces() if not piece.name.startswith("optim.")),
-        "table": [info for info in engine.tensors() if not info.name.startswith("optim.")],
-        "names": [name for name, _ in engine.stage.named_parameters()],
+        "weights": copied(piece for piece in saved_pieces(engine.store) if not piece.name.startswith("optim.")),
+        "table": [info for info in tensor_table(engine.table, engine.dtype) if not info.name.startswith("optim.")],
+        "names": [name for name, _ in engine.store.values()],
         "peak_live": engine.pipeline.peak_live,
         "peak_sends": engine.pipeline.peak_sends,
-        "optimizer_bytes": engine.optimizer_bytes,
+        "optimizer_bytes": engine.store.state_bytes,
         "calls": csrc_calls(),
     }
 
@@ -131,9 +135,13 @@ def largest_gap(run: dict[str, Any], reference: dict[str, Any]) -> float:
     return max(gap if gap == gap else float("inf") for gap in gaps)
 
 
+def assemble_weights(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The weights that all ranks hold together."""
+    return assembled(runs[0]["table"], [piece for run in runs for piece in run["weights"]])
+
+
 def weights_gap(runs: list[dict[str, Any]], reference: dict[str, Any]) -> tuple[float, str]:
     """Largest difference of the weights that all ranks hold together from a reference, and where it is."""
-    expected = assembled(reference["table"], reference["weights"])
-    found = assembled(runs[0]["table"], [piece for run in runs for piece in run["weights"]])
+    expected, found = assemble_weights([reference]), assemble_weights(runs)
     assert found.keys() == expected.keys()
     return max((float((found[name] - expected[name]).abs().max()), name) for name in expected)

@@ -1,11 +1,11 @@
-"""The learning-rate schedule; AdamW itself is compared with torch's in test_engine."""
+"""The learning-rate schedule; AdamW itself is compared with plain training in test_engine."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import OptimConfig
-from trainer.optim import learning_rate
+from trainer.store.lr import learning_rate
 
 OPTIM = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=4, decay_steps=14)
 

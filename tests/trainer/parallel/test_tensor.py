@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from ckptkit.model.layout import ParallelLayout
-from tests.trainer.support.ranks import run_ranks
-from trainer.loss import vocab_cross_entropy
-from trainer.mesh.clock import Clock
-from trainer.mesh.group import Group
+from tests.trainer.support.threads import run_threads
+from tests.trainer.support.weights import CPU, group, handle
+from trainer.linear.linear import linear
+from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
-from trainer.tensor_parallel import ColumnLinear, RowLinear, VocabMatrix, enter
+from trainer.model.embedding import embed_tokens
+from trainer.parallel.collectives import copy_to
+from trainer.parallel.cross_entropy import vocab_cross_entropy
+from trainer.parallel.tensor import column_linear, row_linear
 
 TP, VOCAB, HIDDEN, INNER, NUM_TOKENS = 3, 4, 5, 6, 7
 
@@ -34,32 +37,21 @@ def own_rows(rank: int) -> list[int]:
     return [row for row in range(VOCAB) if row // 2 == rank]
 
 
-def cut(rank: int) -> dict[str, Any]:
+def cut(rank: int, *, network: Network) -> dict[str, Any]:
     """Losses and gradients of one rank."""
-    group = ProcessMesh(ParallelLayout(tp=TP), rank, torch.device("cpu"), timeout_s=60).tp
-    table = VocabMatrix(VOCAB, HIDDEN, group=group).double()
-    up = ColumnLinear(HIDDEN, INNER, bias=True, group=group).double()
-    down = RowLinear(INNER, HIDDEN, bias=True, group=group).double()
+    tp = ProcessMesh(ParallelLayout(tp=TP), rank, CPU, timeout_s=60, network=network).tp
     features = slice(2 * rank, 2 * rank + 2)
-    with torch.no_grad():
-        table.weight.fill_(9.0)  # what padding holds must not matter
-        table.weight[: len(own_rows(rank))] = TABLE[own_rows(rank)]
-        for parameter, value in ((up.weight, UP[features]), (up.bias, UP_BIAS[features])):
-            parameter.copy_(value)
-        for parameter, value in ((down.weight, DOWN[:, features]), (down.bias, DOWN_BIAS)):
-            parameter.copy_(value)
-    x = table.embed(TOKENS)
-    x = x + down(torch.tanh(up(enter(x, group))))
-    losses = vocab_cross_entropy(
-        table.logits(enter(x, group)),
-        LABELS,
-        first_row=table.first_row,
-        num_true_rows=table.num_true_rows,
-        group=group,
-    )
+    rows = torch.full((2, HIDDEN), 9.0, dtype=torch.float64)  # what padding holds must not matter
+    rows[: len(own_rows(rank))] = TABLE[own_rows(rank)]
+    parts = {"table": rows, "up": UP[features], "up_bias": UP_BIAS[features], "down": DOWN[:, features]}
+    handles = {name: handle(part) for name, part in (parts | {"bias": DOWN_BIAS}).items()}
+    table, up, up_bias, down, bias = (weight for weight, _ in handles.values())
+    x = embed_tokens(TOKENS, table, tp)
+    x = x + row_linear(torch.tanh(column_linear(x, [(up, up_bias)], tp)), down, bias, tp)
+    logits = linear(copy_to(x, tp), table)
+    losses = vocab_cross_entropy(logits, LABELS, first_row=2 * rank, num_true_rows=len(own_rows(rank)), group=tp)
     (losses * WEIGHTS).sum().backward()
-    gradients = {"table": table.weight, "up": up.weight, "up_bias": up.bias, "down": down.weight, "bias": down.bias}
-    return {"losses": losses.detach().numpy()} | {name: value.grad.numpy() for name, value in gradients.items()}
+    return {"losses": losses.detach()} | {name: gradient for name, (_, gradient) in handles.items()}
 
 
 def test_three_ranks_equal_the_whole() -> None:
@@ -68,7 +60,7 @@ def test_three_ranks_equal_the_whole() -> None:
     x = x + F.linear(torch.tanh(F.linear(x, up, up_bias)), down, bias)
     losses = F.cross_entropy(x @ table.T, LABELS, reduction="none")
     (losses * WEIGHTS).sum().backward()
-    for rank, part in enumerate(run_ranks(TP, cut)):
+    for rank, part in enumerate(run_threads(TP, cut)):
         features, rows = slice(2 * rank, 2 * rank + 2), own_rows(rank)
         expected = {
             "losses": losses.detach(),
@@ -78,15 +70,13 @@ def test_three_ranks_equal_the_whole() -> None:
             "bias": bias.grad,
         }
         for name, value in expected.items():
-            torch.testing.assert_close(torch.from_numpy(part[name]), value, msg=f"{name} on rank {rank}")
-        gradient = torch.from_numpy(part["table"])
-        torch.testing.assert_close(gradient[: len(rows)], table.grad[rows])
-        assert not gradient[len(rows) :].any(), "padding gets no gradient"
+            torch.testing.assert_close(part[name], value, msg=f"{name} on rank {rank}")
+        torch.testing.assert_close(part["table"][: len(rows)], table.grad[rows])
+        assert not part["table"][len(rows) :].any(), "padding gets no gradient"
 
 
 def test_the_loss_of_bf16_logits_is_computed_in_fp32() -> None:
     logits = (30 * values(NUM_TOKENS, VOCAB, seed=6)).bfloat16()
-    alone = Group("tp", (0,), 0, Clock(torch.device("cpu")))
-    losses = vocab_cross_entropy(logits, LABELS, first_row=0, num_true_rows=VOCAB, group=alone)
+    losses = vocab_cross_entropy(logits, LABELS, first_row=0, num_true_rows=VOCAB, group=group())
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, F.cross_entropy(logits.float(), LABELS, reduction="none"))

@@ -1,0 +1,80 @@
+"""The store: gradients in the wide dtype, stale memory that changes nothing, state that its holders share."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.parity import config_for, local_batch, make_engine, run_steps, small
+from tests.trainer.support.threads import run_threads
+from tests.trainer.support.weights import handle
+from trainer.config import Config
+from trainer.engine import Engine
+from trainer.mesh.group import Network
+
+
+def test_the_first_contribution_overwrites_and_later_ones_add() -> None:
+    weight, gradient = handle(torch.ones(2))
+    for step in range(2):
+        weight.begin_step()
+        for _ in range(2):
+            weight.add_gradient(lambda out, first: out.fill_(3.0) if first else out.add_(3.0))
+        weight.finish_step()
+        assert gradient.tolist() == [6.0, 6.0], step
+
+
+def test_a_weight_without_a_contribution_has_none() -> None:
+    weight, gradient = handle(torch.ones(2), contributes=False)
+    weight.begin_step()
+    weight.add_gradient(lambda out, first: pytest.fail("another rank contributes it"))
+    weight.finish_step()
+    assert gradient.tolist() == [0.0, 0.0]
+
+
+def test_a_backward_sees_the_values_of_its_forward() -> None:
+    weight, _ = handle(torch.ones(2))
+    epoch = weight.epoch
+    weight.updated()
+    with pytest.raises(AssertionError, match="w was updated between a forward and its backward"):
+        weight.check(epoch)
+
+
+def poisoned_steps(rank: int, config: Config, *, network: Network | None = None) -> list[tuple[float, float]]:
+    """Two steps, before each of which every gradient buffer is filled with NaN."""
+    engine = make_engine(rank, config, network=network)
+    stats = []
+    for step in range(2):
+        for bucket in engine.store.buckets:
+            bucket.gradients.fill_(float("nan"))
+        stats.append(engine.train_step(step, local_batch(config, step, engine.mesh)))
+    return [(each.loss, each.grad_norm) for each in stats]
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "dp3"])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_what_gradient_buffers_held_changes_nothing(model: str, layout: str) -> None:
+    parsed = ParallelLayout.parse(layout)
+    config = small(config_for(model, parsed))
+    if layout == "dp3":
+        config = replace(config, train=replace(config.train, global_batch_size=12, gradient_accumulation_steps=4))
+    clean = run_threads(parsed.world_size, run_steps, config, 2)
+    for rank, stats in enumerate(run_threads(parsed.world_size, poisoned_steps, config)):
+        assert stats == list(zip(clean[rank]["losses"], clean[rank]["norms"], strict=True))
+
+
+def state_bytes(rank: int, config: Config, *, network: Network | None = None) -> int:
+    return make_engine(rank, config, network=network).store.state_bytes
+
+
+@pytest.mark.parametrize("layout", ["dp4", "tp2-dp2", "tp2-pp2", "tp2-dp2-pp2"])
+def test_holders_share_the_optimizer_state_norms_included(layout: str) -> None:
+    """Two moments of 8 bytes a parameter, over all ranks together: nothing is kept twice."""
+    parsed = ParallelLayout.parse(layout)
+    config = small(config_for("llama", parsed))
+    engine: Engine = make_engine(0, small(config_for("llama", ParallelLayout())))
+    num_parameters = sum(values.numel() for _, values in engine.store.values())
+    held = run_threads(parsed.world_size, state_bytes, config)
+    padding = 64 * 3 * 2 * parsed.world_size * 40  # at most 64 bytes a bucket, holder and state
+    assert 0 <= sum(held) - 16 * num_parameters <= padding
+    assert sum(held) < 1.3 * 16 * num_parameters

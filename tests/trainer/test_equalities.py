@@ -1,0 +1,70 @@
+"""Runs that must be equal bit for bit: one order of passes or another, activations kept or made again, other stages.
+
+Losses, gradient norms and final weights are compared, at one thread, by their bits.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.parity import assemble_weights, config_for, run_steps, small
+from tests.trainer.support.threads import run_threads
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+
+QUICK = [("llama", "pp2"), ("gpt2", "tp2-pp3")]
+RUNS = [*QUICK, *(
+    pytest.param(model, layout, marks=pytest.mark.slow)
+    for model in ("llama", "gpt2")
+    for layout in ("tp1", "pp2", "tp2-pp3", "dp2-pp2", "tp2-dp2")
+    if (model, layout) not in QUICK
+)]  # fmt: skip
+
+
+def config(model: str, layout: str) -> Config:
+    return small(config_for(model, ParallelLayout.parse(layout)))
+
+
+def outcome(config: Config) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Losses and norms, and the final weights."""
+    runs = run_threads(layout_of(config).world_size, run_steps, config, 2)
+    assert all(run["losses"] == runs[0]["losses"] for run in runs)
+    return (runs[0]["losses"], runs[0]["norms"]), assemble_weights(runs)
+
+
+def assert_equal(left: Config, right: Config) -> None:
+    (numbers, weights), (other_numbers, other_weights) = outcome(left), outcome(right)
+    assert numbers == other_numbers
+    for name, values in weights.items():
+        assert torch.equal(values, other_weights[name]), name
+
+
+@pytest.mark.parametrize(("model", "layout"), RUNS)
+def test_gpipe_and_1f1b(model: str, layout: str) -> None:
+    one = config(model, layout)
+    schedule: Literal["gpipe"] = "gpipe"
+    assert_equal(one, replace(one, parallel=replace(one.parallel, schedule=schedule)))
+
+
+@pytest.mark.parametrize(("model", "layout"), RUNS)
+def test_activations_kept_and_made_again(model: str, layout: str) -> None:
+    one = config(model, layout)
+    again: Literal["full"] = "full"
+    assert_equal(one, replace(one, train=replace(one.train, recompute=again)))
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp1", "pp2"), ("tp2", "tp2-pp3"), ("dp2", "dp2-pp2")])
+def test_other_stages_for_untied_heads_and_at_most_two_terms_a_sum(first: str, second: str) -> None:
+    assert_equal(config("llama", first), config("llama", second))
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp1", "pp2"), ("dp4", "dp4-pp2")])
+def test_other_stages_are_near_where_sums_have_another_order(first: str, second: str) -> None:
+    (numbers, weights), (other_numbers, other_weights) = (outcome(config("gpt2", each)) for each in (first, second))
+    for ours, others in zip(numbers, other_numbers, strict=True):
+        assert ours == pytest.approx(others, rel=1e-12)
+    for name, values in weights.items():
+        torch.testing.assert_close(values, other_weights[name], rtol=0, atol=1e-12, msg=name)

@@ -1,0 +1,89 @@
+"""Which tensors a checkpoint has, and which part of each is where in this rank's store."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ckptkit import Piece, TensorInfo
+from trainer.linear.weight import wide_dtype
+from trainer.store.bucket import Bucket
+from trainer.store.parameter import Parameter
+from trainer.store.plan import Segment
+from trainer.store.store import ParameterStore
+
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32"}
+MASTER, MOMENTS = "optim.master/", ("optim.exp_avg/", "optim.exp_avg_sq/")
+
+
+def tensor_table(table: Mapping[str, Parameter], dtype: torch.dtype) -> list[TensorInfo]:
+    """Return the global tensors of a run in `dtype`, the same on every rank: parameters and moments.
+
+    For bf16 the parameters are their fp32 masters.
+    """
+    master = _master_prefix(dtype)
+    infos = []
+    for prefix in (master, *MOMENTS):
+        for name, row in table.items():
+            placement = row.placement
+            if placement.tied_to is not None:
+                if prefix != master:
+                    continue
+                placement = replace(placement, tied_to=prefix + placement.tied_to)
+            infos.append(TensorInfo(prefix + name, DTYPE_NAMES[wide_dtype(dtype)], row.shape, placement))
+    return infos
+
+
+def saved_pieces(store: ParameterStore) -> list[Piece]:
+    """Return what this rank saves, as views of the live state: each element is saved by the rank that owns it."""
+    master = _master_prefix(store.options.dtype)
+    return [
+        piece
+        for bucket in store.buckets
+        for segment in bucket.owned_segments
+        for piece in _pieces(store, bucket, segment, master, of_owned=True)
+    ]
+
+
+def restored_pieces(
+    store: ParameterStore, stored: Mapping[str, TensorInfo], *, with_moments: bool = True
+) -> list[Piece]:
+    """Return what this rank reads from a checkpoint with the tensors `stored`, as views of the live state.
+
+    A parameter comes from `<name>` or, if the checkpoint has none, from its fp32 master. Publish the store afterwards.
+    """
+    from_master = "embed.weight" not in stored and MASTER + "embed.weight" in stored
+    return [
+        piece
+        for bucket in store.buckets
+        for segment in bucket.updated_segments
+        for piece in _pieces(store, bucket, segment, MASTER if from_master else "", with_moments=with_moments)
+    ]
+
+
+def _pieces(
+    store: ParameterStore,
+    bucket: Bucket,
+    segment: Segment,
+    master: str,
+    *,
+    of_owned: bool = False,
+    with_moments: bool = True,
+) -> list[Piece]:
+    row, mesh = store.table[segment.name], store.mesh
+    box = row.placement.local_box(segment.name, row.shape, mesh.layout, mesh.coords)
+    stop = min(segment.stop, box.numel)  # vocabulary padding is behind the box's rows
+    if segment.start >= stop:
+        return []
+    offset = segment.offset + (bucket.owned[0] - bucket.updated[0] if of_owned else 0)
+    states = [(master, bucket.master)]
+    if with_moments and store.options.with_optimizer:
+        states += zip(MOMENTS, (bucket.exp_avg, bucket.exp_avg_sq), strict=True)
+    return [
+        Piece(prefix + segment.name, box, segment.start, stop, state[offset : offset + stop - segment.start])
+        for prefix, state in states
+    ]
+
+
+def _master_prefix(dtype: torch.dtype) -> str:
+    return MASTER if dtype == torch.bfloat16 else ""

@@ -1,0 +1,1 @@
+"""The linear op and the handles of weights that it and the other layers use."""

@@ -1,0 +1,34 @@
+"""Products that are accumulated in the wide dtype, whatever the dtype of their factors."""
+
+import torch
+from torch import Tensor
+
+# cuBLAS is slow for one product of bf16 into fp32 with more rows of output than this; measured on an H200
+MAX_ROWS = 8192
+
+
+def add_product(out_NK: Tensor, dy_TN: Tensor, x_TK: Tensor, *, first: bool) -> None:
+    """Add dy^T x to `out`, or write it there if it is the first contribution; nothing is rounded to the factors' dtype.
+
+    For example dy [8, 3] and x [8, 5] of bf16 give 3 x 5 sums of 8 products in fp32.
+    """
+    if dy_TN.dtype == out_NK.dtype:
+        torch.addmm(out_NK, dy_TN.t(), x_TK, beta=0.0 if first else 1.0, out=out_NK)
+    elif out_NK.is_cuda:
+        for start in range(0, out_NK.shape[0], MAX_ROWS):
+            rows, dy_NT = out_NK[start : start + MAX_ROWS], dy_TN[:, start : start + MAX_ROWS].t()
+            if first:
+                torch.mm(dy_NT, x_TK, out_dtype=out_NK.dtype, out=rows)
+            else:
+                torch.addmm(rows, dy_NT, x_TK, out_dtype=out_NK.dtype, out=rows)
+    else:  # torch has no product of bf16 into fp32 on CPUs
+        wide = out_NK.dtype
+        torch.addmm(out_NK, dy_TN.t().to(wide), x_TK.to(wide), beta=0.0 if first else 1.0, out=out_NK)
+
+
+def add_bias_gradient(out_N: Tensor, dy_TN: Tensor, *, first: bool) -> None:
+    """Add the sum of dy over its rows to `out`, or write it there."""
+    if first:
+        torch.sum(dy_TN, 0, dtype=out_N.dtype, out=out_N)
+    else:
+        out_N.add_(dy_TN.sum(0, dtype=out_N.dtype))

@@ -1,0 +1,59 @@
+"""Linear: y = x W^T + b, whose backward hands the gradients of W and b to the weight itself.
+
+x is saved for the backward, nothing of W is. The product for the gradient of W is accumulated in the wide dtype.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.linear.gemm import add_bias_gradient, add_product
+from trainer.linear.weight import Weight
+
+
+def linear(x_TK: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
+    """Return x W^T + b, [T, N], for a weight [N, K].
+
+    While gradients are recorded x must require one: else the backward, and with it the gradient of W, would be lost.
+    """
+    assert x_TK.requires_grad or not torch.is_grad_enabled(), f"the input of {weight.name} requires no gradient"
+    return _Linear.apply(x_TK, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+        ctx.save_for_backward(x_TK)
+        ctx.weight, ctx.bias, ctx.epoch = weight, bias, weight.epoch
+        return F.linear(x_TK, weight.values, None if bias is None else bias.values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
+        (x_TK,) = ctx.saved_tensors
+        weight: Weight = ctx.weight
+        weight.check(ctx.epoch)
+        weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
+        if ctx.bias is not None:
+            ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
+        return dy_TN @ weight.values, None, None
+
+
+def add_bias(x_TN: Tensor, bias: Weight) -> Tensor:
+    """Return x + b for a bias that is added after a sum over ranks."""
+    return _AddBias.apply(x_TN, bias)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TN: Tensor, bias: Weight) -> Tensor:
+        ctx.bias = bias
+        return x_TN + bias.values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None]:
+        ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
+        return dy_TN, None

@@ -1,0 +1,57 @@
+"""Weight: the handle of a parameter on this rank: its values, and the place that its gradient is added to.
+
+Weights are no autograd leaves. The Functions that use one hand its gradient over themselves, in the wide dtype, so that
+it is never rounded to the compute dtype, and the first contribution of a step overwrites what a buffer held before.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Weight:
+    """One parameter, or several that are one matrix for the arithmetic (q, k and v); owned by the training thread.
+
+    `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
+    the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw.
+    """
+
+    def __init__(self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool) -> None:
+        self.name, self.values, self.epoch = name, values, 0
+        self._gradient, self._contributes = gradient, contributes
+        self._is_first = True
+
+    def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None:
+        """Call `compute(out, first)`, which adds a contribution to `out`, or overwrites it if it is the first one."""
+        assert self._gradient is not None, f"{self.name} is held for inference"
+        if self._contributes:
+            compute(self._gradient, self._is_first)
+            self._is_first = False
+
+    def begin_step(self) -> None:
+        """Let the next contribution be the first."""
+        self._is_first = True
+
+    def finish_step(self) -> None:
+        """Zero the gradient if nothing contributed to it."""
+        if self._is_first and self._gradient is not None:
+            self._gradient.zero_()
+
+    def updated(self) -> None:
+        """Note that the values changed."""
+        self.epoch += 1
+
+    def check(self, epoch: int) -> None:
+        """Assert that the values are those of a forward at `epoch`."""
+        assert self.epoch == epoch, f"{self.name} was updated between a forward and its backward"
+
+
+def add_or_write(gradient: Tensor) -> Callable[[Tensor, bool], object]:
+    """Return a contribution that is already computed."""
+    return lambda out, first: out.copy_(gradient) if first else out.add_(gradient)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of gradients, moments and masters."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,36 @@
+"""The transformer block: norms, attention and MLP around the residual stream.
+
+Letters of shapes in this folder: T tokens of this rank, D hidden size, N query heads and K key-value heads of this
+rank, H head size, C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank.
+"""
+
+from torch import Tensor
+
+from trainer.config import ModelConfig
+from trainer.mesh.group import Group
+from trainer.model.attention import Attention, OpChoices
+from trainer.model.microbatch import MicroBatch
+from trainer.model.mlp import MLP
+from trainer.model.norm import Norm
+from trainer.store.store import ParameterStore
+
+SITE_ATTENTION, SITE_MLP = 0, 1  # the dropouts of a block; the embedding counts as a layer after the last
+
+
+class Block:
+    """One pre-norm layer; `number` is its place in the whole model."""
+
+    def __init__(
+        self, model: ModelConfig, store: ParameterStore, number: int, group: Group, choices: OpChoices
+    ) -> None:
+        prefix, self.number = f"layers.{number}", number
+        self.norm1 = Norm(model, store, f"{prefix}.norm1")
+        self.attention = Attention(model, store, f"{prefix}.attn", group, choices)
+        self.norm2 = Norm(model, store, f"{prefix}.norm2")
+        self.mlp = MLP(model, store, f"{prefix}.mlp", group)
+
+    def __call__(self, x_TD: Tensor, batch: MicroBatch) -> Tensor:
+        branch_TD = self.attention(self.norm1(x_TD), batch)
+        x_TD = x_TD + batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION)
+        branch_TD = self.mlp(self.norm2(x_TD))
+        return x_TD + batch.drop(branch_TD, layer=self.number, site=SITE_MLP)

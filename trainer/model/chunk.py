@@ -1,0 +1,58 @@
+"""Chunk: the contiguous layers of one pipeline stage, with the embedding on the first and the head on the last."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ckptkit import stage_layers
+from trainer.config import Config
+from trainer.mesh.mesh import ProcessMesh
+from trainer.model.attention import OpChoices
+from trainer.model.block import Block
+from trainer.model.embedding import embed_tokens, lookup
+from trainer.model.head import Head
+from trainer.model.microbatch import MicroBatch
+from trainer.model.recompute import recompute
+from trainer.ops.rope import rope_turns
+from trainer.store.store import ParameterStore
+
+
+class Chunk:
+    """The part of the model on this rank; owned by the training thread."""
+
+    def __init__(self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices) -> None:
+        self.config, self.mesh = config, mesh
+        model = config.model
+        if mesh.is_first_stage:
+            self.embed = store.weight("embed.weight")
+            self.positions = store.weight_if_any("pos.weight")
+        layers = stage_layers(model.num_layers, mesh.layout.pp, mesh.coords.pp)
+        self.blocks = [Block(model, store, number, mesh.tp, choices) for number in layers]
+        self.head = Head(model, store, mesh.tp) if mesh.is_last_stage else None
+
+    def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [T]."""
+        x_TD = self.hidden(received_TD, batch)
+        return x_TD if self.head is None else self.head.losses(x_TD, batch.labels_T)
+
+    def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Return the residual stream after this stage's layers."""
+        x_TD = self._embedded(batch) if received_TD is None else received_TD
+        model = self.config.model
+        if model.position == "rope":
+            head_size = model.hidden_size // model.num_heads
+            batch = replace(batch, turns_TH=rope_turns(batch.positions_T, head_size, model.rope_theta, x_TD.dtype))
+        for block in self.blocks:
+            x_TD = recompute(block, x_TD, batch) if self.config.train.recompute == "full" else block(x_TD, batch)
+        return x_TD
+
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """Return the logits of the whole vocabulary of each row's last token, for a model on one pipeline stage."""
+        assert self.head is not None, "the last stage has the head"
+        return self.head.logits(self.hidden(None, batch)[batch.seq_length - 1 :: batch.seq_length])
+
+    def _embedded(self, batch: MicroBatch) -> Tensor:
+        x_TD = embed_tokens(batch.tokens_T, self.embed, self.mesh.tp)
+        if self.positions is not None:
+            x_TD = x_TD + lookup(batch.positions_T, self.positions)
+        return batch.drop(x_TD, layer=self.config.model.num_layers, site=0)

@@ -1,0 +1,50 @@
+"""The token embedding, whose rows are cut over the tensor-parallel group, and learned positions."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.linear.weight import Weight, add_or_write
+from trainer.mesh.group import Group
+from trainer.parallel.collectives import reduce_from
+
+
+def embed_tokens(tokens_T: Tensor, weight: Weight, group: Group) -> Tensor:
+    """Return the rows of the whole matrix, [T, D], the same on all ranks of the group.
+
+    For example with 10 rows on each of two ranks token 13 is row 3 of the second, and zero on the first.
+    """
+    if group.size == 1:
+        return lookup(tokens_T, weight)
+    num_rows = weight.values.shape[0]
+    local_T = tokens_T - group.index * num_rows
+    is_here_T = (local_T >= 0) & (local_T < num_rows)
+    rows_TD = lookup(local_T.masked_fill(~is_here_T, 0), weight)
+    return reduce_from(rows_TD * is_here_T.unsqueeze(-1), group)
+
+
+def lookup(rows_T: Tensor, weight: Weight) -> Tensor:
+    """Return rows of a matrix, [T, D]: the beginning of the graph, which the gradients of all weights hang on."""
+    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+    return _Lookup.apply(anchor, rows_T, weight)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows_T: Tensor, weight: Weight) -> Tensor:
+        ctx.save_for_backward(rows_T)
+        ctx.weight = weight
+        return F.embedding(rows_T, weight.values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, None, None]:
+        (rows_T,) = ctx.saved_tensors
+        weight: Weight = ctx.weight
+        wide = torch.float64 if dy_TD.dtype == torch.float64 else torch.float32
+        num_rows = weight.values.shape[0]
+        dweight = torch.ops.aten.embedding_dense_backward(dy_TD.to(wide), rows_T, num_rows, -1, False)
+        weight.add_gradient(add_or_write(dweight))
+        return None, None, None

@@ -1,0 +1,35 @@
+"""The head: the last norm, and logits over a vocabulary whose rows are cut over the tensor-parallel group."""
+
+from torch import Tensor
+
+from trainer.config import ModelConfig
+from trainer.linear.linear import linear
+from trainer.mesh.group import Group
+from trainer.model.norm import Norm
+from trainer.parallel.collectives import copy_to
+from trainer.parallel.cross_entropy import vocab_cross_entropy
+from trainer.store.store import ParameterStore
+
+
+class Head:
+    """Norm and output matrix, which is the embedding's if they are tied."""
+
+    def __init__(self, model: ModelConfig, store: ParameterStore, group: Group) -> None:
+        self.group, self.vocab_size = group, model.vocab_size
+        self.norm = Norm(model, store, "norm")
+        self.matrix = store.weight("embed.weight" if model.tie_embeddings else "head.weight")
+        num_rows = self.matrix.values.shape[0]
+        self.first_row = group.index * num_rows
+        self.num_true_rows = max(min(model.vocab_size - self.first_row, num_rows), 0)
+
+    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+        """Return the loss of each token, [T], the same on all ranks of the group."""
+        logits_TV = linear(copy_to(self.norm(x_TD), self.group), self.matrix)
+        return vocab_cross_entropy(
+            logits_TV, labels_T, first_row=self.first_row, num_true_rows=self.num_true_rows, group=self.group
+        )
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, [T, vocabulary]."""
+        rows_RTV = self.group.all_gather_rows(linear(self.norm(x_TD), self.matrix))
+        return rows_RTV.movedim(0, 1).flatten(1)[:, : self.vocab_size]

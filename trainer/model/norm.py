@@ -1,0 +1,74 @@
+"""RMSNorm (the fused op) and LayerNorm over the last dim, which hand the gradients of their weights to the store."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ModelConfig
+from trainer.linear.weight import Weight, add_or_write
+from trainer.ops.rmsnorm import rms_norm_backward, rms_norm_forward
+from trainer.store.store import ParameterStore
+
+
+class Norm:
+    """RMSNorm, or LayerNorm if the model asks for it."""
+
+    def __init__(self, model: ModelConfig, store: ParameterStore, name: str) -> None:
+        self.eps = model.norm_eps
+        self.weight, self.bias = store.weight(f"{name}.weight"), store.weight_if_any(f"{name}.bias")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return _RmsNorm.apply(x, self.weight, self.eps)
+        return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, eps: float) -> Tensor:
+        x = x.contiguous()
+        y, rstd = rms_norm_forward(x, weight.values, eps)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight, ctx.epoch = weight, weight.epoch
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        x, rstd = ctx.saved_tensors
+        ctx.weight.check(ctx.epoch)
+        dx, dweight = rms_norm_backward(dy.contiguous(), x, ctx.weight.values, rstd)
+        ctx.weight.add_gradient(add_or_write(dweight))
+        return dx, None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    """The weights go to torch in the wide dtype, so that it sums their gradients there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Weight, eps: float) -> Tensor:
+        x = x.contiguous()
+        wide = _wide(x, weight, bias)
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], *wide, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.weight, ctx.bias, ctx.epoch = weight, bias, weight.epoch
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        x, mean, rstd = ctx.saved_tensors
+        ctx.weight.check(ctx.epoch)
+        wide = _wide(x, ctx.weight, ctx.bias)
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy.contiguous(), x, x.shape[-1:], mean, rstd, *wide, [True, True, True]
+        )
+        ctx.weight.add_gradient(add_or_write(dweight))
+        ctx.bias.add_gradient(add_or_write(dbias))
+        return dx, None, None, None
+
+
+def _wide(x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return weight.values.to(dtype), bias.values.to(dtype)

@@ -1,0 +1,119 @@
+"""The table of parameters: name, global shape, placement and initial values of each, without building a model.
+
+A checkpoint's table and each rank's own part of the model both come from it. Names are the checkpoint's; which of them
+are one matrix for the arithmetic is said here too.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptkit import Coords, Cut, ParallelLayout, Placement
+from trainer.config import Config, ModelConfig
+from trainer.store.parameter import Parameter
+from trainer.store.plan import Run, plan_runs
+
+
+def parameter_table(config: Config) -> dict[str, Parameter]:
+    """Return every parameter of the model in order of depth.
+
+    A tied head has a row with `tied_to` and no values of its own.
+    """
+    model = config.model
+    hidden, vocab = model.hidden_size, model.vocab_size
+    rows, round_to = (Cut(0),), model.round_vocab_to
+    embed = Parameter((vocab, hidden), Placement("first", rows, round_to=round_to), model.init_std, decays=True)
+    table = {"embed.weight": embed}
+    if model.position == "learned":
+        table["pos.weight"] = Parameter(
+            (config.train.seq_length, hidden), Placement("first"), model.init_std, decays=True
+        )
+    for layer in range(model.num_layers):
+        table |= {f"layers.{layer}.{name}": row for name, row in _layer_rows(model, layer).items()}
+    table |= _norm_rows(model, "norm", hidden, Placement("last"))
+    tied_to = "embed.weight" if model.tie_embeddings else None
+    table["head.weight"] = Parameter(
+        (vocab, hidden), Placement("last", rows, round_to=round_to, tied_to=tied_to), model.init_std, decays=True
+    )
+    return table
+
+
+def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    head = hidden // model.num_heads
+    kv = model.num_kv_heads * head
+    whole, column, row = Placement(layer), Placement(layer, (Cut(0),)), Placement(layer, (Cut(1),))
+    kv_heads = Placement(layer, (Cut(0, max_parts=model.num_kv_heads),))
+    std = model.init_std
+    std_out = std / math.sqrt(2 * model.num_layers)  # of what adds to the residual stream (GPT-2)
+    attention = {"attn.q": (hidden, column), "attn.k": (kv, kv_heads), "attn.v": (kv, kv_heads)}
+    mlp = {"mlp.gate": (ffn, hidden)} if model.activation == "swiglu" else {}
+    mlp["mlp.up"] = (ffn, hidden)
+    rows = _norm_rows(model, "norm1", hidden, whole)
+    for name, (size, cut) in attention.items():
+        rows |= _linear_rows(model, name, (size, hidden), cut, cut, std)
+    if model.qk_norm:
+        for name in ("attn.q_norm", "attn.k_norm"):
+            norm = _norm_rows(model, name, head, whole)
+            rows |= {key: replace(each, is_partial=True) for key, each in norm.items()}
+    rows |= _linear_rows(model, "attn.out", (hidden, hidden), row, whole, std_out)
+    rows |= _norm_rows(model, "norm2", hidden, whole)
+    for name, shape in mlp.items():
+        rows |= _linear_rows(model, name, shape, column, column, std)
+    return rows | _linear_rows(model, "mlp.down", (hidden, ffn), row, whole, std_out)
+
+
+def _linear_rows(
+    model: ModelConfig, name: str, shape: tuple[int, int], weight: Placement, bias: Placement, std: float
+) -> dict[str, Parameter]:
+    rows = {f"{name}.weight": Parameter(shape, weight, std, decays=True)}
+    if model.bias:
+        rows[f"{name}.bias"] = Parameter(shape[:1], bias, 0.0)
+    return rows
+
+
+def _norm_rows(model: ModelConfig, name: str, size: int, placement: Placement) -> dict[str, Parameter]:
+    rows = {f"{name}.weight": Parameter((size,), placement, None)}
+    if model.norm == "layernorm":
+        rows[f"{name}.bias"] = Parameter((size,), placement, 0.0)
+    return rows
+
+
+def local_runs(config: Config, table: dict[str, Parameter], layout: ParallelLayout, coords: Coords) -> list[Run]:
+    """Return what the rank at `coords` holds, q|k|v and gate|up as one run each.
+
+    A tied head is the embedding's matrix, which both the first and the last stage hold.
+    """
+    num_layers = config.model.num_layers
+    here: dict[str, Parameter] = {}
+    for name, row in table.items():
+        if row.placement.on_stage(num_layers, layout, coords.pp):
+            owner = row.placement.tied_to or name
+            here[owner] = table[owner]
+    shapes = {name: row.placement.live_shape(name, row.shape, layout) for name, row in here.items()}
+    tied = {row.placement.tied_to for row in table.values()}
+    holders = {name: "ends_dp" if name in tied else _holders(row, layout) for name, row in here.items()}
+    units = {name: _unit(name) for name in here}
+    fused = [names for layer in range(num_layers) for names in fused_names(config.model, layout, f"layers.{layer}")]
+    return plan_runs(shapes, [names for names in fused if names[0] in here], units, holders)
+
+
+def _holders(row: Parameter, layout: ParallelLayout) -> str:
+    """Return the name of the group of ranks that hold the same part of an untied parameter."""
+    cuts = row.placement.cuts
+    return "dp" if cuts and cuts[0].num_parts(layout.tp) == layout.tp else "kv_dp" if cuts else "tp_dp"
+
+
+def _unit(name: str) -> str:
+    """Return the unit of a parameter: a layer, what is before the layers, or what is behind them."""
+    first, *rest = name.split(".")
+    return f"layers.{rest[0]}" if first == "layers" else "head" if first in ("norm", "head") else "embed"
+
+
+def fused_names(model: ModelConfig, layout: ParallelLayout, prefix: str) -> Iterator[tuple[str, ...]]:
+    """Yield the parameters of a layer that are one matrix for the arithmetic: they need equal holders."""
+    attention = [("q", "k", "v")] if layout.tp <= model.num_kv_heads else [("k", "v")]
+    for part, groups in (("attn", attention), ("mlp", [("gate", "up")])):
+        for names in groups:
+            for kind in ("weight", "bias"):
+                yield tuple(f"{prefix}.{part}.{name}.{kind}" for name in names)

@@ -1,0 +1,69 @@
+"""Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it."""
+
+import torch
+from torch import Tensor
+
+from trainer.linear.weight import wide_dtype
+from trainer.mesh.group import Group
+from trainer.store.plan import BucketPlan, Segment
+
+
+class Bucket:
+    """One flat buffer of parameters; owned by the training thread.
+
+    `parameters` and `gradients` cover the padded bucket. `master`, `exp_avg` and `exp_avg_sq` cover what this rank
+    updates, in the wide dtype: the owned interval if `sharded`, else all of it. If the parameters have the wide dtype
+    themselves, `master` is a view of them. Without an optimizer there are no gradients, no moments and no copies.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        *,
+        sharded: bool,
+        with_optimizer: bool,
+    ) -> None:
+        self.plan, self.group, self.sharded = plan, group, sharded
+        size, wide = plan.size(group.size), wide_dtype(dtype)
+        self.owned = plan.interval(group.size, group.index)
+        self.updated = self.owned if sharded else (0, size)
+        self.parameters = torch.zeros(size, dtype=dtype, device=device)
+        updated = self.parameters[slice(*self.updated)]
+        has_copy = with_optimizer and dtype != wide
+        self.master = torch.zeros_like(updated, dtype=wide) if has_copy else updated
+        self.gradients = torch.zeros(size if with_optimizer else 0, dtype=wide, device=device)
+        self.exp_avg = torch.zeros_like(self.master) if with_optimizer else self.master[:0]
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.owned_segments = plan.segments(*self.owned)
+        self.updated_segments = plan.segments(*self.updated)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of optimizer state on this rank: the moments, and the master if it is a copy."""
+        master = self.master if self.master.dtype != self.parameters.dtype else self.master[:0]
+        return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, master))
+
+    def owned_gradient(self, segment: Segment) -> Tensor:
+        """Return the gradient of a segment of the owned interval."""
+        return self.gradients[self.owned[0] + segment.offset :][: segment.stop - segment.start]
+
+    def owned_state(self, state: Tensor, segment: Segment) -> Tensor:
+        """Return the part of master or moments that is a segment of the owned interval."""
+        return state[self.owned[0] - self.updated[0] + segment.offset :][: segment.stop - segment.start]
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the holders; at least the part that this rank updates is valid afterwards."""
+        if self.sharded:
+            self.group.reduce_scatter(self.gradients)
+        else:
+            self.group.all_reduce(self.gradients)
+
+    def all_gather_parameters(self) -> None:
+        """Bring the parameters of every holder up to date with the masters of their owners."""
+        if self.master.dtype != self.parameters.dtype:
+            self.parameters[slice(*self.updated)].copy_(self.master)
+        if self.sharded:
+            self.group.all_gather(self.parameters)

@@ -1,0 +1,25 @@
+"""Parameter: what is true of one parameter of the model whatever the layout."""
+
+from dataclasses import dataclass
+
+from ckptkit import Coords, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter in global terms: its shape, its placement and its initial values.
+
+    `std` is None for ones, 0 for zeros, else the standard deviation of normals. `decays`: weight decay applies. The
+    gradient of a parameter that tp does not cut is the same on all tp ranks, so one of them contributes it, unless it
+    `is_partial`: then each has the part of its own heads.
+    """
+
+    shape: tuple[int, ...]
+    placement: Placement
+    std: float | None
+    decays: bool = False
+    is_partial: bool = False
+
+    def contributes_on(self, coords: Coords) -> bool:
+        """Return whether the rank at `coords` contributes to the sum of the gradients over the holders."""
+        return self.is_partial or bool(self.placement.cuts) or coords.tp == 0
