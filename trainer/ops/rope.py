@@ -149,7 +149,7 @@ def rope_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the packed gradient of qkv for those of q, k and v, and of the norms' weights: [2, H] in the wide dtype.
 
-    Without a norm there is no second result, and qkv is not read.
+    Without a norm the second result is None, and qkv is not read.
     """
     dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in gradients)
     counts, size = (dq.shape[1], dk.shape[1]), dq.shape[2]
