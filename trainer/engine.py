@@ -15,12 +15,10 @@ from threefold.errors import UserError
 from trainer.config import Config
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
-from trainer.model.attention import OpChoices
 from trainer.model.chunk import Chunk
 from trainer.model.microbatch import DropoutKey, MicroBatch
+from trainer.model.op_choices import OpChoices, choose_attention
 from trainer.model.table import local_runs, parameter_table
-from trainer.ops.attention.choose import BACKENDS, backend_named, choose
-from trainer.ops.attention.seam import Mask
 from trainer.pipeline.actions import Action
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
@@ -70,8 +68,7 @@ class Engine:
         sharded, bucket_bytes = config.parallel.zero_stage > 0, config.parallel.bucket_mib << 20
         options = StoreOptions(self.dtype, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer)
         self.store = ParameterStore(self.table, runs, mesh, options)
-        self.choices = OpChoices(BACKENDS[-1])
-        self.choose_ops({}, by_timing=False)
+        self.choices = OpChoices(choose_attention(config, mesh, self.dtype, None, by_timing=False))
         self.chunk = Chunk(config, self.store, mesh, self.choices)
         shape_TD = config.train.micro_batch_size * config.train.seq_length, config.model.hidden_size
         self.pipeline: Executor[MicroBatch] = Executor(
@@ -83,25 +80,10 @@ class Engine:
         self.store.initialise(self.config.train.seed)
 
     def choose_ops(self, recorded: Mapping[str, str], *, by_timing: bool) -> None:
-        """Take the forms of ops that a run recorded; of others, on GPUs, the fastest if `by_timing`, else by a rule.
-
-        All ranks call it: the first one chooses for all.
-        """
-        model, tp = self.config.model, self.mesh.layout.tp
-        train, head_size = self.config.train, model.hidden_size // model.num_heads
-        q, k = (
-            torch.empty(
-                train.micro_batch_size * train.seq_length,
-                heads // tp,
-                head_size,
-                dtype=self.dtype,
-                device=self.mesh.device,
-            )
-            for heads in (model.num_heads, model.num_kv_heads)
+        """Take the forms of ops that a run recorded, or choose them: on GPUs by timing, if asked to."""
+        self.choices.attention = choose_attention(
+            self.config, self.mesh, self.dtype, recorded.get("attention"), by_timing=by_timing
         )
-        name = recorded.get("attention") or choose(q, k, Mask.of_rows(train.seq_length), deterministic=not by_timing)
-        number = torch.tensor([BACKENDS.index(backend_named(name))], device=self.mesh.device)
-        self.choices.attention = BACKENDS[int(self.mesh.world.broadcast(number))]
 
     def train_step(self, step: int, batch: Batch, *, before_update: Callable[[], object] = lambda: None) -> StepStats:
         """Take the step that follows `step` steps; UserError if the loss or the gradient norm is not finite.

@@ -33,8 +33,8 @@ class Progress:
     cursor: Mapping[str, Any] | None = None
     validation: Validation | None = None
 
-    def metadata(self, config: Config, loss: float, device: torch.device) -> dict[str, Any]:
-        """Return what a checkpoint's root records beside the tensors."""
+    def metadata(self, config: Config, loss: float, device: torch.device, ops: Mapping[str, str]) -> dict[str, Any]:
+        """Return what a checkpoint's root records beside the tensors; `ops` are the forms of ops in use."""
         validation = self.validation
         return {
             "cursor": self.cursor,
@@ -45,6 +45,7 @@ class Progress:
             "lr": learning_rate(config.optim, max(self.step - 1, 0)),
             "config": dataclasses.asdict(config),
             "environment": environment(device),
+            "ops": dict(ops),
         }
 
 
@@ -53,7 +54,8 @@ class Resumed:
     """What a start of a run begins with: its progress, the loss of the last step, the URL it came from (if any), and
     whether that is where the run saves to first.
 
-    `newest` is by URL the newest step of each place that holds any, none newer than the one resumed.
+    `newest` is by URL the newest step of each place that holds any, none newer than the one resumed; `ops` are the
+    forms of ops that the run recorded.
     """
 
     progress: Progress
@@ -61,6 +63,7 @@ class Resumed:
     url: str = ""
     is_own: bool = False
     newest: Mapping[str, int] = field(default_factory=dict)
+    ops: Mapping[str, str] = field(default_factory=dict)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

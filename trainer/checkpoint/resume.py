@@ -160,8 +160,9 @@ def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
         if metadata.get("val_loss") is not None:
             validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
         progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]), validation)
-        return Resumed(progress, float(metadata["loss"]), url, is_own)
-    except (KeyError, TypeError, ValueError):
+        ops = {str(op): str(name) for op, name in metadata.get("ops", {}).items()}
+        return Resumed(progress, float(metadata["loss"]), url, is_own, ops=ops)
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
 
 

@@ -110,7 +110,7 @@ class Saver:
             tensors=self._tensors,
             layout=layout_of(self._config),
             num_layers=self._config.model.num_layers,
-            metadata=progress.metadata(self._config, loss, self._ranks.device),
+            metadata=progress.metadata(self._config, loss, self._ranks.device, self._engine.choices.names),
             overlap=self._overlaps,
         )
 

@@ -36,11 +36,13 @@ def model_faults(config: Config) -> list[Fault]:
     if heads % sizes["model.num_kv_heads"]:
         text = f"model.num_heads {heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}"
         faults.append(({"model.num_heads", "model.num_kv_heads"}, text))
+    kv_heads = sizes.pop("model.num_kv_heads")
     for name, size in sizes.items():
-        # tp ranks may hold the same key-value heads; and one fault, not two
-        fits = name == "model.num_kv_heads" and (tp % size == 0 or size == heads)
-        if size % tp and not fits:
+        if size % tp:
             faults.append(({name, "parallel.tp"}, f"{name} {size} is not a multiple of parallel.tp {tp}"))
+    if kv_heads % tp and tp % kv_heads and kv_heads != heads:  # several ranks may hold the same one; one fault, not two
+        text = f"model.num_kv_heads {kv_heads} and parallel.tp {tp}: one must divide the other"
+        faults.append(({"model.num_kv_heads", "parallel.tp"}, text))
     if model.num_layers < pp:
         text = f"model.num_layers {model.num_layers} is less than parallel.pp {pp}"
         faults.append(({"model.num_layers", "parallel.pp"}, text))

@@ -26,6 +26,11 @@ class TrainConfig:
         "fp32", "dtype of the arithmetic; bf16 keeps an fp32 master", shorthands={"--bf16": "bf16"}
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes CUDA if a GPU is usable")
+    deterministic: bool = option(
+        False,
+        "on GPUs, take kernels alone that repeat their bits, at some cost",
+        shorthands={"--deterministic": "true"},
+    )
     recompute: Literal["none", "full"] = option(
         "none", "full keeps a layer's input alone for the backward, and computes the rest of the layer again"
     )

@@ -1,6 +1,5 @@
 """Causal self-attention with grouped key-value heads: this rank computes its own heads."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +10,11 @@ from trainer.linear.weight import Weight, add_or_write
 from trainer.mesh.group import Group
 from trainer.model.microbatch import MicroBatch
 from trainer.model.norm import Norm
-from trainer.ops.attention.seam import Backend, attention
+from trainer.model.op_choices import OpChoices
+from trainer.ops.attention.seam import attention
 from trainer.ops.rope import QkNorm, rope_backward, rope_forward
 from trainer.parallel.tensor import column_linear, row_linear
 from trainer.store.store import ParameterStore
-
-
-@dataclass(slots=True)
-class OpChoices:
-    """Which form of an op a rank's layers take; a run records it, since forms differ in their last bits."""
-
-    attention: Backend
 
 
 class Attention:

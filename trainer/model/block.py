@@ -8,10 +8,11 @@ from torch import Tensor
 
 from trainer.config import ModelConfig
 from trainer.mesh.group import Group
-from trainer.model.attention import Attention, OpChoices
+from trainer.model.attention import Attention
 from trainer.model.microbatch import MicroBatch
 from trainer.model.mlp import MLP
 from trainer.model.norm import Norm
+from trainer.model.op_choices import OpChoices
 from trainer.store.store import ParameterStore
 
 SITE_ATTENTION, SITE_MLP = 0, 1  # the dropouts of a block; the embedding counts as a layer after the last

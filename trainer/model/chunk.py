@@ -7,11 +7,11 @@ from torch import Tensor
 from ckptkit import stage_layers
 from trainer.config import Config
 from trainer.mesh.mesh import ProcessMesh
-from trainer.model.attention import OpChoices
 from trainer.model.block import Block
 from trainer.model.embedding import embed_tokens, lookup
 from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
+from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import recompute
 from trainer.ops.rope import rope_turns
 from trainer.store.store import ParameterStore

@@ -39,7 +39,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None]:
         exps_TV, sum_T, local_T, is_here_T = ctx.saved_tensors
         dlogits_TV = exps_TV.mul_((dloss_T / sum_T).unsqueeze(-1))  # the saved tensor is ours: reuse its memory
-        dlogits_TV.scatter_add_(-1, local_T.unsqueeze(-1), -(dloss_T * is_here_T).unsqueeze(-1))
+        rows_T = torch.arange(len(local_T), device=local_T.device)
+        dlogits_TV[rows_T, local_T] -= dloss_T * is_here_T  # one element a row: no sum whose order could vary
         return dlogits_TV.to(ctx.dtype), None, None, None, None
 
 

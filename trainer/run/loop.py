@@ -6,6 +6,7 @@ import resource
 import secrets
 import signal
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -22,6 +23,7 @@ from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
 from trainer.observe.flops import peak_flops, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
+from trainer.ops.deterministic import make_deterministic
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.stop import StopRequest, exit_code
@@ -32,6 +34,8 @@ def train(config: Config) -> int:
 
     Returns the exit code: 0, or 128 and the signal's number if a signal ended the run before its last step.
     """
+    if config.train.deterministic:
+        make_deterministic()
     speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
     with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
         run = Run(ranks.on_all(lambda: with_vocabulary(config)), ranks, stop)
@@ -53,6 +57,7 @@ class Run:
         if ranks.rank == 0:
             print_facts(banner(config, ranks.device, blend, tiers))
         resumed = resume(ranks, self.engine, config, tiers)
+        self._choose_ops(resumed.ops)
         self.progress, self._loss = resumed.progress, resumed.loss
         dp_rank = self.mesh.coords.dp
         self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, self.progress.cursor))
@@ -160,6 +165,13 @@ class Run:
             self.ranks.raise_on_all(fault)
             self.ranks.raise_on_all(error)
             raise
+
+    def _choose_ops(self, recorded: Mapping[str, str]) -> None:
+        """Take the forms of ops that the run recorded, or choose them; report one that this device cannot take."""
+        self.engine.choose_ops(recorded, by_timing=not self.config.train.deterministic)
+        for op, name in self.engine.choices.names.items():
+            if recorded.get(op, name) != name:
+                self.ranks.say(f"not bit for bit as it was: {op} {recorded[op]} -> {name}")
 
     def _open_log(self) -> Log:
         config = self.config

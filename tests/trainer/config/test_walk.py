@@ -110,7 +110,12 @@ def test_one_fault(tables: dict, text: str) -> None:
 @pytest.mark.parametrize(
     ("model", "parallel", "world_size", "text"),
     [
-        ({"num_kv_heads": 2}, {"tp": 4}, 4, "model.num_kv_heads 2 is not a multiple of parallel.tp 4"),
+        (
+            {"hidden_size": 96, "num_heads": 12, "num_kv_heads": 4},
+            {"tp": 6},
+            6,
+            "model.num_kv_heads 4 and parallel.tp 6: one must divide the other",
+        ),
         ({"ffn_hidden_size": 99}, {"tp": 2}, 2, "model.ffn_hidden_size 99 is not a multiple of parallel.tp 2"),
         ({"num_layers": 2}, {"pp": 4}, 4, "model.num_layers 2 is less than parallel.pp 4"),
         ({}, {"tp": 2, "dp": 2}, 2, "tp 2 * pp 1 * dp 2 needs 4 processes, started are 2"),
