@@ -42,6 +42,7 @@ def assert_equal(left: Config, right: Config) -> None:
         assert torch.equal(values, other_weights[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), RUNS)
 def test_gpipe_and_1f1b(model: str, layout: str) -> None:
     one = config(model, layout)

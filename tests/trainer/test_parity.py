@@ -59,7 +59,7 @@ def test_every_layout_repeats_one_process(model: str, precision: str) -> None:
             assert_parity(runs, reference)
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_tp2_pp2_repeats_one_process_for_a_few_steps(model: str) -> None:
     reference = run_steps(0, config_for(model, ParallelLayout()), 2)
     layout = ParallelLayout(tp=2, pp=2)
@@ -75,6 +75,7 @@ def test_tp2_pp2_repeats_one_process_for_a_few_steps(model: str) -> None:
         assert ("norm.weight" in run["names"]) == (stage == layout.pp - 1)
 
 
+@pytest.mark.slow
 def test_dp2_zero1_repeats_one_process_and_halves_the_optimizer() -> None:
     reference = run_steps(0, small(config_for("llama", ParallelLayout())), 2)
     runs = run_ranks(2, run_steps, small(config_for("llama", ParallelLayout(dp=2))), 2)

@@ -124,7 +124,7 @@ def all_ranks(tensors: list[TensorInfo], num_layers: int, layout: ParallelLayout
     return [rank_chunks(tensors, num_layers, layout, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(first=layouts, second=layouts, tied=st.booleans())
 def test_any_layout_to_any_layout_and_back(first: ParallelLayout, second: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)

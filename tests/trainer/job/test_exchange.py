@@ -59,5 +59,6 @@ def test_each_byte_is_read_once_a_job(tmp_path: Path) -> None:
     assert read[2] == 0
 
 
+@pytest.mark.slow
 def test_bytes_and_errors_reach_all_ranks() -> None:
     assert run_ranks(3, talk) == [True] * 3

@@ -14,7 +14,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32}
 
 def copied(pieces: Iterable[Piece]) -> list[Piece]:
     """The pieces with numpy copies of their data, which can go to another process."""
-    return [replace(piece, data=piece.data.numpy().copy()) for piece in pieces]
+    return [replace(piece, data=piece.data.cpu().numpy().copy()) for piece in pieces]
 
 
 def assembled(tensors: Sequence[TensorInfo], pieces: Iterable[Piece]) -> dict[str, Tensor]:
