@@ -4,13 +4,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import ModelConfig
+from trainer.linear.linear import linear, split_linear
 from trainer.mesh.group import Group
-from trainer.parallel.tensor import column_linear, row_linear
+from trainer.parallel.collectives import copy_to
+from trainer.parallel.tensor import row_linear
 from trainer.store.store import ParameterStore
 
 
 class MLP:
-    """gate and up as one product, the nonlinearity, down; without a gate for GELU."""
+    """gate and up, the nonlinearity, down; without a gate for GELU."""
 
     def __init__(self, model: ModelConfig, store: ParameterStore, prefix: str, group: Group) -> None:
         self.group, self.has_gate = group, model.activation == "swiglu"
@@ -21,10 +23,10 @@ class MLP:
         self.down_bias = store.weight_if_any(f"{prefix}.down.bias")
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        up_TF = column_linear(x_TD, [(self.up, self.up_bias)], self.group)
+        x_TD = copy_to(x_TD, self.group)
         if self.has_gate:
-            gate_TF, up_TF = up_TF.chunk(2, -1)
+            gate_TF, up_TF = split_linear(x_TD, self.up, self.up_bias, 2)
             h_TF = F.silu(gate_TF) * up_TF
         else:
-            h_TF = F.gelu(up_TF, approximate="tanh")
+            h_TF = F.gelu(linear(x_TD, self.up, self.up_bias), approximate="tanh")
         return row_linear(h_TF, self.down, self.down_bias, self.group)

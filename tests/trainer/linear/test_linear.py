@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.trainer.support.weights import handle
 from trainer.linear.gemm import add_product
-from trainer.linear.linear import add_bias, linear
+from trainer.linear.linear import add_bias, linear, split_linear
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -29,6 +29,21 @@ def test_gradients_are_those_of_leaves(has_bias: bool) -> None:
     torch.testing.assert_close(gradient, leaves[0].grad)
     if has_bias:
         torch.testing.assert_close(bias_gradient, leaves[1].grad)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_parts_of_a_split_linear_are_columns_of_the_whole(has_bias: bool) -> None:
+    x, values, bias_values, dy = random(7, 3), random(6, 3, seed=1), random(6, seed=2), random(7, 6, seed=3)
+    results = []
+    for is_split in (True, False):
+        (weight, gradient), (bias, bias_gradient) = handle(values), handle(bias_values)
+        own_x, own_bias = x.clone().requires_grad_(), bias if has_bias else None
+        for _ in range(2):  # the second adds
+            y = torch.cat(split_linear(own_x, weight, own_bias, 2), 1) if is_split else linear(own_x, weight, own_bias)
+            y.backward(dy)
+        results.append([y, own_x.grad, gradient] + [bias_gradient] * has_bias)
+    for split, whole in zip(*results, strict=True):
+        torch.testing.assert_close(split, whole)
 
 
 def test_a_bias_after_a_sum_has_its_gradient() -> None:
