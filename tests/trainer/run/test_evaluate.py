@@ -101,6 +101,7 @@ def test_a_checkpoint_of_another_precision_is_converted(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_any_layout(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = evaluate(capsys, trained / "run")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "trainer"]
