@@ -18,27 +18,7 @@ def linear(x_TK: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
 
     While gradients are recorded x must require one: else the backward, and with it the gradient of W, would be lost.
     """
-    assert x_TK.requires_grad or not torch.is_grad_enabled(), f"the input of {weight.name} requires no gradient"
-    return _Linear.apply(x_TK, weight, bias)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
-        ctx.save_for_backward(x_TK)
-        ctx.weight, ctx.bias, ctx.epoch = weight, bias, weight.epoch
-        return F.linear(x_TK, weight.values, None if bias is None else bias.values)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
-        (x_TK,) = ctx.saved_tensors
-        weight: Weight = ctx.weight
-        weight.check(ctx.epoch)
-        weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
-        if ctx.bias is not None:
-            ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
-        return dy_TN @ weight.values, None, None
+    return split_linear(x_TK, weight, bias, 1)[0]
 
 
 def split_linear(x_TK: Tensor, weight: Weight, bias: Weight | None, num_parts: int) -> tuple[Tensor, ...]:
@@ -47,10 +27,10 @@ def split_linear(x_TK: Tensor, weight: Weight, bias: Weight | None, num_parts: i
     Elementwise kernels run at half of their speed on parts of wider rows.
     """
     assert x_TK.requires_grad or not torch.is_grad_enabled(), f"the input of {weight.name} requires no gradient"
-    return _SplitLinear.apply(x_TK, weight, bias, num_parts)
+    return _Linear.apply(x_TK, weight, bias, num_parts)
 
 
-class _SplitLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight: Weight, bias: Weight | None, num_parts: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_TK)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.linear.weight import Weight, add_or_write
+from trainer.linear.weight import Weight, add_or_write, wide_dtype
 from trainer.mesh.group import Group
 from trainer.parallel.collectives import reduce_from
 
@@ -43,8 +43,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, None, None]:
         (rows_T,) = ctx.saved_tensors
         weight: Weight = ctx.weight
-        wide = torch.float64 if dy_TD.dtype == torch.float64 else torch.float32
         num_rows = weight.values.shape[0]
-        dweight = torch.ops.aten.embedding_dense_backward(dy_TD.to(wide), rows_T, num_rows, -1, False)
+        wide_TD = dy_TD.to(wide_dtype(dy_TD.dtype))
+        dweight = torch.ops.aten.embedding_dense_backward(wide_TD, rows_T, num_rows, -1, False)
         weight.add_gradient(add_or_write(dweight))
         return None, None, None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.linear.weight import Weight, add_or_write
+from trainer.linear.weight import Weight, add_or_write, wide_dtype
 from trainer.ops.rmsnorm import rms_norm_backward, rms_norm_forward
 from trainer.store.store import ParameterStore
 
@@ -70,5 +70,5 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _wide(x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(x.dtype)
     return weight.values.to(dtype), bias.values.to(dtype)

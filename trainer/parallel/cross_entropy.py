@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.linear.weight import wide_dtype
 from trainer.mesh.group import Group
 
 
@@ -19,7 +20,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int, group: Group
     ) -> Tensor:
-        wide = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(logits_TV.dtype)
         logits_TV[:, num_true_rows:] = float("-inf")
         if num_true_rows:
             logp_TV = torch.log_softmax(logits_TV, -1, dtype=wide)

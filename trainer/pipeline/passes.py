@@ -4,7 +4,7 @@
 pass that made the tensor; a receive comes right before the one that reads it, or is posted some passes ahead. Between
 two ranks the tensors of one direction travel in order of micro-batches on both ends.
 
-Posting ahead is not for GPUs yet: two of them stopped for ever in a step of 1F1B with tensors of 32 MiB. NCCL waits for
+Posting ahead is not for GPUs yet: two of them never finished a step of 1F1B with tensors of 32 MiB. NCCL waits for
 a tensor in a kernel; if anything waits for all kernels, two ranks that posted ahead wait for each other.
 `simulate(..., blocking=True)` finds such rows.
 """

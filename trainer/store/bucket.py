@@ -50,10 +50,6 @@ class Bucket:
         """Return the gradient of a segment of the owned interval."""
         return self.gradients[self.owned[0] + segment.offset :][: segment.stop - segment.start]
 
-    def owned_state(self, state: Tensor, segment: Segment) -> Tensor:
-        """Return the part of master or moments that is a segment of the owned interval."""
-        return state[self.owned[0] - self.updated[0] + segment.offset :][: segment.stop - segment.start]
-
     def reduce_gradients(self) -> None:
         """Sum the gradients over the holders; at least the part that this rank updates is valid afterwards."""
         if self.sharded:
