@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEMO := $(VENV)/.ready-demo
 NATIVE := $(wildcard csrc/*.cpp csrc/*/*)
+# The tests and the demo start hundreds of processes: without kept bytecode each of them compiles all of torch again.
+unexport PYTHONDONTWRITEBYTECODE
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)"
 
 .PHONY: help demo check test test-all lint docs setup native wheel clean

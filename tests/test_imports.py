@@ -62,6 +62,19 @@ def test_a_package_of_public_names_imports_none_of_them() -> None:
     }
 
 
+def test_the_trainer_imports_no_compiler() -> None:
+    """torch._dynamo costs each rank more than the rest of torch, and any decorator of torch.compiler brings it."""
+    program = """
+import sys, torch
+before = "torch._dynamo" in sys.modules
+import trainer.run.evaluate, trainer.run.loop
+print(before, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    before, after = done.stdout.split()
+    assert before == after
+
+
 USER_PROGRAM = """
 import ckptkit, datakit, threefold, trainer
 

@@ -1,7 +1,6 @@
 """The synthetic checkpoint, and the whole life of one: made, resharded to other layouts and back, hashed, damaged."""
 
 import json
-import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -22,16 +21,21 @@ MAX_RSS_BYTES = 1 << 30
 LEGS = (("--tp", "4", "--pp", "8"), (), ("--tp", "8", "--pp", "4", "--dp", "2"))
 
 
-def ckptkit(*argv: str, expected: int = 0) -> tuple[dict, int]:
+# A child's peak RSS begins at its parent's: it is the small process between that measures.
+MEASURE = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], check=False).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def ckptkit(*argv: str) -> tuple[dict, int]:
     """The JSON that a verb prints, and its peak RSS in bytes."""
-    command = [sys.executable, "-m", "ckptkit", *argv, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        out = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == expected, out
-    return json.loads(out), usage.ru_maxrss * 1024
+    command = [sys.executable, "-c", MEASURE, sys.executable, "-m", "ckptkit", *argv, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), int(done.stderr.split()[-1]) * 1024
 
 
 def test_values_depend_on_name_and_index_alone() -> None:
@@ -83,8 +87,7 @@ def test_reshard_at_size_has_flat_memory(
     gib: float, place: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     made = str(tmp_path / "made")
-    # in a process of its own: a child's peak RSS begins at its parent's
-    subprocess.run([sys.executable, "-m", "tools.make_checkpoint", made, "--gib", str(gib)], check=True)
+    assert main([made, "--gib", str(gib)]) == 0
     base = str(tmp_path) if place == "local" else request.getfixturevalue("s3_url")
     expected = ckptkit("hash", made)[0]["all"]
     source = made

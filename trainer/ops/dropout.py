@@ -2,7 +2,7 @@
 
 Whether the element at global (sample, position, feature) is dropped depends on these and on (seed, step, layer, site),
 and on nothing else: not on micro-batches, ranks, threads or the device. The backward makes the mask again, so nothing
-is saved.
+is saved. Under torch.compile the plain form is used, of the same bits.
 
 Philox4x32-10 by counter: the key is the first two words of Philox(counter = (step, layer, site), key = seed); four
 neighbouring features share the block of counter (feature // 4, position, sample); an element is kept when its word,
@@ -10,7 +10,7 @@ feature % 4, is at least floor(p * 2^32).
 """
 
 import ctypes
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,7 +65,11 @@ def dropout(
     """
     numbers = (seed, step, layer, site, first_sample, first_position, first_feature)
     _check(x, p, numbers)
-    return x if p == 0 else _drop(x, _Mask(*numbers, p))
+    if p == 0:
+        return x
+    if torch.compiler.is_compiling():
+        return _plain(x, p, numbers)
+    return cast(Tensor, _Dropout.apply(x, _Mask(*numbers, p)))
 
 
 def dropout_reference(
@@ -81,9 +85,14 @@ def dropout_reference(
     first_feature: int = 0,
 ) -> Tensor:
     """Return the same in plain torch, bit for bit."""
-    _check(x, p, (seed, step, layer, site, first_sample, first_position, first_feature))
+    numbers = (seed, step, layer, site, first_sample, first_position, first_feature)
+    _check(x, p, numbers)
+    return _plain(x, p, numbers)
+
+
+def _plain(x: Tensor, p: float, numbers: tuple[int, ...]) -> Tensor:
+    seed, step, layer, site, *firsts = numbers
     key0, key1, _, _ = philox4x32([step & MASK, step >> 32, layer, site], seed & MASK, seed >> 32)
-    firsts = (first_sample, first_position, first_feature)
     indices = [torch.arange(first, first + size, device=x.device) for first, size in zip(firsts, x.shape, strict=True)]
     sample, position, feature = torch.meshgrid(indices, indexing="ij")
     words = torch.stack(philox4x32([feature // 4, position, sample & MASK, sample >> 32], key0, key1), -1)
@@ -101,11 +110,6 @@ def _check(x: Tensor, p: float, numbers: tuple[int, ...]) -> None:
     for (name, limit), number, extent in zip(_LIMITS.items(), numbers, extents, strict=True):
         if not 0 <= number <= limit - extent:
             raise UserError(f"dropout: {name} is {number} for {extent} of them; the indices must lie in [0, {limit})")
-
-
-@torch.compiler.disable
-def _drop(x: Tensor, mask: _Mask) -> Tensor:
-    return _Dropout.apply(x, mask)
 
 
 class _Dropout(torch.autograd.Function):
