@@ -6,7 +6,7 @@ a list that only shrinks: an entry that no longer occurs fails its test. `pytest
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -190,8 +190,10 @@ def test_programs_import_no_private_name(folder: str) -> None:
                 assert not parts - {"__future__", "__version__"}, f"{place(path)} imports {sorted(parts)}"
 
 
-def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+@cache
+def functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """The functions of a file by place and name, those in classes and functions too."""
+    found = []
     waiting: list[tuple[str, ast.AST]] = [(f"{place(path)}: ", tree(path))]
     while waiting:
         name, node = waiting.pop()
@@ -200,8 +202,9 @@ def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunc
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = f"{name}{child.name}."
                 if not isinstance(child, ast.ClassDef):
-                    yield f"{name}{child.name}", child
+                    found.append((f"{name}{child.name}", child))
             waiting.append((inner, child))
+    return found
 
 
 def limited() -> list[Path]:
