@@ -2,7 +2,6 @@ from trainer.config import Config as Config
 from trainer.config.walk import load_config as load_config
 from trainer.engine import Batch as Batch
 from trainer.engine import Engine as Engine
-from trainer.engine import StepStats as StepStats
 from trainer.job.ranks import Ranks as Ranks
 from trainer.mesh.mesh import ProcessMesh as ProcessMesh
 from trainer.pipeline.draw import draw as draw
@@ -15,5 +14,6 @@ from trainer.run.generate import generate_text as generate_text
 from trainer.run.inference import TrainedModel as TrainedModel
 from trainer.run.inference import open_checkpoint as open_checkpoint
 from trainer.run.loop import train as train
+from trainer.verdict import StepStats as StepStats
 
 __version__: str

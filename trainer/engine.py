@@ -4,14 +4,12 @@ Loss, gradient norm and updates do not depend on the layout: the loss is the sum
 tokens of the global batch, whose count is known before the first backward; the norm counts each global element once.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from threefold.errors import UserError
 from trainer.config import Config
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
@@ -24,6 +22,7 @@ from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
 from trainer.store.lr import learning_rate
 from trainer.store.store import ParameterStore, StoreOptions
+from trainer.verdict import PendingStats, StepStats, Verdict
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,18 +41,6 @@ class Batch:
     first_sample: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One step, in global terms; `comm_s` and `bubble_s` are this rank's waits in collectives and for neighbours."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    num_tokens: int
-    comm_s: float
-    bubble_s: float
-
-
 class Engine:
     """The live state of one rank: zeros until `initialise` or a restore; owned by the training thread.
 
@@ -68,6 +55,7 @@ class Engine:
         sharded, bucket_bytes = config.parallel.zero_stage > 0, config.parallel.bucket_mib << 20
         options = StoreOptions(self.dtype, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer)
         self.store = ParameterStore(self.table, runs, mesh, options)
+        self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = OpChoices(choose_attention(config, mesh, self.dtype, None, by_timing=False))
         self.chunk = Chunk(config, self.store, mesh, self.choices)
         shape_TD = config.train.micro_batch_size * config.train.seq_length, config.model.hidden_size
@@ -85,13 +73,20 @@ class Engine:
             self.config, self.mesh, self.dtype, recorded.get("attention"), by_timing=by_timing
         )
 
-    def train_step(self, step: int, batch: Batch, *, before_update: Callable[[], object] = lambda: None) -> StepStats:
-        """Take the step that follows `step` steps; UserError if the loss or the gradient norm is not finite.
+    def train_step(self, step: int, batch: Batch) -> StepStats:
+        """Take the step that follows `step` steps; UserError if the loss or the gradient norm is not finite."""
+        return self.start_step(step, batch).read()
 
-        `before_update` is called once all gradients are there and before any of the state changes.
+    def start_step(
+        self, step: int, batch: Batch, *, before_update: Callable[[], object] = lambda: None
+    ) -> PendingStats:
+        """Start the step that follows `step` steps; on a GPU it is only enqueued, and the host waits for nothing.
+
+        `before_update` is called once all gradients are there, or will be, and before any of the state changes. A step
+        whose loss or gradient norm is not finite changes nothing, nor does any after it: reading it raises.
         """
         mesh, optim = self.mesh, self.config.optim
-        mesh.clock.read()
+        mesh.clock.take()
         num_tokens = mesh.dp.all_reduce(batch.loss_mask.sum(dtype=torch.float64))
         scale = 1 / num_tokens.clamp(min=1)
         self.store.begin_step()
@@ -102,22 +97,14 @@ class Engine:
         )
         squares = self.store.finish_reduce()
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
-        sums = torch.cat([(loss if mesh.coords.tp == 0 else torch.zeros_like(loss)).view(1), squares])
-        total_loss, *squared = mesh.world.all_reduce(sums).tolist()
-        norm = math.sqrt(math.fsum(squared)) if all(map(math.isfinite, squared)) else math.nan
+        share = loss if mesh.coords.tp == 0 else torch.zeros_like(loss)
+        sums = mesh.world.all_reduce(torch.cat([share.view(1), squares]))
+        factor = self.verdict.judge(step + 1, sums[0], sums[1:], num_tokens)
         before_update()
-        if not (math.isfinite(total_loss) and math.isfinite(norm)):
-            raise UserError(
-                f"step {step + 1}: the loss is {total_loss}, the gradient norm {norm}",
-                hint="lower --lr, or train the step in a wider --train.precision",
-            )
         lr = learning_rate(optim, step)
-        factor = optim.clip / norm if optim.clip and norm > optim.clip else 1.0
-        self.store.update(optim, lr, step, factor=factor)
+        self.store.update(optim, lr, step, factor=factor, is_bad=self.verdict.is_bad)
         self.store.publish()
-        waits = mesh.clock.read()
-        comm_s, bubble_s = waits.get("comm", 0.0), waits.get("bubble", 0.0)
-        return StepStats(total_loss, norm, lr, int(num_tokens), comm_s, bubble_s)
+        return PendingStats(self.verdict.numbers, lr, mesh.clock.take())
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch) -> tuple[float, int]:

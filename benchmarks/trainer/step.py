@@ -11,6 +11,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -57,20 +58,20 @@ def benchmark(arguments: argparse.Namespace) -> int:
     positions = torch.arange(shape[2], device=device).expand(shape).contiguous()
     mask = torch.ones(shape, device=device)
     batch = Batch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), positions, mask, 0)
-    seconds = []
-    for step in range(arguments.steps):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        engine.train_step(step, batch)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds[WARMUP_STEPS:])
+    ends, running = [], engine.start_step(0, batch)
+    for step in range(1, arguments.steps + 1):  # as the training loop reads them: while the next one runs
+        following = engine.start_step(step, batch)
+        running.read()
+        ends.append(time.perf_counter())
+        running = following
+    running.read()
+    median = statistics.median([end - begin for begin, end in pairwise(ends)][WARMUP_STEPS:])
     peak = torch.cuda.max_memory_allocated() / 2**30
     name, attention = torch.cuda.get_device_name(), engine.choices.names["attention"]
     print(f"{name}, attention {attention}: {shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
     print(f"{1e3 * median:.1f} ms, {rows[..., 1:].numel() / median:,.0f} tok/s, {peak:.1f} GiB")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.train_step(arguments.steps, batch)
+        engine.train_step(arguments.steps + 1, batch)
         torch.cuda.synchronize()
     print_kinds(profile)
     return 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.support.training import write_config, write_stores
+from trainer.run.loop import Run
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +21,16 @@ def job_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _one_thread() -> None:
     """Two cores serve all tests, and sums depend on the number of threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run on a CPU read each step while the next one runs, as one on a GPU does."""
+    goes_on = Run.goes_on.fget
+    assert goes_on is not None
+
+    def late(run: Run) -> bool:
+        run._reads_late = True
+        return bool(goes_on(run))
+
+    monkeypatch.setattr(Run, "goes_on", property(late))

@@ -130,8 +130,8 @@ class Saver:
         return self._checkpointer is not None and self._checkpointer.is_busy
 
     def note_agreed(self, *, is_any_busy: bool, is_time: bool) -> None:
-        """Note what ranks found together of this step's end: whether any rank's save still ran, and whether the first
-        rank's clock asks for a save after the next step.
+        """Note what ranks found together: whether any rank's save still runs, and whether the first rank's clock asks
+        for a save.
         """
         self._is_any_busy, self._is_time = is_any_busy, is_time
 

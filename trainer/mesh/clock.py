@@ -2,14 +2,14 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 
 class Clock:
-    """Seconds that the main thread spent in named spans since the last `read`."""
+    """Seconds that the main thread spent in named spans since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -30,13 +30,16 @@ class Clock:
             yield
             self._seconds[name] += time.perf_counter() - started
 
-    def read(self) -> dict[str, float]:
-        """Return the seconds by name since the last read; on CUDA call it after the step's own synchronisation."""
-        for name, events in self._spans.items():
-            for begin, end in events:
-                end.synchronize()
-                self._seconds[name] += begin.elapsed_time(end) / 1e3
-        seconds = dict(self._seconds)
-        self._spans.clear()
-        self._seconds.clear()
-        return seconds
+    def take(self) -> Callable[[], dict[str, float]]:
+        """Take the spans since the last call; what is returned waits for their ends and returns seconds by name."""
+        spans, seconds = self._spans, self._seconds
+        self._spans, self._seconds = defaultdict(list), defaultdict(float)
+
+        def read() -> dict[str, float]:
+            for name, events in spans.items():
+                for begin, end in events:
+                    end.synchronize()
+                    seconds[name] += begin.elapsed_time(end) / 1e3
+            return dict(seconds)
+
+        return read

@@ -7,6 +7,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
 from trainer.data import StepReader, open_blend, open_loader, spoil, token_fault, with_vocabulary
-from trainer.engine import Batch, Engine, StepStats
+from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
 from trainer.observe.flops import peak_flops, token_flops
@@ -27,6 +28,7 @@ from trainer.ops.deterministic import make_deterministic
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
 from trainer.run.stop import StopRequest, exit_code
+from trainer.verdict import PendingStats, StepStats
 
 
 def train(config: Config) -> int:
@@ -76,6 +78,9 @@ class Run:
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
+        self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
+        self._started: _Started | None = None
+        self._reported_s = time.perf_counter()
 
     @property
     def goes_on(self) -> bool:
@@ -89,63 +94,42 @@ class Run:
         return self.progress.step >= self.config.train.train_steps or is_last_epoch
 
     def step(self) -> None:
-        """Read, train, save if due, log."""
-        ranks, train, started = self.ranks, self.config.train, time.perf_counter()
+        """Read, train, log, evaluate and save if due.
+
+        On a GPU the line of a step is written while the next one runs, except before what needs its outcome.
+        """
+        started_s = time.perf_counter()
         host = self._reader.next_step()
         fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
         if fault is not None:
             spoil(host)
         batch = self._reader.to_device(host)
-        data_wait_s = time.perf_counter() - started
-        stats = self._train_step(batch, fault)
-        num_tokens = train.global_batch_size * train.seq_length
+        data_wait_s = time.perf_counter() - started_s
+        stats = self.engine.start_step(self.progress.step, batch, before_update=self._saver.wait_until_copied)
         validation = None if self._saver.due_step == self.progress.step else self.progress.validation
         self.progress = Progress(
-            self.progress.step + 1, self.progress.tokens + num_tokens, self._loader.cursor.to_json(), validation
+            self.progress.step + 1,
+            self.progress.tokens + self.config.train.global_batch_size * self.config.train.seq_length,
+            self._loader.cursor.to_json(),
+            validation,
         )
-        self._loss = stats.loss
-        eval_s = self._evaluate()  # before the save, which records it
-        if self._saver.should_save(self.progress.step):
-            self._saver.save(self.progress, stats.loss)
-        failed_saves, is_busy = self._saver.poll(), self._saver.is_busy
-        memory_gib = peak_memory_gib(ranks.device)
-        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = ranks.maximum(
-            [
-                data_wait_s, stats.comm_s, stats.bubble_s, self._saver.pop_stall_s(), memory_gib, failed_saves,
-                float(self._stop.number), float(is_busy), float(self._saver.is_time),
-            ]
-        )  # fmt: skip
-        self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
-        step_s = time.perf_counter() - started - eval_s
-        self._log.step(
-            StepMetrics(
-                step=self.progress.step,
-                loss=stats.loss,
-                grad_norm=stats.grad_norm,
-                lr=stats.lr,
-                tokens=self.progress.tokens,
-                step_s=step_s,
-                data_wait_s=data_wait_s,
-                comm_s=comm_s,
-                bubble_s=bubble_s,
-                checkpoint_stall_s=stall_s,
-                memory_gib=memory_gib,
-                **throughput(
-                    num_tokens=num_tokens,
-                    num_samples=train.global_batch_size,
-                    step_s=step_s,
-                    world_size=ranks.world_size,
-                    flops=self._flops,
-                    peak=self._peak,
-                ),
-            )
-        )
+        self._report()
+        self._started = _Started(self.progress, stats, fault, data_wait_s)
+        if not self._reads_late:
+            self._report()
+        evaluates = self._evaluation is not None and self.progress.step % self.config.train.eval_interval == 0
+        saves = self._saver.should_save(self.progress.step)
+        if evaluates or saves:
+            self._report()
+        if evaluates:  # before the save, which records it
+            self._evaluate()
+        if saves:
+            self._saver.save(self.progress, self._loss)
         self._announce(host.epochs)
-        self._saver.check(int(failed))
-        self._stopped_by = int(stopped_by)
 
     def finish(self) -> int:
         """Save the last step, wait for it, close everything, and return the exit code."""
+        self._report()
         self._saver.finish(self.progress, self._loss)
         self._loader.close()
         how = "done" if self._is_complete else f"stopped by {signal.Signals(self._stopped_by).name}"
@@ -157,12 +141,55 @@ class Run:
         self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
         return exit_code(self._stopped_by)
 
-    def _train_step(self, batch: Batch, fault: UserError | None) -> StepStats:
-        """Train, or raise on all ranks: what is wrong with the batch of some, else that the loss is not finite."""
+    def _report(self) -> None:
+        """Read the step that was started last, if it is not read yet, log it, and agree on what comes next."""
+        if self._started is None:
+            return
+        started, self._started = self._started, None
+        stats, ranks, train = self._read(started), self.ranks, self.config.train
+        self._loss = stats.loss
+        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = ranks.maximum(
+            [
+                started.data_wait_s, stats.comm_s, stats.bubble_s, self._saver.pop_stall_s(),
+                peak_memory_gib(ranks.device), self._saver.poll(), float(self._stop.number),
+                float(self._saver.is_busy), float(self._saver.is_time),
+            ]
+        )  # fmt: skip
+        self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
+        now_s = time.perf_counter()
+        step_s, self._reported_s = now_s - self._reported_s, now_s
+        self._log.step(
+            StepMetrics(
+                step=started.progress.step,
+                loss=stats.loss,
+                grad_norm=stats.grad_norm,
+                lr=stats.lr,
+                tokens=started.progress.tokens,
+                step_s=step_s,
+                data_wait_s=data_wait_s,
+                comm_s=comm_s,
+                bubble_s=bubble_s,
+                checkpoint_stall_s=stall_s,
+                memory_gib=memory_gib,
+                **throughput(
+                    num_tokens=train.global_batch_size * train.seq_length,
+                    num_samples=train.global_batch_size,
+                    step_s=step_s,
+                    world_size=ranks.world_size,
+                    flops=self._flops,
+                    peak=self._peak,
+                ),
+            )
+        )
+        self._saver.check(int(failed))
+        self._stopped_by = int(stopped_by)
+
+    def _read(self, started: "_Started") -> StepStats:
+        """Wait for a step, or raise on all ranks: what is wrong with the batch of some, else that it does not count."""
         try:
-            return self.engine.train_step(self.progress.step, batch, before_update=self._saver.wait_until_copied)
-        except UserError as error:  # a loss that is not finite, which all ranks see
-            self.ranks.raise_on_all(fault)
+            return started.stats.read()
+        except UserError as error:  # all ranks see it
+            self.ranks.raise_on_all(started.fault)
             self.ranks.raise_on_all(error)
             raise
 
@@ -191,18 +218,26 @@ class Run:
                 self._log.say(f"step {self.progress.step}: epoch {after} of {path} is read")
         self._epochs = epochs
 
-    def _evaluate(self) -> float:
-        """Evaluate if it is due; return the seconds that took."""
-        if self._evaluation is None or self.progress.step % self.config.train.eval_interval:
-            return 0.0
-        started = time.perf_counter()
+    def _evaluate(self) -> None:
+        assert self._evaluation is not None, "called only if an evaluation is due"
+        started_s = time.perf_counter()
         result = self._evaluation.run()
         self.progress = dataclasses.replace(
             self.progress, validation=Validation(self.progress.step, float(result["loss"]))
         )
         self._log.event("eval", self.progress.step, **result)
         self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
-        return time.perf_counter() - started
+        self._reported_s += time.perf_counter() - started_s  # the time of no step
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A step that may still run: the run's progress with it, and what its line in the log needs."""
+
+    progress: Progress
+    stats: PendingStats
+    fault: UserError | None
+    data_wait_s: float
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -24,10 +24,21 @@ class Slice(NamedTuple):
 
 
 @torch.no_grad()
-def adamw_step(slices: Sequence[Slice], optim: OptimConfig, lr: float, step: int, *, factor: float) -> None:
-    """Make one step in place, after `step` steps, with the gradients scaled by `factor`."""
-    if factor != 1.0 and slices:
-        torch._foreach_mul_([each.gradient for each in slices], factor)
+def adamw_step(
+    slices: Sequence[Slice], optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor
+) -> None:
+    """Make one step in place, after `step` steps, with the gradients scaled by `factor`; none where `is_bad` is 1.0.
+
+    Both are numbers on the device, which decides: the host does not wait for them.
+    """
+    if not slices:
+        return
+    gradients = [each.gradient for each in slices]
+    scale = None
+    if gradients[0].is_cuda and gradients[0].dtype == torch.float32:
+        scale = factor.reciprocal().float()  # the kernel divides by it, in the same pass
+    else:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     for weight_decay, decays in ((optim.weight_decay, True), (0.0, False)):
         part = [each for each in slices if each.decays == decays]
         if not part:
@@ -40,6 +51,8 @@ def adamw_step(slices: Sequence[Slice], optim: OptimConfig, lr: float, step: int
             [],
             list(torch.full((len(part),), float(step), device=part[0].master.device).unbind()),
             fused=True,
+            grad_scale=scale,
+            found_inf=is_bad,
             amsgrad=False,
             beta1=optim.beta1,
             beta2=optim.beta2,

@@ -107,9 +107,9 @@ class ParameterStore:
             squares[self._owned_rows] = torch.stack(norms).square()
         return squares
 
-    def update(self, optim: OptimConfig, lr: float, step: int, *, factor: float) -> None:
-        """Make one AdamW step after `step` steps with the gradients scaled by `factor`."""
-        adamw_step(self._slices, optim, lr, step, factor=factor)
+    def update(self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor) -> None:
+        """Make one AdamW step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1."""
+        adamw_step(self._slices, optim, lr, step, factor=factor, is_bad=is_bad)
         for weight in self._weights.values():
             weight.updated()
 

@@ -1,5 +1,6 @@
 """The same command, killed and started again, repeats an uninterrupted run; on another layout it stays close to it."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -101,3 +102,21 @@ def test_damage_that_one_rank_finds_takes_all_ranks_back(whole: Path, job_config
     assert committed_steps(open_storage(tmp_path / "run")) == [4, 8, 12]  # saved anew
     assert (tmp_path / "run" / "step-000000012" / "damaged-root.json").exists()
     assert call("train", *arguments[:1], "--save", tmp_path / "run") == 0
+
+
+def test_reading_late_changes_nothing_but_the_clock(
+    job_config: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    runs = {}
+    for name in ("at_once", "late"):
+        if name == "late":
+            request.getfixturevalue("reads_late")
+        flags = ["--train-steps", 6, "--train.eval-interval", 3, "--save", tmp_path / name, "--save-interval", 2]
+        assert call("train", job_config, *flags, "--metrics", tmp_path / f"{name}.jsonl") == 0
+        found = [json.loads(text) for text in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        steps = [line for line in found if line.get("event") in (None, "eval")]
+        runs[name] = [[line.get(key) for key in ("event", "step", "loss", "grad_norm", "tokens")] for line in steps]
+        assert [each[1] for each in runs[name]] == [1, 2, 3, 3, 4, 5, 6, 6]
+        assert all(line["step_s"] > 0 for line in lines(tmp_path / f"{name}.jsonl"))
+    assert runs["late"] == runs["at_once"]
+    assert committed_steps(open_storage(tmp_path / "late")) == [2, 4, 6]

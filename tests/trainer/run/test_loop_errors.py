@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from datakit import TokenStore, write_store
 from tests.trainer.support.training import call, curve, lines, write_stores
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
+from trainer.engine import Batch, Engine
+from trainer.verdict import PendingStats
 
 Console = pytest.CaptureFixture[str]
 
@@ -145,6 +148,24 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved(
     assert call("train", job_config, "--save", run, *flags, "--metrics", tmp_path / "m.jsonl") == 2
     assert re.search(r"step \d+: the loss is .*(nan|inf)", error(capsys))
     assert committed_steps(open_storage(run))[:2] == [2, 4]
+
+
+@pytest.mark.usefixtures("reads_late")
+def test_a_bad_step_that_is_read_late_is_named_and_never_saved(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Console
+) -> None:
+    start_step, url = Engine.start_step, tmp_path / "run"
+
+    def bad_fourth(self: Engine, step: int, batch: Batch, **named: Any) -> PendingStats:
+        mask = batch.loss_mask * float("nan") if step == 3 else batch.loss_mask
+        return start_step(self, step, replace(batch, loss_mask=mask), **named)
+
+    monkeypatch.setattr(Engine, "start_step", bad_fourth)
+    flags = ["--train-steps", 8, "--save", url, "--save-interval", 2, "--metrics", tmp_path / "m.jsonl"]
+    assert call("train", job_config, *flags) == 2
+    assert "step 4: the loss is nan" in error(capsys)
+    assert committed_steps(open_storage(url)) == [2]
+    assert list(curve(tmp_path / "m.jsonl")) == [1, 2, 3]
 
 
 def test_every_step_damaged_is_an_error_and_nothing_is_touched(job_config: Path, run: Path, capsys: Console) -> None:

@@ -27,6 +27,7 @@ from trainer.parallel.collectives import _ReduceFrom, reduce_from
 from trainer.store import plan, store
 from trainer.store.bucket import Bucket
 from trainer.store.store import ParameterStore
+from trainer.verdict import Verdict
 
 Patch = pytest.MonkeyPatch
 TP, PP, DP = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
@@ -216,7 +217,9 @@ FAULTS = [
     Fault("positions are shifted by the dp rank", DP, wrapping(Engine, "_microbatches", shifted_positions)),
     Fault("gradients are clipped by the rank's own norm", DP, wrapping(Group, "all_reduce", own_norm)),
     Fault("AdamW counts a step too many", None,
-          wrapping(store, "adamw_step", lambda real, *args, factor: real(*args[:-1], args[-1] + 1, factor=factor))),
+          wrapping(store, "adamw_step", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named))),
+    Fault("gradients are not clipped", None,
+          wrapping(Verdict, "judge", lambda real, *args: torch.ones_like(real(*args)))),
     Fault("norms and biases decay", None, wrapping(engine, "parameter_table", every_row_decays)),
     Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", lambda real, self: None)),
     Fault("rotary angles are of float32", None, wrapping(chunk, "rope_turns", narrow_angles),
