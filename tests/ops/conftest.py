@@ -24,7 +24,9 @@ def every_simd() -> Iterator[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def restored_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """A test that wants more says so: on a busy machine threads wait for each other for seconds."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
