@@ -1,11 +1,12 @@
 """datakit: text corpus to token store to blended, packed, exactly resumable batches.
 
-Programs import these names and no submodule:
+Programs import these names and no other submodule:
 - from text to a store: preprocess, Recipe, write_store; tokenizers: train_tokenizer, open_tokenizer, Tokenizer; what
   encodes fastest, for experts: choose_backend, open_encoder, Encoder;
 - a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
-- batches of a stream: Blend, Cursor, Loader, HostBatch.
+- batches of a stream: Blend, Cursor, Loader, HostBatch; datakit.torch, which is imported by its own name, has datasets
+  of them for PyTorch's DataLoader.
 
 No folder imports one that comes later: files, text, tokenization, store, stream, dedup, preprocessing, archives,
 foreign, reports.

@@ -210,6 +210,8 @@ def test_every_command_of_a_guide_runs(
             preprocess([str(folder / "corpus")], f"{url}/store", Recipe(str(folder / "tok.json"), append_eod=True))
     if "ray start" in commands:
         pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+    if "torchdata" in commands:
+        pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
     given = SET_UP_ELSEWHERE.sub("", commands)

@@ -8,7 +8,7 @@ memory by itself, in the caller's memory (pinned, say) if the caller asks by `pr
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,6 +21,10 @@ from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
 from threefold.closing import Closing
 from threefold.errors import UserError
+
+
+class _NoLength(UserError, TypeError):
+    """What `len` of an endless stream raises; as a TypeError it leaves `list` and progress bars at work."""
 
 
 class Loader(Closing):
@@ -75,6 +79,27 @@ class Loader(Closing):
         """Return the cursor after the steps that were handed out."""
         return Cursor.start(self._blend, self._num_samples)
 
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the cursor as a JSON object, under the name that torchdata's protocol has for it."""
+        return self.cursor.to_json()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on at the cursor of `state_dict`; UserError if that is of another stream."""
+        cursor = Cursor.from_json(state)
+        self._blend.check(cursor)
+        self._num_samples, self._ahead = cursor.num_samples, None
+
+    def __len__(self) -> int:
+        """Raise UserError, which says what torch's DataLoader takes: it asks for the length of what it is given."""
+        micro_batch_size, ranks = self._shape[1], f"dp_rank={self._dp_rank}, dp_size={self._dp_size}"
+        raise _NoLength(
+            "a Loader has no length, its stream is endless; a DataLoader takes the datasets of datakit.torch",
+            hint=f"DataLoader(datakit.torch.StreamDataset(blend, {micro_batch_size}, {ranks}), batch_size=None)",
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
     def next_step(self, out: Bytes | None = None) -> HostBatch:
         """Return the next step's rows of this rank, arrays of `shape`, made in the memory `out` if it is given.
 
@@ -101,7 +126,7 @@ class Loader(Closing):
             HostBatch.over(out, self._shape)  # what does not fit is raised here
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
-        self._ahead, self._out = self._thread.submit(self._step, self._num_samples, out), out
+        self._ahead, self._out = self._thread.submit(self.step_at, self._num_samples, out), out
 
     def __iter__(self) -> Iterator[HostBatch]:
         while True:
@@ -111,6 +136,12 @@ class Loader(Closing):
         """Global sample `number` by itself, arrays [1, 1, seq_length]."""
         batch = self._blend.batch([number], **self._options)
         return batch.reshaped(1, 1, self._blend.seq_length, first_sample=number)
+
+    def step_at(self, first: int, out: Bytes | None = None) -> HostBatch:
+        """Return this rank's rows of the step that begins at sample `first`, made at once; the cursor stays."""
+        batch = self._blend.batch(self.samples(first).ravel(), **self._options, out=out)
+        epochs = self._blend.epochs(first + self.global_batch_size)
+        return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)
 
     def close(self) -> None:
         """End the thread; the loader yields no further step."""
@@ -125,8 +156,3 @@ class Loader(Closing):
     def _start_thread(self) -> None:
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
         self._ahead = self._out = None
-
-    def _step(self, first: int, out: Bytes | None) -> HostBatch:
-        batch = self._blend.batch(self.samples(first).ravel(), **self._options, out=out)
-        epochs = self._blend.epochs(first + self.global_batch_size)
-        return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)
