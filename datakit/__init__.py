@@ -6,7 +6,9 @@ Programs import these names and no other submodule:
 - a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
 - batches of a stream: Blend, Cursor, Loader, HostBatch; datakit.torch, which is imported by its own name, has datasets
-  of them for PyTorch's DataLoader.
+  of them for PyTorch's DataLoader;
+- from samples to documents and back: blame, where;
+- a run's stream in its TOML file: RunStream, StreamConfig, BlendConfig, StepConfig.
 
 No folder imports one that comes later: files, text, tokenization, store, stream, dedup, preprocessing, archives,
 foreign, reports.

@@ -5,6 +5,8 @@ from datakit.foreign.megatron import to_megatron as to_megatron
 from datakit.preprocessing.preprocess import preprocess as preprocess
 from datakit.preprocessing.recipe import Recipe as Recipe
 from datakit.reports.difference import find_difference as find_difference
+from datakit.reports.provenance import blame as blame
+from datakit.reports.provenance import where as where
 from datakit.reports.statistics import statistics as statistics
 from datakit.reports.verification import verify as verify
 from datakit.store.merging import merge as merge
@@ -16,6 +18,10 @@ from datakit.stream.batch import HostBatch as HostBatch
 from datakit.stream.blend import Blend as Blend
 from datakit.stream.cursor import Cursor as Cursor
 from datakit.stream.loader import Loader as Loader
+from datakit.stream.stream_config import BlendConfig as BlendConfig
+from datakit.stream.stream_config import RunStream as RunStream
+from datakit.stream.stream_config import StepConfig as StepConfig
+from datakit.stream.stream_config import StreamConfig as StreamConfig
 from datakit.tokenization.encoder import Encoder as Encoder
 from datakit.tokenization.encoder import choose_backend as choose_backend
 from datakit.tokenization.encoder import open_encoder as open_encoder

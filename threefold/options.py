@@ -114,6 +114,14 @@ def read_toml(path: str, *, sample: str) -> dict[str, Any]:
         raise UserError(f"cannot read {path} as TOML: {error}", hint=f"{sample} is a sample") from error
 
 
+def raise_faults(source: str, faults: Sequence[Fault], *, hint: str) -> None:
+    """Raise one UserError that lists all faults of a source, if there are any."""
+    texts = [text for _, text in faults]
+    if texts:
+        message = texts[0] if len(texts) == 1 else f"{len(texts)} faults\n  " + "\n  ".join(texts)
+        raise UserError(f"{source}: {message}", hint=hint)
+
+
 def merge(tables: Mapping[str, Any], overrides: Mapping[str, FlagText]) -> dict[str, Any]:
     """Return a copy of nested tables with dotted overrides put in."""
     merged = {key: merge(value, {}) if isinstance(value, Mapping) else value for key, value in tables.items()}

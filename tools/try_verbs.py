@@ -39,6 +39,10 @@ datakit diff store/train store/valid
 datakit archive store/train --output archive
 datakit archive store/train --output s3://bucket/archive
 datakit unarchive archive --output unarchived
+datakit blend run.toml
+datakit blend run.toml --plot blend.png
+datakit blame run.toml --step 1 --tokenizer tok.json
+datakit where run.toml --document store/train:1
 datakit help preprocess
 datakit completion bash
 ckptkit ls run

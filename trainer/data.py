@@ -8,21 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from datakit import Blend, Cursor, HostBatch, Loader, TokenStore, open_tokenizer
+from datakit import Blend, BlendConfig, Cursor, HostBatch, Loader, TokenStore, open_tokenizer
 from threefold.errors import UserError
-from trainer.config import Config, DataConfig, ValidConfig
+from trainer.config import Config
 from trainer.engine import Batch
 
 Int64s = npt.NDArray[np.int64]
 
 
-def open_blend(part: DataConfig | ValidConfig, config: Config, *, name: str) -> Blend:
-    """Return the blend of `[data]` or `[data.valid]`, equal weights if there are none."""
-    if not part.stores:
-        raise UserError(f"{name}.stores names no token store", hint=f"--{name}.stores DIR, made by datakit preprocess")
-    weights = part.weights or (1.0,) * len(part.stores)
-    sources = [(TokenStore.open(path), weight) for path, weight in zip(part.stores, weights, strict=True)]
-    return Blend(sources, seq_length=config.train.seq_length, seed=config.train.seed)
+def open_blend(part: BlendConfig, config: Config, *, name: str) -> Blend:
+    """Return the blend of `[data]` or `[data.valid]`."""
+    return part.open(config.train, table=name)
 
 
 def with_vocabulary(config: Config) -> Config:

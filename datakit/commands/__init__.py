@@ -11,4 +11,7 @@ VERBS = (
     "diff",
     "archive",
     "unarchive",
+    "blend",
+    "blame",
+    "where",
 )

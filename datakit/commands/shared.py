@@ -4,7 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from datakit.stream.stream_config import RunStream
 from threefold.cli import print_json, print_line
+from threefold.flags import Settings, settings
 from threefold.options import argument, option
 
 if TYPE_CHECKING:
@@ -54,6 +56,14 @@ class Linking(Reporting):
     """Options of a verb that puts files of stores into another."""
 
     copy: bool = option(False, "copy the files, not link them: a link changes with its source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRun(Reporting):
+    """Options of a verb on the stream of a run."""
+
+    config: str = argument("CONFIG.toml", "the run's configuration; what is read of it is also a flag, below")
+    flags: Settings = settings(RunStream)
 
 
 def default_workers() -> int:

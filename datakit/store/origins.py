@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import xxhash
 
@@ -80,6 +81,14 @@ class Origins:
         if source >= len(sources):
             raise damaged(f"{self.path}: document {number} names source {source} of {len(sources)}")
         return Origin(sources[source], int(self.offsets[number]), self.first_line + int(self.lines[number]) + 1)
+
+    def of(self, numbers: npt.NDArray[np.int64]) -> list[Origin]:
+        """Return the origins of some documents, one at least, in a fraction of the time that they take one by one."""
+        columns = self.source_numbers[numbers], self.offsets[numbers], self.lines[numbers]
+        _ = self[int(numbers[columns[0].argmax()])]  # if any names a source that is not there, this one does
+        sources, first = self.sources, self.first_line + 1
+        rows = zip(*(column.tolist() for column in columns))
+        return [Origin(sources[source], offset, first + line) for source, offset, line in rows]
 
     def holds(self, number: int, tokens: bytes) -> bool:
         """Return whether a document's tokens and origin are those that were written."""

@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -50,6 +51,10 @@ class ShardIndex:
         self.lengths = np.frombuffer(data, "<i4", self.num_sequences, at)
         self.pointers = np.frombuffer(data, "<i8", self.num_sequences, at + 4 * self.num_sequences)
         self.document_index = np.frombuffer(data, "<i8", boundaries, at + 12 * self.num_sequences)
+
+    def sequence_at(self, offset_bytes: int) -> int:
+        """Return the last sequence that begins at or before a byte, -1 if none does; it reads O(log) of the index."""
+        return bisect_right(self.pointers, offset_bytes) - 1  # searchsorted would copy all, as they are not aligned
 
 
 class TokenShard:

@@ -124,6 +124,11 @@ class TokenStore:
             raise self._damaged(f"{opened.idx_path} is damaged: document {number - first} begins at token {start}")
         return self.token_starts[shard] + start
 
+    def shard_of(self, number: int) -> int:
+        """Return the shard that holds one document."""
+        shard, _ = self._locate_document(number)
+        return shard
+
     def origin(self, number: int) -> Origin:
         """Where one document came from."""
         shard, first = self._locate_document(number)
@@ -136,8 +141,7 @@ class TokenStore:
 
     def tag(self, number: int) -> str | None:
         """Return the tag of the file that one document came from, None if it has none."""
-        shard, _ = self._locate_document(number)
-        return self.tags.of(shard, self.origin(number).path)
+        return self.tags.of(self.shard_of(number), self.origin(number).path)
 
     def origins(self, shard: int) -> Origins:
         """Return the origins of one shard's documents; few stay open."""
@@ -154,7 +158,7 @@ class TokenStore:
         number, first = self.locate_token(token)
         shard = self.shard(number)
         offset_bytes = (token - first) * shard.dtype.itemsize
-        inside = int(np.searchsorted(shard.index.pointers, offset_bytes, side="right")) - 1
+        inside = shard.index.sequence_at(offset_bytes)
         begin = int(shard.index.pointers[inside])
         end = begin + int(shard.index.lengths[inside]) * shard.dtype.itemsize
         if inside < 0 or not begin <= offset_bytes < end:  # whoever walks on by documents' ends must get on

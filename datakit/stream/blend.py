@@ -146,6 +146,15 @@ class Blend:
         sources, starts = self._starts(samples)
         return np.array(sources, np.int64), np.array(starts, np.int64)
 
+    def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
+        """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
+        num_read, size = int(self.counts(num_samples)[source]), max(1, self._num_rows[source])
+        found = []
+        for epoch, first in enumerate(range(0, num_read, size)):
+            numbers = first + self._order(source, epoch).positions(rows)
+            found += [self._sample_of(source, number) for number in numbers.tolist() if number < num_read]
+        return np.sort(np.array(found, np.int64))
+
     def batch(
         self,
         samples: npt.ArrayLike,
@@ -172,6 +181,12 @@ class Blend:
             epoch, position = divmod(number, self._num_rows[source])
             places.append((self._order(source, epoch), position))
         return sources, [element * self.seq_length for element in elements_at(places)]
+
+    def _sample_of(self, source: int, number: int) -> int:
+        """Return the global sample that is a store's `number`-th."""
+        segment = bisect_right(self._bases, number, key=lambda base: int(base[source])) - 1
+        inside = number - int(self._bases[segment][source])
+        return self._begins[segment] + self._sequences[segment].sample_of(source, inside)
 
     def _order(self, source: int, epoch: int) -> Permutation:
         """Return the order of a store's rows in one epoch of it; the last few are kept."""

@@ -6,6 +6,8 @@ n) each (csrc/datakit/rotation.cpp). The sequence has low discrepancy (Weyl 1916
 samples holds weight * n of a source, up to a few.
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ from datakit.store.shard import Int64s
 from datakit.stream.native import address_of, stream_library
 
 CIRCLE = 1 << 62
+_DISCREPANCY = 4  # samples of a source that most prefixes have more or less than its weight says
 
 
 class WeightedSequence:
@@ -46,6 +49,29 @@ class WeightedSequence:
             address + row_bytes, address + 2 * row_bytes,
         )  # fmt: skip
         return table[1], table[2]
+
+    def sample_of(self, source: int, number: int) -> int:
+        """Return the sample that is a source's `number`-th, from 0: what `locate` inverts, by search among its counts.
+
+        The source has so many samples below 2^62.
+        """
+        address, below = self._edges_address + 8 * source, array("q", (0, 0))
+
+        def count(num_samples: int) -> int:
+            """Return how many of the first samples come from the source."""
+            stream_library().dk_rotation_counts(self._theta, address, 2, num_samples, below.buffer_info()[0])
+            return below[1] - below[0]
+
+        assert 0 <= number < count(CIRCLE), "the source has this sample"
+        samples_a_number = CIRCLE / self.arcs[source]
+        width = int(_DISCREPANCY * samples_a_number) + 1
+        near = min(int(number * samples_a_number), CIRCLE)
+        low, high = max(near - width, 0), min(near + width, CIRCLE)
+        while count(low) > number:
+            low, width = max(low - width, 0), 2 * width
+        while count(high) <= number:
+            high, width = min(high + width, CIRCLE), 2 * width
+        return low + bisect_right(range(low, high), number, key=count) - 1
 
     def counts(self, num_samples: int) -> Int64s:
         """Return how many of the first samples come from each source."""

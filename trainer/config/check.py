@@ -2,7 +2,7 @@
 
 from threefold.errors import UserError
 from threefold.options import Fault
-from trainer.config import Config, DataConfig, ValidConfig
+from trainer.config import Config
 from trainer.config.resolve import tiers_of
 
 
@@ -78,12 +78,7 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
 
 def data_faults(config: Config) -> list[Fault]:
     """Return faults between stores and their weights, in positions, and an evaluation without a validation set."""
-    faults: list[Fault] = []
-    blends: dict[str, DataConfig | ValidConfig] = {"data": config.data, "data.valid": config.data.valid}
-    for name, part in blends.items():
-        if part.weights and len(part.weights) != len(part.stores):
-            text = f"{name}.weights has {len(part.weights)} entries for {len(part.stores)} {name}.stores"
-            faults.append(({f"{name}.weights", f"{name}.stores"}, text))
+    faults = config.data.faults("data") + config.data.valid.faults("data.valid")
     if config.data.reset_positions and config.model.position == "rope":
         text = (
             "data.reset_positions with model.position rope puts earlier documents at negative distances, as attention "

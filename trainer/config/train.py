@@ -3,17 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from datakit import StepConfig
 from threefold.options import option
 
 
 @dataclass(frozen=True, slots=True)
-class TrainConfig:
+class TrainConfig(StepConfig):
     """`[train]`: how long, how much a step, in which precision, on which device."""
 
-    train_steps: int = option(100, "the step at which the run ends", minimum=1, flags=["--train-steps"])
-    seq_length: int = option(256, "tokens a sample", minimum=1, flags=["--seq-length"])
     micro_batch_size: int = option(1, "samples a forward pass of one rank", minimum=1, flags=["--micro-batch-size"])
-    global_batch_size: int = option(8, "samples a step of all ranks", minimum=1, flags=["--global-batch-size"])
     gradient_accumulation_steps: int = option(
         0,
         "micro-batches a step of one rank; 0 derives it, any other value is checked: "
@@ -21,7 +19,6 @@ class TrainConfig:
         minimum=0,
         flags=["--gradient-accumulation-steps"],
     )
-    seed: int = option(0, "seed of weights, dropout and sample order", minimum=0, maximum=2**63 - 1, flags=["--seed"])
     precision: Literal["fp64", "fp32", "bf16"] = option(
         "fp32", "dtype of the arithmetic; bf16 keeps an fp32 master", shorthands={"--bf16": "bf16"}
     )

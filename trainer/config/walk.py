@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from threefold import options
-from threefold.errors import UserError
 from threefold.flags import Settings
-from threefold.options import Fault, merge, walk
+from threefold.options import Fault, merge, raise_faults, walk
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import resolve
@@ -38,10 +37,7 @@ def config_from(
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
     faulty = {name for names, _ in found for name in names}  # these hold defaults: what they imply does not count
     found += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
-    if found:
-        texts = [text for _, text in found]
-        message = texts[0] if len(texts) == 1 else f"{len(texts)} faults\n  " + "\n  ".join(texts)
-        raise UserError(f"{source}: {message}", hint=HINT)
+    raise_faults(source, found, hint=HINT)
     return resolve(config, world_size)
 
 

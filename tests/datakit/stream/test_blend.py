@@ -103,6 +103,25 @@ def test_segments_change_the_weights_and_each_store_goes_on(
         assert np.abs(counts - (stop - start) * np.array(shares) / sum(shares)).max() <= 4
 
 
+@settings(max_examples=25)
+@given(
+    starts=st.lists(st.integers(1, 900), max_size=3, unique=True),
+    rows=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
+    num_samples=st.integers(0, 1200),
+    data=st.data(),
+)
+def test_samples_of_a_row_are_those_that_read_it(
+    stores: list[TokenStore], starts: list[int], rows: list[int], num_samples: int, data: st.DataObject
+) -> None:
+    weights = st.lists(st.sampled_from([0.0, 0.01, 1.0, 2.5]), min_size=3, max_size=3).filter(any)
+    later = [(start, data.draw(weights)) for start in sorted(starts)]
+    stream = blend(stores, data.draw(weights), later=later, seed=data.draw(st.integers(0, 99)))
+    sources, tokens = stream.addresses(np.arange(1200))
+    for source in range(3):
+        read = np.flatnonzero((sources == source) & np.isin(tokens // L, rows))
+        assert stream.samples_of(source, rows, num_samples).tolist() == read[read < num_samples].tolist()
+
+
 def test_a_resume_takes_appended_segments_and_refuses_every_other_change(stores: list[TokenStore]) -> None:
     begun = blend(stores[:2], [2, 1], seed=3)
     cursor = Cursor.start(begun, 100)

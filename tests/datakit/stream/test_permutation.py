@@ -24,6 +24,15 @@ def test_large_sizes_stay_inside_and_answer_single_positions_alike(size: int, da
     assert [int(permutation(position)[0]) for position in positions] == found.tolist()
 
 
+@given(size=st.integers(1, 2**62), key=st.binary(max_size=20), data=st.data())
+def test_positions_undo_it(size: int, key: bytes, data: st.DataObject) -> None:
+    permutation = Permutation(size, key)
+    positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
+    assert permutation.positions(permutation(positions)).tolist() == positions
+    few = Permutation(min(size, 500), key)
+    assert few.positions(few(np.arange(few.size))).tolist() == list(range(few.size))
+
+
 def test_it_is_pinned() -> None:
     """The order of samples is a promise: a change of it would silently change every resumed run."""
     assert Permutation(10, b"seed/fingerprint/0")(np.arange(10)).tolist() == [6, 1, 5, 4, 3, 7, 8, 2, 9, 0]

@@ -59,3 +59,18 @@ def test_access_is_random_and_exact(weights: list[float], theta: int, sample: in
 def test_weights_need_not_sum_to_one(scale: float) -> None:
     plain, scaled = WeightedSequence([0.5, 0.3, 0.2]), WeightedSequence([0.5 * scale, 0.3 * scale, 0.2 * scale])
     assert (plain.locate(np.arange(1000))[0] == scaled.locate(np.arange(1000))[0]).all()
+
+
+@given(weights=WEIGHTS, theta=THETAS, samples=st.lists(st.integers(0, 2**62 - 1) | st.integers(0, 50), min_size=1))
+def test_a_sources_sample_is_found_by_its_number(weights: list[float], theta: int, samples: list[int]) -> None:
+    sequence = WeightedSequence(weights, theta)
+    sources, numbers = (column.tolist() for column in sequence.locate(np.array(samples)))
+    assert [sequence.sample_of(source, number) for source, number in zip(sources, numbers)] == samples
+
+
+def test_a_rare_sources_samples_are_found_by_their_numbers() -> None:
+    sequence = WeightedSequence([1.0, 1e-9], 5)
+    found = [sequence.sample_of(1, number) for number in (0, 1, 2, 10**8)]
+    sources, numbers = sequence.locate(np.array(found))
+    assert sources.tolist() == [1, 1, 1, 1]
+    assert numbers.tolist() == [0, 1, 2, 10**8]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datakit import RunStream
 from threefold.errors import UserError
 from threefold.flags import settings_of
 from threefold.options import FlagText, leaves
@@ -51,8 +52,8 @@ def test_all_faults_are_reported_together() -> None:
         "model.norm: must be one of rmsnorm, layernorm, got 'rms'",
         "optim.beta1: must be at least 0 and below 1, got 1.0",
         "optim.eps: must be above 0, got 0",
-        "train.micro_batch_size: must be at least 1, got '0' (from --train.micro_batch_size)",
         "train.seed: must be a whole number, got 'x' (from --train.seed)",
+        "train.micro_batch_size: must be at least 1, got '0' (from --train.micro_batch_size)",
         "log: must be a table [log], got 4",
         "model.num_heads 3 is not a multiple of parallel.tp 2",
     ]
@@ -221,3 +222,13 @@ def test_no_value_breaks_the_walker(name: str, value: object) -> None:
     with suppress(UserError):  # nothing else may be raised
         config = config_from(table, source="run.toml")  # type: ignore[arg-type]
         assert not cross_faults(config, 1)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_datakit_reads_of_a_runs_file_what_the_trainer_reads(example: Path) -> None:
+    flags = {"data.stores": "a,b", "data.weights": "2,1", "data.max_epochs": "3", "train.seed": "7"}
+    overrides = {name: FlagText(text, "--" + name) for name, text in flags.items()}
+    run, config = RunStream.read(str(example), overrides), load_config(str(example), overrides)
+    for part, whole in ((run.data, config.data), (run.train, config.train)):
+        assert dataclasses.asdict(part).items() <= dataclasses.asdict(whole).items()
+    assert (run.data.stores, run.data.weights, run.data.max_epochs, run.train.seed) == (("a", "b"), (2.0, 1.0), 3, 7)

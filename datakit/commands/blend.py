@@ -1,0 +1,50 @@
+"""`datakit blend`: count what a run reads of each of its stores."""
+
+import sys
+from dataclasses import asdict, dataclass
+
+from datakit.commands.shared import OfRun
+from threefold.cli import print_json
+from threefold.console import print_table
+from threefold.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OfRun):
+    """Options of `datakit blend`."""
+
+    plot: str | None = option(
+        None, "draw tokens and epochs of each store over the steps; needs threefold[plot]", metavar="FILE.png"
+    )
+
+
+def run(options: Options) -> None:
+    """Count the tokens, samples and epochs that a run reads of each of its stores up to its last step, and the samples
+    that repeat what was read before. It is computed from configuration and stores alone.
+    """
+    from datakit.reports.shares import require_plot, shares, write_plot
+    from datakit.stream.stream_config import RunStream
+
+    stream = RunStream.read(options.config, options.flags)
+    if options.plot:
+        require_plot(options.plot)
+    blend = stream.open()
+    last, batch = stream.num_steps(blend), stream.train.global_batch_size
+    found, num_tokens = shares(blend, last * batch), last * batch * blend.seq_length
+    if options.plot:
+        write_plot(blend, last, batch, options.plot)
+        print(f"wrote {options.plot}", file=sys.stderr)
+    if options.json:
+        totals = {"last_step": last, "num_samples": last * batch, "tokens_read": num_tokens}
+        print_json({**totals, "stores": [asdict(share) for share in found]})
+        return
+    print(f"{last:,} steps of {batch:,} samples of {blend.seq_length:,} tokens: {num_tokens:,} tokens")
+    rows = [
+        (
+            f"{share.weight:.4f}", f"{share.tokens_read:,}", f"{share.num_samples:,}", f"{share.epochs:.3f}",
+            f"{share.repeated_samples:,}", f"{share.num_tokens:,}", share.store,
+        )
+        for share in found
+    ]  # fmt: skip
+    columns = ("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store")
+    print_table(columns, rows, left={"store"})

@@ -1,0 +1,121 @@
+"""Provenance: which documents the samples of a stream read, and which samples read a document, by arithmetic alone.
+
+A sample reads the tokens [start, start + L] of its store: L inputs, and the label of the last one. So a document whose
+first token begins a row is read by the row before too, as its last label. `blame` and `where` are each other's inverse.
+Nothing is logged, and no token is read: the cost is that of the indices' pages that hold the documents.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from datakit.store.origins import Origin
+from datakit.store.shard import Int64s
+from datakit.store.token_store import TokenStore
+from datakit.stream.blend import Blend
+from threefold.errors import CheckFailed, UserError
+
+Span = tuple[int, int, int]  # a sample's place among those asked for, and the tokens [begin, stop) of a shard
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Columns of equal length: sample `samples[i]` reads tokens [starts[i], stops[i]) of a document of a store.
+
+    Samples are in the order in which they were asked for, a sample's passages in the order of its tokens. `sources` are
+    numbers of the blend's stores.
+    """
+
+    samples: Int64s
+    sources: Int64s
+    documents: Int64s
+    starts: Int64s
+    stops: Int64s
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def rows(self) -> list[tuple[int, int, int, int, int]]:
+        """Return sample, source, document, start and stop of each passage."""
+        return list(zip(*(getattr(self, each.name).tolist() for each in fields(self))))
+
+    def origins(self, blend: Blend) -> list[Origin]:
+        """Return where the document of each passage came from; each shard's file of origins is opened once."""
+        places: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, (_, source, document, _, _) in enumerate(self.rows()):
+            places[source, blend.stores[source].shard_of(document)].append(place)
+        found: dict[int, Origin] = {}
+        for (source, shard), inside in places.items():
+            store = blend.stores[source]
+            numbers = self.documents[inside] - store.document_starts[shard]
+            found |= zip(inside, store.origins(shard).of(numbers))
+        return [found[place] for place in range(len(self))]
+
+
+def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
+    """Return the passages that one or more global samples read, those of a sample in the order of its tokens."""
+    wanted = np.array(samples, ndmin=1)
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(wanted)))):
+        store, stop = blend.stores[source], start + blend.seq_length + 1
+        while start < stop:
+            shard, first = store.locate_token(start)
+            until = min(stop, store.token_starts[shard + 1])
+            spans[source, shard].append((row, start - first, until - first))
+            start = until
+    parts = []
+    for (source, shard), inside in spans.items():
+        rows, *columns = _passages_of_shard(blend.stores[source], shard, inside)
+        parts.append(np.stack([rows, np.full_like(rows, source), *columns]))
+    table = np.concatenate(parts, 1)
+    rows, sources, documents, starts, stops = table[:, np.lexsort((table[2], table[0]))]
+    return Passages(wanted[rows].astype(np.int64), sources, documents, starts, stops)
+
+
+def where(blend: Blend, source: int, document: int, num_samples: int) -> Passages:
+    """Return the passages of one document that the stream's first samples read, in the order of samples.
+
+    There are none of an empty document, or of one in the tokens at a store's end that make no row. UserError if the
+    store has no such document.
+    """
+    store, length = blend.stores[source], blend.seq_length
+    if not 0 <= document < store.num_documents:
+        raise UserError(
+            f"{store.path} has {store.num_documents} documents, counted from 0, and none of number {document}",
+            hint=f"--document {store.path}:{max(store.num_documents - 1, 0)}",
+        )
+    begin = store.first_token(document)
+    stop = begin + len(store.document(document))
+    first, last = max(0, -(-begin // length) - 1), min((stop - 1) // length, int(blend.rows[source]) - 1)
+    rows = np.arange(first, last + 1 if stop > begin else first)
+    samples = blend.samples_of(source, rows, num_samples) if len(rows) else np.empty(0, np.int64)
+    heads = blend.addresses(samples)[1] if len(samples) else samples
+    starts, stops = np.maximum(heads, begin) - begin, np.minimum(heads + length + 1, stop) - begin
+    return Passages(samples, np.full_like(samples, source), np.full_like(samples, document), starts, stops)
+
+
+def _passages_of_shard(store: TokenStore, shard: int, spans: list[Span]) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Return the passages of spans of one shard: the spans' rows, documents of the store, and the tokens of each."""
+    rows, begins, stops = np.array(spans, np.int64).T
+    index, itemsize = store.shard(shard).index, store.shard(shard).dtype.itemsize
+    firsts, lasts = [
+        np.array([index.sequence_at(token * itemsize) for token in tokens.tolist()]) for tokens in (begins, stops - 1)
+    ]
+    counts = lasts - firsts + 1
+    if firsts.min() < 0 or counts.min() < 1:
+        raise _damaged(store, shard)
+    span = np.repeat(np.arange(len(rows)), counts)
+    documents = np.arange(len(span)) + (firsts - np.cumsum(counts) + counts)[span]
+    heads = index.pointers[documents] // itemsize
+    starts, ends = np.maximum(begins[span] - heads, 0), np.minimum(stops[span] - heads, index.lengths[documents])
+    if np.maximum(ends - starts, 0).sum() != (stops - begins).sum():
+        raise _damaged(store, shard)
+    kept = ends > starts  # empty documents are read by nobody
+    return rows[span][kept], documents[kept] + store.document_starts[shard], starts[kept], ends[kept]
+
+
+def _damaged(store: TokenStore, shard: int) -> CheckFailed:
+    what = f"{store.shard(shard).idx_path} is damaged: its documents do not follow each other"
+    return CheckFailed(what, hint=f"datakit verify {store.path}")

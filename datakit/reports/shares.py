@@ -1,0 +1,83 @@
+"""Shares: what a run reads of each store of its blend, counted by arithmetic, and the same drawn over its steps."""
+
+import os
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from datakit.files.durable import replace_durably
+from datakit.stream.blend import Blend
+from threefold.errors import UserError
+from threefold.packages import require
+
+_POINTS = 200  # of a line
+_MAX_NAMED = 20  # lines that a legend can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the first samples of a stream read of one store.
+
+    `weight` is that of the first segment, all weights being 1 together. `epochs` is how often its rows are read, and
+    `repeated_samples` counts the samples whose row was read before.
+    """
+
+    store: str
+    weight: float
+    num_tokens: int
+    num_rows: int
+    tokens_read: int
+    num_samples: int
+    epochs: float
+    repeated_samples: int
+
+
+def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
+    """Return the share of each store in the stream's first samples."""
+    weights = blend.segments[0].weights
+    found = []
+    for store, weight, rows, count in zip(
+        blend.stores, weights, blend.rows.tolist(), blend.counts(num_samples).tolist()
+    ):
+        read, epochs, repeated = count * blend.seq_length, count / max(rows, 1), max(count - rows, 0)
+        share = weight / sum(weights)
+        found.append(Share(str(store.path), share, store.num_tokens, rows, read, count, epochs, repeated))
+    return tuple(found)
+
+
+def require_plot(path: str | os.PathLike[str]) -> None:
+    """Raise UserError if a plot cannot be made here."""
+    require("matplotlib", "a plot")
+    file = Path(path)
+    if file.suffix != ".png":
+        raise UserError(f"a plot is a .png file, not {file.name}", hint=f"--plot {file.with_suffix('.png')}")
+    if not file.parent.is_dir():
+        raise UserError(f"the folder {file.parent} for the plot does not exist", hint=f"mkdir -p {file.parent}")
+
+
+def write_plot(blend: Blend, num_steps: int, batch_size: int, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of the tokens and epochs of each store after each step, whole or not at all."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = sorted({num_steps * point // _POINTS for point in range(_POINTS + 1)})
+    counts = [blend.counts(step * batch_size).tolist() for step in steps]
+    stream = BytesIO()
+    with matplotlib.rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(9, 7), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots(2, sharex=True)
+        for source, store in enumerate(blend.stores):
+            samples, rows = [count[source] for count in counts], max(int(blend.rows[source]), 1)
+            axes[0].plot(steps, [count * blend.seq_length for count in samples], label=str(store.path))
+            axes[1].plot(steps, [count / rows for count in samples])
+        axes[0].set_ylabel("tokens read")
+        axes[1].set_ylabel("epochs")
+        axes[1].axhline(1, color="grey", linewidth=0.8, linestyle="--")  # above it rows are read again
+        axes[1].set_xlabel("step")
+        if len(blend.stores) <= _MAX_NAMED:
+            axes[0].legend(loc="upper left")
+        figure.savefig(stream, format="png")
+    replace_durably(Path(path), stream.getvalue())

@@ -1,0 +1,105 @@
+"""StreamConfig: what a run's TOML file says of its stream. The trainer's tables extend these, so each key exists once.
+
+RunStream reads such a file without the trainer: all of `[data]` that is here, four keys of `[train]`, nothing else. A
+key that is not here is the trainer's, which refuses unknown ones. Every `--help` that shows these keys reads this file,
+so numpy is imported by methods alone.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from threefold.errors import UserError
+from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
+
+if TYPE_CHECKING:
+    from datakit.stream.blend import Blend
+
+SAMPLE = "examples/gpt-small.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """The part of `[train]` that says which samples a step reads."""
+
+    train_steps: int = option(100, "the step at which the run ends", minimum=1, flags=["--train-steps"])
+    seq_length: int = option(256, "tokens a sample", minimum=1, flags=["--seq-length"])
+    global_batch_size: int = option(8, "samples a step of all ranks", minimum=1, flags=["--global-batch-size"])
+    seed: int = option(0, "seed of weights, dropout and sample order", minimum=0, maximum=2**63 - 1, flags=["--seed"])
+
+
+@dataclass(frozen=True, slots=True)
+class BlendConfig:
+    """Token stores with their weights."""
+
+    stores: tuple[str, ...] = option((), "token stores, made by datakit preprocess")
+    weights: tuple[float, ...] = option((), "one weight a store; empty means equal", above=0)
+
+    def faults(self, table: str) -> list[Fault]:
+        """Return the fault between stores and weights of this table, if there is one."""
+        if not self.weights or len(self.weights) == len(self.stores):
+            return []
+        text = f"{table}.weights has {len(self.weights)} entries for {len(self.stores)} {table}.stores"
+        return [({f"{table}.weights", f"{table}.stores"}, text)]
+
+    def open(self, steps: StepConfig, *, table: str) -> "Blend":
+        """Return the blend of the stores; UserError if there are none, or weights for more or fewer."""
+        from datakit.store.token_store import TokenStore
+        from datakit.stream.blend import Blend
+
+        if not self.stores:
+            hint = f"--{table}.stores DIR, made by datakit preprocess"
+            raise UserError(f"{table}.stores names no token store", hint=hint)
+        raise_faults(f"[{table}]", self.faults(table), hint=f"{SAMPLE} documents every key")
+        weights = self.weights or (1.0,) * len(self.stores)
+        sources = [(TokenStore.open(path), weight) for path, weight in zip(self.stores, weights, strict=True)]
+        return Blend(sources, seq_length=steps.seq_length, seed=steps.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig(BlendConfig):
+    """`[data]`: the stream that a run trains on."""
+
+    mask_eod_loss: bool = option(False, "leave the loss at end-of-document tokens out")
+    reset_positions: bool = option(False, "count positions from 0 after each end of document")
+    max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStream:
+    """The tables of a run's file that its stream depends on."""
+
+    data: StreamConfig = field(default_factory=StreamConfig)
+    train: StepConfig = field(default_factory=StepConfig)
+
+    @classmethod
+    def read(cls, path: str, overrides: Mapping[str, FlagText] | None = None) -> "RunStream":
+        """Return the tables of a TOML file, flags put in; UserError that lists all faults of these keys."""
+        known = {"data": fields(StreamConfig), "train": fields(StepConfig)}
+        tables = read_toml(path, sample=SAMPLE)
+        for name, table in tables.items():
+            if name in known and isinstance(table, Mapping):
+                names = {each.name for each in known[name]}
+                tables[name] = {key: value for key, value in table.items() if key in names}
+        found: list[Fault] = []
+        run = walk(cls, merge({name: tables[name] for name in known if name in tables}, overrides or {}), found)
+        raise_faults(path, found or run.data.faults("data"), hint=f"{SAMPLE} documents every key")
+        return run
+
+    def open(self) -> "Blend":
+        """Return the blend that the run reads."""
+        return self.data.open(self.train, table="data")
+
+    def num_steps(self, blend: "Blend") -> int:
+        """Return the last step of the run: `train_steps`, or the step that ends epoch `max_epochs` of a store."""
+        steps, last_epoch = range(self.train.train_steps), self.data.max_epochs
+        if not last_epoch:
+            return self.train.train_steps
+        return bisect_left(
+            steps, True, key=lambda step: max(blend.epochs(step * self.train.global_batch_size)) >= last_epoch
+        )
+
+    def samples(self, step: int) -> range:
+        """Return the global samples that a step reads; as in a metrics file the first step is step 1."""
+        return range((step - 1) * self.train.global_batch_size, step * self.train.global_batch_size)

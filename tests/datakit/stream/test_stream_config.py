@@ -1,0 +1,70 @@
+"""RunStream: of a run's file the keys of its stream are read, and every fault in them is one clear error."""
+
+from pathlib import Path
+
+import pytest
+
+from datakit import BlendConfig, RunStream, StepConfig, TokenStore, write_store
+from threefold.errors import UserError
+from threefold.options import FlagText
+
+
+def read(folder: Path, text: str, **flags: str) -> RunStream:
+    (folder / "run.toml").write_text(text)
+    given = {name.replace("__", "."): FlagText(value, "--flag") for name, value in flags.items()}
+    return RunStream.read(str(folder / "run.toml"), given)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    return write_store(tmp_path / "a", [range(41)], vocab_size=50)
+
+
+def test_other_tables_and_keys_are_the_trainers(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        "[model]\nnonsense = 1\n[data]\nstores = ['a', 'b']\nweights = [1, 2]\ntokenizer = 3\nstroes = 1\n"
+        "[data.valid]\nstores = 5\n[train]\nseed = 4\nprecision = 'none'\n",
+        train__seq_length="16",
+    )
+    assert (found.data.stores, found.data.weights) == (("a", "b"), (1.0, 2.0))
+    assert found.train == StepConfig(seq_length=16, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("[data]\nstores = 'a'", ["data.stores: must be a list of text"]),
+        ("data = 1", ["data: must be a table [data]"]),
+        (
+            "[data]\nweights = [0]\n[train]\nseq_length = 0",
+            ["2 faults", "data.weights: must be above 0", "train.seq_length: must be at least 1, got 0"],
+        ),
+        ("[data]\nstores = ['a']\nweights = [1, 2]", ["data.weights has 2 entries for 1 data.stores"]),
+        ("[data", ["cannot read", "as TOML"]),
+    ],
+)
+def test_faulty_keys(tmp_path: Path, text: str, faults: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text)
+    assert all(fault in caught.value.message for fault in [*faults, "run.toml"])
+    assert caught.value.hint
+
+
+def test_stores_that_cannot_be_opened(tmp_path: Path, store: TokenStore) -> None:
+    with pytest.raises(UserError, match="stores names no token store"):
+        BlendConfig().open(StepConfig(), table="data.valid")
+    with pytest.raises(UserError, match="has 2 entries for 1 data"):
+        BlendConfig((str(store.path),), (1.0, 2.0)).open(StepConfig(), table="data")
+    with pytest.raises(UserError, match="no configuration file"):
+        RunStream.read(str(tmp_path / "none.toml"), {})
+
+
+@pytest.mark.parametrize(("max_epochs", "last"), [(0, 9), (1, 4), (2, 7), (3, 9)])
+def test_the_last_step_may_be_that_of_an_epoch(tmp_path: Path, store: TokenStore, max_epochs: int, last: int) -> None:
+    text = f"[data]\nstores = ['{store.path}']\nmax_epochs = {max_epochs}\n"
+    run = read(tmp_path, text + "[train]\nseq_length = 4\nglobal_batch_size = 3\ntrain_steps = 9\n")
+    blend = run.open()
+    assert blend.rows.tolist() == [10]
+    assert run.num_steps(blend) == last
+    assert [run.samples(1), run.samples(last)] == [range(3), range(3 * last - 3, 3 * last)]

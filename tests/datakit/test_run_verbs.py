@@ -1,0 +1,187 @@
+"""blame, where and blend: what a run reads, out of its configuration and its stores, for people and as JSON."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datakit import Blend, Loader, Recipe, TokenStore, blame, preprocess
+from tests.datakit.conftest import Cli, write_jsonl
+
+Capture = pytest.CaptureFixture[str]
+TRAIN = "[train]\ntrain_steps = 30\nseq_length = 32\nglobal_batch_size = 6\nseed = 5\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_path: str) -> Path:
+    """Two stores, `a` and `b`, and a run on both."""
+    found = tmp_path_factory.mktemp("run")
+    for name, part in (("a", texts), ("b", texts[:60])):
+        write_jsonl(found / f"{name}.jsonl", part)
+        preprocess([str(found / f"{name}.jsonl")], found / name, Recipe(tokenizer_path, append_eod=True))
+    data = f"[data]\nstores = ['{found / 'a'}', '{found / 'b'}']\nweights = [1, 2]\ntokenizer = '{tokenizer_path}'\n"
+    (found / "run.toml").write_text("[model]\nnum_layers = 2\n" + data + TRAIN)
+    return found
+
+
+@pytest.fixture
+def blend(folder: Path) -> Blend:
+    return Blend([(TokenStore.open(folder / "a"), 1), (TokenStore.open(folder / "b"), 2)], seq_length=32, seed=5)
+
+
+def asked(cli: Cli, capsys: Capture, *words: object) -> Any:
+    assert cli(*words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_blame_lists_what_a_loader_reads(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
+    with Loader(blend, micro_batch_size=3, num_microbatches=2) as loader:
+        steps = [loader.next_step() for _ in range(4)]
+    found = asked(cli, capsys, "blame", folder / "run.toml", "--step", 4)
+    assert (found["step"], found["seq_length"]) == (4, 32)
+    assert [sample["sample"] for sample in found["samples"]] == list(range(18, 24))
+    tokens = []
+    for sample in found["samples"]:
+        store = TokenStore.open(sample["store"])
+        first = sample["documents"][0]
+        assert sample["row"] * 32 == store.first_token(first["document"]) + first["start"]
+        for read in sample["documents"]:
+            assert read["path"] == str(folder / f"{store.path.name}.jsonl")
+            assert (read["line"], read["text"]) == (read["document"] + 1, None)
+            tokens.append(store.document(read["document"])[read["start"] : read["stop"]])
+    rows = np.concatenate(tokens).reshape(6, 33)
+    assert (rows[:, :32] == steps[3].tokens.reshape(6, 32)).all()
+    [only] = asked(cli, capsys, "blame", folder / "run.toml", "--sample", 20)["samples"]
+    assert only == found["samples"][2]
+
+
+def test_texts_are_shown(folder: Path, texts: list[str], tokenizer_path: str, cli: Cli, capsys: Capture) -> None:
+    words = ("blame", folder / "run.toml", "--step", 1, "--tokenizer", tokenizer_path)
+    reads = [read for sample in asked(cli, capsys, *words)["samples"] for read in sample["documents"]]
+    assert any(read["text"] for read in reads)
+    for read in reads:
+        whole = texts[read["document"]] + "<|endoftext|>"
+        assert whole.startswith(read["text"]) if read["start"] == 0 else len(read["text"]) <= 100
+    assert cli(*words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1: samples 0 to 5"
+    assert re.fullmatch(r"sample 0: row \d+ of .*/[ab], epoch 0", lines[1])
+    assert re.fullmatch(r"  document \d+, tokens \d+ to \d+: .*/[ab]\.jsonl, line \d+, byte [\d,]+", lines[2])
+    assert len(lines) == 1 + 6 + 2 * len(reads)
+
+
+def test_where_is_the_inverse_of_blame(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
+    store = folder / "b"
+    found = asked(cli, capsys, "where", folder / "run.toml", "--document", f"{store}:17")
+    assert (found["store"], found["document"], found["line"], found["last_step"]) == (str(store), 17, 18, 30)
+    assert len({read["epoch"] for read in found["reads"]}) > 1
+    read = []
+    for step in range(1, 31):
+        for sample in asked(cli, capsys, "blame", folder / "run.toml", "--step", step)["samples"]:
+            for each in sample["documents"]:
+                if (sample["store"], each["document"]) == (str(store), 17):
+                    part = {name: each[name] for name in ("start", "stop")}
+                    read.append({"step": step, "sample": sample["sample"], "epoch": sample["epoch"], **part})
+    assert found["reads"] == read
+    assert cli("where", folder / "run.toml", "--document", f"{store}/../b:17") == 0
+    head, columns, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("document 17 of ")
+    assert columns.split() == ["step", "sample", "epoch", "tokens"]
+    assert len(rows) == len(read)
+    assert cli("where", folder / "run.toml", "--document", f"{store}:0") == 0  # an empty text, and its end
+    assert cli("where", folder / "run.toml", "--train-steps", 1, "--document", f"{folder / 'a'}:250") == 0
+    assert "no step up to 1, the last one, reads it" in capsys.readouterr().out
+
+
+def test_a_store_named_twice_is_found_twice(folder: Path, cli: Cli, capsys: Capture) -> None:
+    flags = ("--data.stores", f"{folder / 'b'},{folder / 'b'}")
+    found = asked(cli, capsys, "where", folder / "run.toml", *flags, "--document", f"{folder / 'b'}:17")["reads"]
+    store = TokenStore.open(folder / "b")
+    passages = blame(Blend([(store, 1), (store, 2)], seq_length=32, seed=5), np.arange(180))
+    rows = [row for row in passages.rows() if row[2] == 17]
+    assert {source for _, source, *_ in rows} == {0, 1}
+    assert [read["sample"] for read in found] == [sample for sample, *_ in rows]
+
+
+def test_flags_win_over_the_file(folder: Path, cli: Cli, capsys: Capture) -> None:
+    words = ("blame", folder / "run.toml", "--step", 2, "--seq-length", 16, "--global-batch-size", 4, "--seed", 9)
+    found = asked(cli, capsys, *words, "--data.stores", folder / "b", "--data.weights", "")
+    assert {sample["store"] for sample in found["samples"]} == {str(folder / "b")}
+    assert [sample["sample"] for sample in found["samples"]] == [4, 5, 6, 7]
+
+
+def test_blend_counts_what_is_read(folder: Path, blend: Blend, cli: Cli, capsys: Capture) -> None:
+    found = asked(cli, capsys, "blend", folder / "run.toml")
+    sources, _ = blend.locate(np.arange(180))
+    assert (found["last_step"], found["num_samples"], found["tokens_read"]) == (30, 180, 180 * 32)
+    for source, share in enumerate(found["stores"]):
+        count, rows = int((sources == source).sum()), int(blend.rows[source])
+        assert share["store"] == str(blend.stores[source].path)
+        assert share["weight"] == pytest.approx((source + 1) / 3)
+        assert (share["num_samples"], share["num_rows"], share["tokens_read"]) == (count, rows, count * 32)
+        assert share["epochs"] == pytest.approx(count / rows)
+        assert share["repeated_samples"] == max(0, count - rows)
+    assert found["stores"][1]["repeated_samples"] > 0
+    assert cli("blend", folder / "run.toml", "--data.max-epochs", 1) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    last = int(head.split()[0])
+    assert 1 < last < 30
+    assert max(blend.epochs(6 * last)) == 1 > max(blend.epochs(6 * last - 6))
+    assert [row.split()[-1] for row in rows] == [str(folder / "a"), str(folder / "b")]
+
+
+def test_a_blend_is_drawn(
+    folder: Path, tmp_path: Path, cli: Cli, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("blend", folder / "run.toml", "--plot", tmp_path / "b.png") == 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    for path, fault in ((tmp_path / "none" / "b.png", "does not exist"), (tmp_path / "b.pdf", "is a .png file")):
+        assert cli("blend", folder / "run.toml", "--plot", path) == 2
+        assert fault in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("threefold.packages.find_spec", lambda name: None)
+    assert cli("blend", folder / "run.toml", "--plot", tmp_path / "c.png") == 2
+    assert "threefold[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["blame", "run.toml"], "nothing says which samples"),
+        (["blame", "run.toml", "--step", 0], ">= 1"),
+        (["blame", "run.toml", "--step", 31], "no step 31: the run of run.toml ends after step 30, 180 samples"),
+        (["blame", "run.toml", "--sample", 180], "there is no sample 180"),
+        (["blame", "run.toml", "--step", 3, "--sample", 1], "not allowed with"),
+        (["blame", "none.toml", "--step", 1], "no configuration file none.toml"),
+        (["blame", "empty.toml", "--step", 1], "data.stores names no token store"),
+        (["where", "empty.toml", "--document", "a:1"], "data.stores names no token store"),
+        (["blend", "empty.toml"], "data.stores names no token store"),
+        (["blend", "run.toml", "--data.stores", "nowhere", "--data.weights", ""], "nowhere"),
+        (["blend", "run.toml", "--data.weights", "1"], "data.weights has 1 entries for 2 data.stores"),
+        (["blend", "run.toml", "--seq-length", "x"], "train.seq_length: must be a whole number"),
+        (["where", "run.toml"], "--document"),
+        (["where", "run.toml", "--document", "17"], "'17' is not a store and a number"),
+        (["where", "run.toml", "--document", "a:x"], "'a:x' is not a store and a number"),
+        (["where", "run.toml", "--document", "c:1"], "the run does not read the store c"),
+        (["where", "run.toml", "--document", "a:300"], "has 300 documents, counted from 0, and none of number 300"),
+    ],
+)
+def test_bad_input_is_one_error(
+    folder: Path, cli: Cli, capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: list[object], fault: str
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "empty.toml").write_text(TRAIN)
+    assert cli(*words) == 2
+    message = capsys.readouterr().err
+    assert message.count("error: ") == 1
+    assert message.count("hint: ") == 1
+    assert fault in message
+
+
+def test_another_tokenizer_is_refused(folder: Path, rank_path: Path, cli: Cli, capsys: Capture) -> None:
+    assert cli("blame", folder / "run.toml", "--step", 1, "--tokenizer", rank_path) == 2
+    assert "was made with" in capsys.readouterr().err
