@@ -1,16 +1,12 @@
 """`ckptkit prune`: delete steps that no rule keeps."""
 
 import re
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from ckptkit.commands.shared import ByMetric, OfRun, check_metric, open_run
-from threefold.cli import log, print_json, print_line
+from ckptkit.commands.shared import ByMetric, OfRun, check_metric, open_run, print_deleted
+from threefold.cli import log
 from threefold.errors import UserError
 from threefold.options import option
-
-if TYPE_CHECKING:
-    from ckptkit.runs.pruning import PruneReport
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -74,27 +70,4 @@ def run(options: Options) -> None:
         report.uploads = abort_uploads(storage, age_s, dry_run=options.dry_run)
     except UserError as error:  # what was deleted is reported all the same
         log(f"warning: unfinished uploads are left: {error.message}")
-    if options.json:
-        print_json(asdict(report))
-    else:
-        print_report(report)
-
-
-def print_report(report: "PruneReport") -> None:
-    """Print what a prune deleted, or would delete, and why the other steps stay."""
-    going = "would delete" if report.dry_run else "deleted"
-    for number in sorted({*report.deleted, *report.kept}):
-        outcome = going if number in report.deleted else f"kept: {', '.join(report.kept[number])}"
-        print_line(f"{number:>10}  {outcome}")
-    for keys, what in (
-        (report.orphans, "of no committed step"),
-        (report.hidden, "a write that broke off"),
-        (report.empty_folders, "an empty folder"),
-        (report.uploads, "an unfinished upload"),
-    ):
-        for key in keys:
-            print_line(f"{going} {key}, {what}")
-    for key in report.left_alone:
-        print_line(f"left alone: {key}")
-    num_steps = len(report.deleted)
-    print_line(f"{report.url}: {going} {num_steps} steps, {report.num_files:,} files, {report.num_bytes:,} bytes")
+    print_deleted(report, as_json=options.json)

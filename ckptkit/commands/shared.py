@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from threefold.cli import log, print_json, print_line
@@ -12,6 +12,7 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.runs.pruning import PruneReport
     from ckptkit.runs.record import StepRecord
     from ckptkit.runs.run import Run
     from threefold.storage import Storage
@@ -99,6 +100,16 @@ def open_run(url: str, hint: str) -> "Storage":
     return storage
 
 
+def step_named(url: str) -> "Run":
+    """Return the run of a step's URL, with the step as `named`; any other URL is refused."""
+    from ckptkit.runs.run import Run
+
+    found = Run(url)
+    if found.named is None:
+        raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {found.storage.url}")
+    return found
+
+
 def check_metric(found: "Sequence[StepRecord]", metric: str, storage: "Storage") -> None:
     """Refuse a metric that no step has, with those that there are."""
     from ckptkit.runs.catalogue import no_step
@@ -119,12 +130,10 @@ def each_step(
     act: "Callable[[Storage, int], bool | None]",
 ) -> None:
     """Find the steps that URLs name, all before the first is changed, act on each, and report to which it was done."""
-    from ckptkit.format.address import open_address
     from ckptkit.format.keys import step_folder
 
     for url in options.steps:
-        if open_address(url)[1] is None:
-            raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {url}")
+        step_named(url)
     addresses = [(storage, step) for storage, step in map(find, options.steps) if step is not None]
     urls = []
     for storage, step in addresses:
@@ -138,3 +147,26 @@ def each_step(
     else:
         for url in urls:
             print_line(f"{done} {url}")
+
+
+def print_deleted(report: "PruneReport", *, as_json: bool) -> None:
+    """Print which steps and files were deleted, or would be, and why other steps stay."""
+    if as_json:
+        print_json(asdict(report))
+        return
+    going = "would delete" if report.dry_run else "deleted"
+    for number in sorted({*report.deleted, *report.kept}):
+        outcome = going if number in report.deleted else f"kept: {', '.join(report.kept[number])}"
+        print_line(f"{number:>10}  {outcome}")
+    for keys, what in (
+        (report.orphans, "of no committed step"),
+        (report.hidden, "a write that broke off"),
+        (report.empty_folders, "an empty folder"),
+        (report.uploads, "an unfinished upload"),
+    ):
+        for key in keys:
+            print_line(f"{going} {key}, {what}")
+    for key in report.left_alone:
+        print_line(f"left alone: {key}")
+    num_steps = len(report.deleted)
+    print_line(f"{report.url}: {going} {num_steps} steps, {report.num_files:,} files, {report.num_bytes:,} bytes")

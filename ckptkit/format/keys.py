@@ -12,11 +12,12 @@ from threefold.errors import UserError
 ROOT_KEY = "root.json"
 DAMAGED_ROOT_KEY = "damaged-root.json"  # the root of a step that was found damaged and saved again
 PIN_KEY = "pin.json"
+ASIDE_NAME = "rolled-back.json"  # in an attempt's folder: the root of a step that a rollback set aside
 MAX_WRITERS, MAX_STEP = 10**9, 10**15 - 1
 MAX_NAMED = 16
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 PART_STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
-_PART_FILE = re.compile(rf"{PART_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying")
+_PART_FILE = re.compile(rf"{PART_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying|rolled-back\.json")
 _STEP = re.compile(r"step-([0-9]{9,15})")
 
 
@@ -63,6 +64,11 @@ def attempt_of(key: str) -> str | None:
     """
     attempt, _, file = key.partition("/")
     return attempt if _ATTEMPT.fullmatch(attempt) and _PART_FILE.fullmatch(file) else None
+
+
+def aside_key(step: int, attempt: str) -> str:
+    """Return the key under which a rollback keeps the root of a step that it sets aside."""
+    return f"{step_folder(step)}/{attempt}/{ASIDE_NAME}"
 
 
 def is_of_step(name: str) -> bool:

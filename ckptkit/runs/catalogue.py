@@ -8,7 +8,15 @@ stats no file but roots.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptkit.format.keys import DAMAGED_ROOT_KEY, PIN_KEY, ROOT_KEY, attempt_of, parse_step_folder, step_folder
+from ckptkit.format.keys import (
+    ASIDE_NAME,
+    DAMAGED_ROOT_KEY,
+    PIN_KEY,
+    ROOT_KEY,
+    attempt_of,
+    parse_step_folder,
+    step_folder,
+)
 from ckptkit.loading.roots import NUM_AT_ONCE, at_once, root_info, steps_of
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
@@ -21,7 +29,8 @@ MIN_LISTINGS = 8  # so many in a row are never too many
 class ListedStep:
     """What a listing shows of one step: its root, whether it is pinned, how many files each attempt has, other keys.
 
-    `num_files` counts files of the format; `unknown` are all keys that the format does not name.
+    `num_files` counts files of the format; `aside` are the attempts that a rollback set aside; `unknown` are all keys
+    that the format does not name.
     """
 
     step: int
@@ -29,6 +38,7 @@ class ListedStep:
     is_pinned: bool = False
     has_damaged_root: bool = False
     num_files: dict[str, int] = field(default_factory=dict)
+    aside: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
     def add(self, key: str) -> None:
@@ -40,6 +50,7 @@ class ListedStep:
             self.has_damaged_root = True
         elif attempt := attempt_of(name):
             self.num_files[attempt] = self.num_files.get(attempt, 0) + 1
+            self.aside += [attempt] if name == f"{attempt}/{ASIDE_NAME}" else []
         elif name != ROOT_KEY:
             self.unknown.append(key)
 

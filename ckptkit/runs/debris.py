@@ -1,7 +1,8 @@
 """Debris: what saves left that never were committed, whatever ended them.
 
-Attempts that no root names, and roots that were set aside, on any storage; on a local disk also hidden files of writes
-that broke off and empty folders of attempts; on S3 unfinished uploads. Names that are not of the format stay.
+Attempts that no root names, and roots in quarantine, on any storage; on a local disk also hidden files of writes that
+broke off and empty folders of attempts; on S3 unfinished uploads. Names that are not of the format stay. A step that a
+rollback set aside is an attempt too, as young as the rollback.
 """
 
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptkit.format.keys import DAMAGED_ROOT_KEY, attempt_of, is_of_step, parse_step_folder, step_folder
+from ckptkit.format.keys import ASIDE_NAME, DAMAGED_ROOT_KEY, attempt_of, is_of_step, parse_step_folder, step_folder
 from ckptkit.loading.roots import at_once, read_root, root_info, root_key
 from ckptkit.runs.catalogue import ListedStep
 from ckptkit.runs.pins import pin_key
@@ -24,7 +25,7 @@ T = TypeVar("T", Temporary, EmptyFolder)
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Files of an attempt of no committed step, or a root set aside; `left_alone` are the other keys beside them."""
+    """Files of an attempt of no committed step, or a root in quarantine; `left_alone` are other keys beside them."""
 
     name: str
     items: Sequence[ObjectInfo]
@@ -95,6 +96,9 @@ class Debris:
             if not self._names_still(step, record):
                 return found
             found.append(Orphan(f"{folder}/{attempt}", own, [item.key for item in items if item not in own]))
+            self._delete([item for item in own if item.key.endswith(f"/{ASIDE_NAME}")])
+            if not self._names_still(step, record):  # a rollback was undone meanwhile
+                return found
             self._delete(own)
         damaged = self._storage.info(f"{folder}/{DAMAGED_ROOT_KEY}") if record is None else None
         if damaged is not None and self._is_old(damaged.modified_s):

@@ -2,9 +2,11 @@
 
 import json
 import time
+from collections.abc import Iterable
 
 from ckptkit.format.keys import PIN_KEY, ROOT_KEY, step_folder
 from ckptkit.format.saved import utc_text
+from ckptkit.runs.catalogue import ListedStep
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
 
@@ -39,6 +41,14 @@ def unpin(storage: Storage, step: int) -> bool:
     was_pinned = storage.info(pin_key(step)) is not None
     storage.delete([pin_key(step)])
     return was_pinned
+
+
+def refuse_pinned(storage: Storage, listed: Iterable[ListedStep]) -> None:
+    """Raise UserError if any of some steps is pinned."""
+    if pinned := [each.step for each in listed if each.is_pinned]:
+        numbers, urls = ", ".join(map(str, pinned)), [f"{storage.url}/{step_folder(step)}" for step in pinned]
+        what = f"step {numbers} of {storage.url} is" if not pinned[1:] else f"steps {numbers} of {storage.url} are"
+        raise UserError(f"{what} pinned", hint=f"ckptkit unpin {' '.join(urls)}")
 
 
 def pin_note(storage: Storage, step: int) -> str | None:

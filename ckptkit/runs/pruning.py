@@ -15,11 +15,11 @@ import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckptkit.format.keys import DAMAGED_ROOT_KEY, attempt_of, step_folder
+from ckptkit.format.keys import ASIDE_NAME, DAMAGED_ROOT_KEY, attempt_of, step_folder
 from ckptkit.loading.roots import at_once, root_info, root_key
-from ckptkit.runs.catalogue import ListedStep, committed_roots, listed_steps
+from ckptkit.runs.catalogue import ListedStep, committed_roots, listed_steps, no_step
 from ckptkit.runs.debris import Debris
-from ckptkit.runs.pins import pin_key
+from ckptkit.runs.pins import pin_key, refuse_pinned
 from ckptkit.runs.record import Records, StepRecord
 from ckptkit.runs.retention import Retention, expired, places_filled, reasons_to_keep
 from ckptkit.runs.temporaries import Temporary, temporaries
@@ -74,6 +74,33 @@ def prune(
     pruning = _Pruning(storage, PruneReport(storage.url, dry_run))
     found = pruning.expire(listed, records or Records(storage), policy, needed)
     pruning.sweep(listed, found, orphans_older_than_s)
+    return pruning.report
+
+
+def remove(storage: Storage, steps: Collection[int], *, newest_too: bool = False, dry_run: bool = False) -> PruneReport:
+    """Delete committed steps of a run as a prune does; UserError, before any goes, if one is pinned or not committed.
+
+    So is the newest good step, or the newest where none is good, unless `newest_too`. The report's `kept` are the
+    steps that stay because the run changed meanwhile. Of a step whose root cannot be read the root alone goes: the next
+    sweep takes its files.
+    """
+    listed, records = listed_steps(storage), Records(storage)
+    found = judged(records.of(listed), records, Retention(keep_last=1))
+    committed = [record.step for record in found]
+    if unknown := sorted(set(steps) - set(committed)):
+        raise no_step(storage, unknown[0])
+    refuse_pinned(storage, [each for each in listed if each.step in steps])
+    newest: int | None = max([record.step for record in found if record.is_good] or committed, default=None)
+    if newest is not None and newest in steps:
+        if not newest_too:
+            what = "the only step" if len(found) == 1 else "the newest good step"
+            raise UserError(
+                f"step {newest} is {what} of {storage.url}",
+                hint=f"to lose it: ckptkit rm {storage.url}/{step_folder(newest)} --newest-too",
+            )
+        newest = None
+    pruning = _Pruning(storage, PruneReport(storage.url, dry_run))
+    pruning.delete([record for record in found if record.step in steps], listed, newest)
     return pruning.report
 
 
@@ -134,16 +161,19 @@ class _Pruning:
         self.report.kept = {step: why for step, why in reasons_to_keep(found, policy).items() if why}
         newest_good = max((record.step for record in found if record.is_good), default=-1)
         going = set(expired(found, policy)) - set(needed)
-        doomed = [record for record in found if record.step in going]
+        self.delete([record for record in found if record.step in going], listed, newest_good)
+        return found
+
+    def delete(self, doomed: Sequence[StepRecord], listed: Sequence[ListedStep], needed: int | None) -> None:
+        """Delete steps as long as another one, which is needed then, is committed; or report that they would go."""
         if self.report.dry_run:
             by_step = {each.step: each for each in listed}
             for record in doomed:
                 self._foretell(record, by_step[record.step])
-            return found
+            return
         at_a_time = STEPS_AT_A_TIME if self._storage.local_path("any") is None else 1
         for at in range(0, len(doomed), at_a_time):
-            self._delete_steps(doomed[at : at + at_a_time], newest_good)
-        return found
+            self._delete_steps(doomed[at : at + at_a_time], needed)
 
     def sweep(self, listed: Sequence[ListedStep], found: Sequence[StepRecord], older_than_s: float | None) -> None:
         """Delete what uncommitted saves left, given what was listed and what of it was committed."""
@@ -166,17 +196,19 @@ class _Pruning:
             self.report.left_alone += listed.unknown
             self._add_hidden(self._hidden_of(record))
 
-    def _delete_steps(self, batch: Sequence[StepRecord], newest_good: int) -> None:
+    def _delete_steps(self, batch: Sequence[StepRecord], newest_good: int | None) -> None:
         """Delete steps, their roots first, unless the run changed since it was read.
 
         The last look for pins comes after the deletion, as that of `pin` for the root comes after the pin is put.
         """
         storage, report = self._storage, self.report
-        if root_info(storage, newest_good) is None:
+        if newest_good is not None and root_info(storage, newest_good) is None:
             why = f"step {newest_good}, the newest good one, went away meanwhile"
             report.kept |= {record.step: [why] for record in batch}
             return
         doomed = [each for each in at_once(self._look, batch) if each is not None]
+        if half_aside := [key for each in doomed for key in each.own if key.endswith(f"/{ASIDE_NAME}")]:
+            storage.delete(half_aside)  # left by killed rollbacks: no undoing brings back what goes here
         storage.delete([root_key(each.record.step) for each in doomed if not each.is_link])
         gone = []
         for each, pin in zip(

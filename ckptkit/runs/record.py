@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.format.keys import writer_of
+from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import at_once, read_root, root_info
@@ -127,14 +128,17 @@ class Records:
         )
 
 
-def what_is_wrong(storage: Storage, step: int, info: ObjectInfo) -> str:
+def what_is_wrong(storage: Storage, step: int, info: ObjectInfo | None, *, aside: bytes = b"") -> str:
     """Return what is wrong with a step whose root was found, empty where nothing is; StorageError if reading failed.
+
+    `aside` is the root of a step that is set aside, as it is stored.
 
     That is as far as it shows without reading data: each file that the root names is there with its size, in one
     listing; each part index has the digest that the root records; their chunks cover each tensor exactly once.
     """
     try:
-        with CheckpointReader(storage, step, root=read_root(storage, step, info=info)) as reader:
+        root = Root.from_bytes(aside, f"step {step}") if aside else read_root(storage, step, info=info)
+        with CheckpointReader(storage, step, root=root) as reader:
             if faults := [f"{key} {fault}" for key, fault in reader.size_faults().items()]:
                 return faults[0] + (f", and {len(faults) - 1} more files" if faults[1:] else "")
             _check_cover(reader)

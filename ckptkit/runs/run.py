@@ -1,4 +1,4 @@
-"""Run: the committed steps at one URL; where a trainer, a tool or a notebook finds, reads and quarantines them.
+"""Run: the committed steps at one URL; where a trainer, a tool or a notebook finds, reads, removes and sets them aside.
 
 Nothing is remembered between calls: each derives what is committed from the storage, `newest` by one listing and a few
 lookups. Any process and thread may hold a Run.
@@ -9,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from ckptkit.format.address import split_address
-from ckptkit.format.keys import DAMAGED_ROOT_KEY, step_folder
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Exchange
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore
-from ckptkit.loading.roots import is_medium_error, newest_first, read_root, root_info, root_key
+from ckptkit.loading.roots import newest_first, read_root, root_info, root_key
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps, no_step
-from threefold.errors import StorageError
+from ckptkit.runs.pruning import PruneReport, remove
+from ckptkit.runs.quarantine import quarantine
+from ckptkit.runs.rollback import RollbackReport, rollback, set_aside_after, undo_rollback
 from threefold.masking import masked
 from threefold.storage import Storage, open_storage
 from threefold.storage.local import sync_name
@@ -90,17 +91,23 @@ class Run:
 
         Its data files stay until `prune` takes them for debris. Returns False if the step was not committed.
         """
-        key, kept = root_key(step), f"{step_folder(step)}/{DAMAGED_ROOT_KEY}"
-        if root_info(self.storage, step) is None:
-            return False
-        try:
-            self.storage.copy(key, kept)
-        except StorageError as error:
-            if not is_medium_error(error):
-                raise
-            self.storage.write(kept, b"")  # the disk cannot return this root
-        self.storage.delete([key])
-        return True
+        return quarantine(self.storage, step)
+
+    def remove(self, *steps: int, newest_too: bool = False, dry_run: bool = False) -> PruneReport:
+        """Delete committed steps, roots first; UserError for pinned ones, and for the newest unless `newest_too`."""
+        return remove(self.storage, steps, newest_too=newest_too, dry_run=dry_run)
+
+    def rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
+        """Make a committed step the newest: set all newer ones aside; UserError if one of them is pinned."""
+        return rollback(self.storage, step, dry_run=dry_run)
+
+    def set_aside_after(self, step: int, *, dry_run: bool = False) -> RollbackReport:
+        """Set the steps after one aside, as `rollback` does, in a run that need not hold that step."""
+        return set_aside_after(self.storage, step, dry_run=dry_run)
+
+    def undo_rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
+        """Bring the steps after one back that were set aside, as far as they are whole."""
+        return undo_rollback(self.storage, step, dry_run=dry_run)
 
 
 def resolve(url: str) -> tuple[Storage, int]:

@@ -1,4 +1,5 @@
-"""A run under saves, failures, kills, prunes, pins, copies, reshards and two writers in any order, against a dict.
+"""A run under saves, failures, kills, prunes, pins, copies, reshards, removals, rollbacks and two writers in any order,
+against a dict.
 
 Whatever came before: every listed step is whole, what retention keeps is there, and a restore returns the dict's bytes.
 One process and no waiting, so that hypothesis tries hundreds of orders and shortens the one that breaks something.
@@ -6,7 +7,6 @@ One process and no waiting, so that hypothesis tries hundreds of orders and shor
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ckptkit.format.keys import ROOT_KEY, attempt_of, step_folder
+from ckptkit.format.keys import ROOT_KEY, aside_key, attempt_of, step_folder
 from ckptkit.format.seat import Seat
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import latest_step, read_root, root_info
@@ -29,18 +29,20 @@ from ckptkit.rewrite.copy import copy_step
 from ckptkit.rewrite.reshard import reshard
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.runs.pins import pin, unpin
-from ckptkit.runs.pruning import prune
+from ckptkit.runs.pruning import prune, remove
 from ckptkit.runs.record import what_is_wrong
 from ckptkit.runs.retention import Retention
+from ckptkit.runs.rollback import rollback, undo_rollback
 from tests.ckptkit.support.inline_pools import inline_pools
 from tests.ckptkit.support.programs import Killed
+from tests.ckptkit.support.run_model import Step, faulty, kept
 from tests.ckptkit.support.small_steps import LAYOUTS, half_of, hash_of, restored_value, save_rank, save_ranks
 from threefold.errors import CheckFailed, StorageError, UserError
-from threefold.storage import AlreadyExists, Storage, TemporaryFailure
-from threefold.storage.fault import Fault, FaultStorage
+from threefold.storage import AlreadyExists, Storage
 from threefold.storage.memory import MemoryStorage
 
 STEPS = st.integers(1, 6)
+NO_STEP = "holds no committed step|nothing is stored"
 RUNS = st.sampled_from(["run", "other"])
 A_LAYOUT = st.sampled_from(LAYOUTS)
 FAULTS = st.builds(
@@ -55,41 +57,6 @@ POLICIES = st.builds(Retention, keep_last=st.integers(0, 3), keep_every=st.sampl
 )
 
 
-@dataclass
-class Step:
-    """What the dict knows of a committed step."""
-
-    value: int
-    layout: ParallelLayout
-    is_pinned: bool = False
-
-
-class Dead(FaultStorage):
-    """A storage of which nothing more is heard once a request was met by the kill."""
-
-    def __init__(self, storage: Storage, after: int, *, served: bool) -> None:
-        super().__init__(storage, Fault(Killed(), after=after, times=1, served=served), Fault(Killed(), after=after))
-
-
-def faulty(storage: Storage, fault: tuple[str, int, bool, int]) -> Storage:
-    kind, after, served, times = fault
-    if kind == "killed":
-        return Dead(storage, after, served=served)
-    error = StorageError("refused") if kind == "refused" else TemporaryFailure("busy")
-    return FaultStorage(storage, Fault(error, after=after, times=times, served=served))
-
-
-def kept(steps: dict[int, Step], policy: Retention) -> set[int]:
-    """The steps that a policy keeps, said once more: the newest, the pinned, the last, the first of each multiple."""
-    ascending = sorted(steps)
-    stay = {step for step in ascending if steps[step].is_pinned} | set(ascending[-1:])
-    stay |= set(ascending[-policy.keep_last :] if policy.keep_last else ())
-    for step in ascending if policy.keep_every else ():
-        first = next(each for each in ascending if each // policy.keep_every == step // policy.keep_every)
-        stay |= {first} if first >= policy.keep_every else set()
-    return stay
-
-
 class RunMachine(RuleBasedStateMachine):
     """Two runs, and what each must hold."""
 
@@ -99,6 +66,7 @@ class RunMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.storages = {name: type(self).make_storage(f"memory://{name}") for name in ("run", "other")}
         self.steps: dict[str, dict[int, Step]] = {"run": {}, "other": {}}
+        self.aside: dict[str, dict[int, dict[str, Step]]] = {"run": {}, "other": {}}  # by attempt, the last at the end
         self.numbers = itertools.count(1)
 
     @rule(run=RUNS, step=STEPS, layout=A_LAYOUT)
@@ -172,6 +140,7 @@ class RunMachine(RuleBasedStateMachine):
             known = self.steps[run].get(int(folder.removeprefix("step-")))
             assert known is not None, f"{key} of no step"
             assert attempt_of(name) is None or key.startswith(tuple(named)), f"{key} of no committed attempt"
+        self.aside[run] = {}
 
     @rule(run=RUNS, step=STEPS)
     def pin(self, run: str, step: int) -> None:
@@ -181,6 +150,79 @@ class RunMachine(RuleBasedStateMachine):
             return
         pin(self.storages[run], step, "kept")
         self.steps[run][step].is_pinned = True
+
+    @rule(run=RUNS, steps=st.sets(STEPS, min_size=1, max_size=3), newest_too=st.booleans(), fault=st.none() | FAULTS)
+    def remove(self, run: str, steps: set[int], newest_too: bool, fault: tuple[str, int, bool, int] | None) -> None:
+        """All of them go, or none as one is refused; under a fault some."""
+        known, storage = self.steps[run], self.storages[run]
+        refused = (
+            NO_STEP if steps - known.keys()
+            else "pinned" if any(known[step].is_pinned for step in steps)
+            else "is the (only|newest good) step" if max(known) in steps and not newest_too
+            else ""
+        )  # fmt: skip
+        if refused:
+            with pytest.raises(UserError, match=refused):
+                remove(storage, steps, newest_too=newest_too)
+        elif fault is None:
+            assert set(remove(storage, steps, newest_too=newest_too).deleted) == steps
+            self.steps[run] = {step: each for step, each in known.items() if step not in steps}
+        else:
+            self._survives(lambda: remove(faulty(storage, fault), steps, newest_too=newest_too))
+            there = set(committed_steps(storage))
+            assert known.keys() - steps <= there <= known.keys()
+            self.steps[run] = {step: each for step, each in known.items() if step in there}
+
+    @rule(run=RUNS, step=STEPS, fault=st.none() | FAULTS)
+    def rollback(self, run: str, step: int, fault: tuple[str, int, bool, int] | None) -> None:
+        """Newer steps are set aside, newest first; under a fault some of them."""
+        known, storage = self.steps[run], self.storages[run]
+        newer = {each for each in known if each > step}
+        if step not in known or any(known[each].is_pinned for each in newer):
+            with pytest.raises(UserError, match="pinned" if step in known else NO_STEP):
+                rollback(storage, step)
+            return
+        attempts = {each: read_root(storage, each).attempt for each in newer}
+        if fault is None:
+            assert set(rollback(storage, step).set_aside) == newer
+        else:
+            self._survives(lambda: rollback(faulty(storage, fault), step))
+        there = set(committed_steps(storage))
+        gone = newer - there
+        assert there == known.keys() - gone
+        assert max(newer & there, default=0) < min(gone, default=9)
+        assert fault is not None or gone == newer
+        for each in gone:
+            assert storage.info(aside_key(each, attempts[each]))
+            found = self.aside[run].setdefault(each, {})
+            found.pop(attempts[each], None)
+            found[attempts[each]] = known.pop(each)
+
+    @rule(run=RUNS, step=STEPS, fault=st.none() | FAULTS)
+    def undo_rollback(self, run: str, step: int, fault: tuple[str, int, bool, int] | None) -> None:
+        """What was set aside last of each newer step comes back, unless one of them was saved again."""
+        known, storage = self.steps[run], self.storages[run]
+        expected: dict[int, str] = {}
+        for each, tries in self.aside[run].items():
+            for attempt in [*tries]:
+                if storage.info(aside_key(each, attempt)) is None:  # committed by a copy, and then deleted
+                    del tries[attempt]
+            if each <= step or not tries:
+                continue
+            if each not in known:
+                expected[each] = [*tries][-1]
+            elif storage.info(aside_key(each, read_root(storage, each).attempt)) is None:
+                with pytest.raises(UserError, match="was saved again"):
+                    undo_rollback(storage, step)
+                return
+        if fault is None:
+            assert set(undo_rollback(storage, step).brought_back) >= expected.keys()
+        else:
+            self._survives(lambda: undo_rollback(faulty(storage, fault), step))
+        there = set(committed_steps(storage))
+        assert known.keys() <= there <= known.keys() | expected.keys()
+        for each in there - known.keys():
+            known[each] = self.aside[run][each].pop(expected[each])
 
     @rule(run=RUNS, step=STEPS)
     def unpin(self, run: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""ls, best, pin, unpin and prune as typed: tables, JSON, exit codes, and one clear error for what cannot be."""
+"""ls, best, pin, unpin, rm, rollback and prune as typed: tables, JSON, exit codes, one clear error for each fault."""
 
 import json
 from pathlib import Path
@@ -219,6 +219,55 @@ def test_what_prune_refuses(capsys: Capture, run: str) -> None:
     assert_refused(call(capsys, "prune", run, "--keep-last", "-1"), 2, "keep-last")
     assert_refused(call(capsys, "prune", run, "--orphans-older-than", "3"), 2, "'3' is not a time such as 90m")
     assert len(rows(capsys, "ls", run)) == 5
+
+
+def test_rm_says_what_goes_and_refuses_the_rest(capsys: Capture, run: str, tmp_path: Path) -> None:
+    first, second, last = (f"{run}/step-{step:09d}" for step in (1, 2, 5))
+    call(capsys, "pin", second)
+    assert_refused(call(capsys, "rm", first, second), 2, "step 2 of", "is pinned", f"ckptkit unpin {second}")
+    assert_refused(call(capsys, "rm", first, last), 2, "step 5 is the newest good step of", "--newest-too")
+    assert_refused(call(capsys, "rm", run), 2, "is not the URL of a step", f"ckptkit ls {run}")
+    assert_refused(call(capsys, "rm", first, f"{run}/step-000000009"), 2, "holds no committed step 9")
+    write_step(open_storage(tmp_path / "other"), 1)
+    other = f"{tmp_path}/other/step-000000001"
+    assert_refused(call(capsys, "rm", first, other), 2, "is another run than", "one run at a time")
+    assert len(rows(capsys, "ls", run)) == 5
+    out = call(capsys, "rm", first, "--dry-run")[1].splitlines()
+    assert out[0].split(maxsplit=1) == ["1", "would delete"]
+    assert out[1].startswith(f"{run}: would delete 1 steps, 3 files, ")
+    assert rows(capsys, "rm", first, last, "--newest-too")["deleted"] == [1, 5]
+    assert [row["step"] for row in rows(capsys, "ls", run)] == [2, 3, 4]
+    assert not Path(first).exists()
+
+
+def test_rollback_and_its_undoing(capsys: Capture, run: str) -> None:
+    third = f"{run}/step-000000003"
+    out = call(capsys, "rollback", third, "--dry-run")[1].splitlines()
+    assert [line.split(maxsplit=1) for line in out[:2]] == [["4", "would be set aside"], ["5", "would be set aside"]]
+    assert out[2] == f"{run}: 2 steps after step 3 would be set aside"
+    assert rows(capsys, "rollback", third)["set_aside"] == [5, 4]
+    assert [row["step"] for row in rows(capsys, "ls", run)] == [1, 2, 3]
+    Path(run, "step-000000004/a1/part-00000.index").unlink()
+    found = rows(capsys, "rollback", third, "--undo", code=1)
+    assert found["brought_back"] == [5]
+    assert "part-00000.index is missing" in found["left"]["4"]
+    out = call(capsys, "rollback", third, "--undo")
+    assert (out[0], "left aside: " in out[1]) == (1, True)
+    assert [row["step"] for row in rows(capsys, "ls", run)] == [1, 2, 3, 5]
+
+
+def test_what_rollback_refuses(capsys: Capture, run: str) -> None:
+    call(capsys, "pin", f"{run}/step-000000005")
+    hint = f"ckptkit unpin {run}/step-000000005"
+    assert_refused(call(capsys, "rollback", f"{run}/step-000000003"), 2, "step 5 of", "is pinned", hint)
+    assert_refused(call(capsys, "rollback", run), 2, "is not the URL of a step", f"ckptkit ls {run}")
+    assert_refused(call(capsys, "rollback", f"{run}/step-000000009"), 2, "holds no committed step 9")
+    assert len(rows(capsys, "ls", run)) == 5
+
+
+@pytest.mark.parametrize("verb", ["rm", "rollback"])
+def test_a_step_of_a_run_that_is_not_there_is_an_error(capsys: Capture, tmp_path: Path, verb: str) -> None:
+    assert_refused(call(capsys, verb, f"{tmp_path}/none/step-000000001"), 3, f"{tmp_path}/none does not exist")
 
 
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "hash", "best", "prune", "copy", "reshard"])

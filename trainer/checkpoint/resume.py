@@ -1,8 +1,9 @@
 """How a run comes back: the newest committed step that every rank can restore.
 
 `--save` that holds a committed step wins, of several tiers the one with the newest, of equal ones the fastest; `--load`
-seeds an empty run only. Damage that one rank finds makes all ranks fall back to the same step of a slower tier, or to
-the same older one; a checkpoint of another model is refused, never skipped.
+seeds an empty run only, or names an older step of the run itself to go back to. Damage that one rank finds makes all
+ranks fall back to the same step of a slower tier, or to the same older one; a checkpoint of another model is refused,
+never skipped.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from threefold.errors import CheckFailed, UserError
 from trainer.checkpoint.load import open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation, environment
+from trainer.checkpoint.rewind import rewind, rewind_target
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
@@ -27,7 +29,11 @@ Candidate = tuple[str, int]  # run URL and step
 def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) -> Resumed:
     """Restore the newest step that all ranks can read; the start of a run if nothing was saved."""
     own = NodeLocalSteps(ranks, config, tiers)
-    found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
+    target = ranks.broadcast(ranks.on_all(lambda: rewind_target(config.checkpoint, tiers) if ranks.rank == 0 else None))
+    if target is not None:
+        found: Iterator[Candidate] = iter([(target[0], target[1])])
+    else:
+        found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
     first = next(found, None)
     if first is None:
         own.quarantine_after(-1)
@@ -40,6 +46,8 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         url, root = restore_any(ranks, engine, found, exchange, own, strict=config.checkpoint.strict)
     own.quarantine_after(root.step if url == own.url else root.step - 1)
     resumed = ranks.on_all(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
+    if tiers is not None and target is not None:
+        ranks.say(ranks.on_all(lambda: rewind(tiers, root.step) if ranks.rank == 0 else ""))
     changes = differences(root, config, ranks.device)
     ranks.say(f"resumed from step {root.step} of {url}")
     if changes:

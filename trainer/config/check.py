@@ -116,7 +116,10 @@ def schedule_faults(config: Config) -> list[Fault]:
 
 
 def tier_faults(config: Config) -> list[Fault]:
-    """Return faults in what is written of the tiers."""
+    """Return faults in what is written of the tiers, and a rewind without them."""
+    if config.checkpoint.rewind and not (config.checkpoint.load and config.checkpoint.save):
+        names = {f"checkpoint.{name}" for name in ("rewind", "load", "save")}
+        return [(names, "checkpoint.rewind needs checkpoint.load, a step of the run in checkpoint.save")]
     try:
         tiers = tiers_of(config)
     except UserError as error:

@@ -19,7 +19,14 @@ class CheckpointConfig:
         flags=["--save"],
         repeats=True,
     )
-    load: str = option("", "run or step URL that seeds the run while `save` holds no step", flags=["--load"])
+    load: str = option(
+        "", "run or step URL that seeds the run while `save` holds no step; with rewind a step of `save`",
+        flags=["--load"],
+    )  # fmt: skip
+    rewind: bool = option(
+        False, "go on from the older step of the run itself that `load` names; newer steps are set aside",
+        shorthands={"--rewind": "true"},
+    )  # fmt: skip
     save_interval: int = option(0, "save every so many steps; 0 leaves it to save_interval_s", minimum=0,
                                 flags=["--save-interval"])  # fmt: skip
     save_interval_s: float = option(

@@ -1,0 +1,158 @@
+"""Rollback: makes an older step the newest one; the newer steps are set aside, and can be brought back.
+
+To set a step aside, its root is copied into the folder of its attempt, as `rolled-back.json`, and then deleted: the
+step is not committed any more, for any reader, and may be saved again. The data files stay where they are. For a sweep
+the attempt is an orphan as young as the rollback, since an attempt is as old as its youngest file.
+
+Steps go newest first and come back oldest first, so that a killed call leaves a run that it could have stopped at, and
+the same call goes on. Pins are looked for before and after a root goes, as a prune does. Per step four small requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.format.keys import aside_key, step_folder
+from ckptkit.loading.roots import at_once, committed_attempt, is_medium_error, root_info, root_key
+from ckptkit.runs.catalogue import ListedStep, listed_steps, no_step
+from ckptkit.runs.pins import pin_key, refuse_pinned
+from ckptkit.runs.quarantine import quarantine
+from ckptkit.runs.record import what_is_wrong
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import Storage
+from threefold.storage.folders import linked_folder
+
+
+@dataclass
+class RollbackReport:
+    """Which steps after `step` a rollback set aside, or put in quarantine as they are damaged; or which ones its
+    undoing brought back, and why it left others where they are. With `dry_run`: what would be.
+    """
+
+    url: str
+    step: int
+    dry_run: bool = False
+    set_aside: list[int] = field(default_factory=list)
+    quarantined: list[int] = field(default_factory=list)
+    brought_back: list[int] = field(default_factory=list)
+    left: dict[int, str] = field(default_factory=dict)
+
+
+def rollback(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackReport:
+    """Make a committed step the newest: set all newer ones aside, once the step was seen to be whole.
+
+    UserError, before anything changes, if the step is not committed or a newer one is pinned; CheckFailed if the step
+    is damaged.
+    """
+    info = root_info(storage, step)
+    if info is None:
+        raise no_step(storage, step)
+    if problem := what_is_wrong(storage, step, info):
+        raise CheckFailed(f"step {step} of {storage.url} is damaged: {problem}", hint=f"ckptkit ls {storage.url}")
+    return set_aside_after(storage, step, dry_run=dry_run)
+
+
+def set_aside_after(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackReport:
+    """Set the committed steps after one aside, newest first, whether that one is committed or not.
+
+    UserError, before anything changes, if one of them is pinned or in a folder that is a link.
+    """
+    newer = [each for each in listed_steps(storage) if each.step > step and each.root][::-1]
+    refuse_pinned(storage, newer[::-1])
+    attempts = at_once(lambda each: _attempt_named(storage, each.step), newer)
+    for each, attempt in zip(newer, attempts, strict=True):
+        if link := linked_folder(storage, f"{step_folder(each.step)}/{attempt}"):
+            raise UserError(
+                f"{storage.url}/{link} is a link, and nothing is changed through one",
+                hint=f"ckptkit rm {storage.url}/{step_folder(each.step)}",
+            )
+    report = RollbackReport(storage.url, step, dry_run)
+    for each, attempt in zip(newer, attempts, strict=True):
+        if not dry_run:
+            _set_aside(storage, each.step, attempt)
+        (report.set_aside if attempt else report.quarantined).append(each.step)
+    return report
+
+
+def undo_rollback(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackReport:
+    """Bring the steps after one back that were set aside, oldest first; of two tries at a step the one set aside last.
+
+    A step that is not whole any more is left, and the report says why. UserError, before anything changes, if one of
+    them was saved again since.
+    """
+    report = RollbackReport(storage.url, step, dry_run)
+    aside = [each for each in listed_steps(storage) if each.step > step and each.aside]
+    attempts = [_attempt_to_return(storage, each) for each in aside]
+    for each, attempt in zip(aside, attempts, strict=True):
+        key = aside_key(each.step, attempt)
+        is_back = each.root is not None  # an earlier call was killed before it was done with the step
+        root = b"" if is_back else storage.read(key)
+        if not is_back and (problem := what_is_wrong(storage, each.step, None, aside=root)):
+            report.left[each.step] = problem
+            continue
+        report.brought_back.append(each.step)
+        if not dry_run:
+            if not is_back:
+                _bring_back(storage, each.step, key, root)
+            storage.delete([key])
+    return report
+
+
+def _attempt_named(storage: Storage, step: int) -> str:
+    """Return the attempt that a root names, empty where the root is damaged."""
+    try:
+        return committed_attempt(storage, step) or ""
+    except CheckFailed:
+        return ""
+    except StorageError as error:
+        if not is_medium_error(error):
+            raise
+        return ""
+
+
+def _set_aside(storage: Storage, step: int, attempt: str) -> None:
+    """Set one step aside, unless it was pinned meanwhile; one with a damaged root goes into quarantine.
+
+    The last look for the pin comes after the root is gone, as that of `pin` for the root comes after the pin is put.
+    """
+    if not attempt:
+        quarantine(storage, step)
+        return
+    kept = aside_key(step, attempt)
+    storage.copy(root_key(step), kept)
+    storage.delete([root_key(step)])
+    if storage.info(pin_key(step)) is not None:
+        storage.write(root_key(step), storage.read(kept), if_absent=True)
+        storage.delete([kept])
+        refuse_pinned(storage, [ListedStep(step, is_pinned=True)])
+
+
+def _attempt_to_return(storage: Storage, listed: ListedStep) -> str:
+    """Return which attempt of a step comes back: the one set aside last; UserError if the step was saved again."""
+    committed = committed_attempt(storage, listed.step) if listed.root else None
+    if committed in listed.aside:
+        return committed
+    if committed is not None:
+        url = f"{storage.url}/{step_folder(listed.step)}"
+        raise UserError(
+            f"step {listed.step} of {storage.url} was saved again since it was set aside",
+            hint=f"to lose that save: ckptkit rm {url} --newest-too",
+        )
+    return _set_aside_last(storage, listed.step, listed.aside)
+
+
+def _set_aside_last(storage: Storage, step: int, attempts: Sequence[str]) -> str:
+    if len(attempts) == 1:
+        return attempts[0]
+    infos = [(storage.info(aside_key(step, attempt)), attempt) for attempt in attempts]
+    return max((info.modified_s if info else 0.0, attempt) for info, attempt in infos)[1]
+
+
+def _bring_back(storage: Storage, step: int, key: str, root: bytes) -> None:
+    """Put a root back, unless a sweep, which looks for roots later, takes what was set aside meanwhile."""
+    storage.write(root_key(step), root, if_absent=True)
+    if storage.info(key) is None:
+        storage.write(key, root)
+        storage.delete([root_key(step)])
+        raise StorageError(
+            f"step {step} of {storage.url} was swept or brought back meanwhile", hint="run the same command again"
+        )
