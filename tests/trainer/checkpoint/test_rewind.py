@@ -8,7 +8,7 @@ import torch
 
 from ckptkit import Run, pin
 from ckptkit.loading.roots import read_root
-from tests.trainer.support.training import call, lines
+from tests.trainer.support.training import Job, call, lines
 from threefold.storage import open_storage
 
 
@@ -85,6 +85,15 @@ def test_newer_steps_are_not_set_aside_unasked(
     assert attempts(folder) == before
     assert len(lines(folder / "m.jsonl")) == 4
     assert train(job_config, folder, 4, "--load", step_of(folder, 4)) == 0
+
+
+@pytest.mark.slow
+def test_ranks_go_back_together(job_config: Path, folder: Path) -> None:
+    flags = ("--pp", 2, "--train-steps", 3, "--optim.decay-steps", 9, "--save", folder / "run", "--save-interval", 1)
+    job = Job(2, job_config, *flags, "--load", step_of(folder, 2), "--rewind", metrics=folder / "m.jsonl")
+    assert job.run().count("goes back to step 2: 2 newer steps of") == 1
+    assert [*attempts(folder)] == [1, 2, 3]
+    assert [line["step"] for line in lines(folder / "m.jsonl")] == [1, 2, 3]
 
 
 def test_a_pinned_newer_step_is_refused_before_anything_changes(
