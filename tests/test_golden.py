@@ -17,15 +17,18 @@ import datakit
 from ckptkit import Box, Piece
 from ckptkit.cli import main as ckptkit_main
 from tests.golden import make
+from tests.trainer.support.training import Job, curve
+from trainer.cli import main as trainer_main
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("*/expected.json"))
 STORES = [folder for folder in GOLDEN if (folder / "store").exists()]
-RUNS = [folder for folder in GOLDEN if (folder / "run").exists()]
+TRAININGS = [folder for folder in GOLDEN if (folder / "job.toml").exists()]
+RUNS = [folder for folder in GOLDEN if (folder / "run").exists() and folder not in TRAININGS]
 STEPS = [(folder, step) for folder in RUNS for step in make.layouts(folder.name)]
 
 
 def test_all_that_was_ever_written_is_small() -> None:
-    assert {folder.name for folder in STORES} | {folder.name for folder in RUNS} == {folder.name for folder in GOLDEN}
+    assert {*STORES, *RUNS, *TRAININGS} == set(GOLDEN)
     assert sum(path.stat().st_size for folder in GOLDEN for path in folder.rglob("*") if path.is_file()) < 1_000_000
 
 
@@ -116,3 +119,39 @@ class TestOfACheckpoint:
         assert json.loads((tmp_path / "other" / root).read_text())["version"] == 2
         about = [ckptkit_json(capsys, "inspect", url)["tensors"] for url in (source, f"{tmp_path}/other")]
         assert about[0] == about[1]
+
+
+@pytest.mark.parametrize("folder", TRAININGS, ids=lambda folder: folder.name)
+class TestOfATraining:
+    def test_one_process_goes_on_with_the_losses_of_then(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.copied(folder, tmp_path, monkeypatch)
+        assert trainer_main(["train", "job.toml", "--save", "run", "--train-steps", "8", "--metrics", "metrics"]) == 0
+        assert curve(tmp_path / "metrics") == pytest.approx(self.losses(folder, 5), rel=1e-10)
+        assert ckptkit_main(["verify", "run/step-000000004"]) == 0
+        assert ckptkit_main(["verify", "run/step-000000008"]) == 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("layout", [("--tp", 2, "--pp", 2), ("--tp", 4), ("--pp", 2)], ids=str)
+    def test_other_ranks_go_on_with_them(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[object, ...]
+    ) -> None:
+        self.copied(folder, tmp_path, monkeypatch)
+        flags = ["--save", tmp_path / "run", "--data.stores", tmp_path / "tokens", "--train-steps", 8]
+        Job(4, tmp_path / "job.toml", *layout, *flags, metrics=tmp_path / "metrics").run()
+        assert curve(tmp_path / "metrics") == pytest.approx(self.losses(folder, 5), rel=1e-10)
+
+    def test_a_run_from_the_start_has_them_all(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.copied(folder, tmp_path, monkeypatch)
+        assert trainer_main(["train", "job.toml", "--train-steps", "8", "--metrics", "metrics"]) == 0
+        assert curve(tmp_path / "metrics") == pytest.approx(self.losses(folder, 1), rel=1e-10)
+
+    def copied(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        monkeypatch.chdir(tmp_path)
+
+    def losses(self, folder: Path, first: int) -> dict[int, float]:
+        return {int(step): loss for step, loss in expected(folder, "losses").items() if int(step) >= first}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from ckptkit import Piece, TensorInfo
-from trainer.linear.weight import wide_dtype
+from trainer.ops.dtypes import wide_dtype
 from trainer.store.bucket import Bucket
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Segment

@@ -6,7 +6,6 @@ it is never rounded to the compute dtype, and the first contribution of a step o
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 
@@ -50,8 +49,3 @@ class Weight:
 def add_or_write(gradient: Tensor) -> Callable[[Tensor, bool], object]:
     """Return a contribution that is already computed."""
     return lambda out, first: out.copy_(gradient) if first else out.add_(gradient)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gradients, moments and masters."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.linear.weight import Weight, add_or_write, wide_dtype
+from trainer.linear.weight import Weight, add_or_write
 from trainer.mesh.group import Group
+from trainer.ops.dtypes import wide_dtype
 from trainer.parallel.collectives import reduce_from
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.linear.weight import Weight, add_or_write, wide_dtype
+from trainer.linear.weight import Weight, add_or_write
+from trainer.ops.dtypes import wide_dtype
 from trainer.ops.rmsnorm import rms_norm_backward, rms_norm_forward
 from trainer.store.store import ParameterStore
 

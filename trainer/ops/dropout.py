@@ -17,6 +17,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.ops import native
+from trainer.ops.dtypes import wide_dtype
 from trainer.ops.philox import MASK, philox4x32
 
 
@@ -97,7 +98,7 @@ def _plain(x: Tensor, p: float, numbers: tuple[int, ...]) -> Tensor:
     sample, position, feature = torch.meshgrid(indices, indexing="ij")
     words = torch.stack(philox4x32([feature // 4, position, sample & MASK, sample >> 32], key0, key1), -1)
     word = words.gather(-1, (feature % 4).unsqueeze(-1)).squeeze(-1)
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(wide_dtype(x.dtype))
     return torch.where(word >= int(p * 2**32), wide * (1 / (1 - p)), 0).to(x.dtype)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.ops import native
+from trainer.ops.dtypes import wide_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -33,14 +34,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Return the same in plain torch, in the same precision."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(wide_dtype(x.dtype))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return y and, for the backward, 1 / sqrt(mean(x^2) + eps) of each row; x is contiguous."""
     y = torch.empty_like(x)
-    rstd = x.new_empty(x.shape[:-1], dtype=_number(x))
+    rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
     if x.numel() > 0:
         pointers = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
         native.call("rmsnorm_forward", x, *pointers, rstd.numel(), x.shape[-1], eps)
@@ -51,10 +52,10 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tu
     """Return the gradients of x, in its dtype, and of the weight, in fp32 (fp64 for fp64); dy and x are contiguous."""
     dx = torch.empty_like(x)
     if x.numel() == 0:
-        return dx, torch.zeros_like(weight, dtype=_number(x))
+        return dx, torch.zeros_like(weight, dtype=wide_dtype(x.dtype))
     num_rows, num_cols = rstd.numel(), x.shape[-1]
     # the weight gradient and, below it, the partial sums that it is made of
-    sums = x.new_empty((1 + native.partials("rmsnorm", x, num_rows), num_cols), dtype=_number(x))
+    sums = x.new_empty((1 + native.partials("rmsnorm", x, num_rows), num_cols), dtype=wide_dtype(x.dtype))
     inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
     outputs = (dx.data_ptr(), sums.data_ptr(), sums[1].data_ptr())
     native.call("rmsnorm_backward", x, *inputs, *outputs, num_rows, num_cols)
@@ -75,7 +76,3 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = rms_norm_backward(dy.contiguous(), x, weight, rstd)
         return dx, dweight.to(weight.dtype, copy=True), None
-
-
-def _number(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.ops import native
+from trainer.ops.dtypes import wide_dtype
 from trainer.ops.rmsnorm import rms_norm_reference
 
 
@@ -51,7 +52,7 @@ def rope_turns(positions: Tensor, head_size: int, theta: float, dtype: torch.dty
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
     angles = positions.reshape(-1, 1).to(torch.float64) * theta**-exponents
-    return torch.cat([angles.cos(), angles.sin()], -1).to(_number(dtype))
+    return torch.cat([angles.cos(), angles.sin()], -1).to(wide_dtype(dtype))
 
 
 def rope(
@@ -85,7 +86,7 @@ def rope_reference(
     _check(qkv_TC, turns_TH, num_heads, num_kv_heads, norm)
     heads_TNH = qkv_TC.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads_TNH.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    wide = _number(qkv_TC.dtype)
+    wide = wide_dtype(qkv_TC.dtype)
     weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
     q, k = (
         x.to(wide) if norm is None or weight is None else rms_norm_reference(x.to(wide), weight.to(wide), norm.eps)
@@ -102,10 +103,6 @@ def turned(x_TNH: Tensor, turns_TH: Tensor | None) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_TNH.dtype)
 
 
-def _number(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _check(qkv: Tensor, turns: Tensor | None, num_heads: int, num_kv_heads: int, norm: QkNorm | None) -> None:
     num_packed = num_heads + 2 * num_kv_heads
     if qkv.dim() != 2 or num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % (2 * num_packed):
@@ -113,9 +110,9 @@ def _check(qkv: Tensor, turns: Tensor | None, num_heads: int, num_kv_heads: int,
             f"rope: qkv {list(qkv.shape)} does not hold rows of {num_heads} + 2 * {num_kv_heads} heads of an even size"
         )
     size = qkv.shape[1] // num_packed
-    if turns is not None and (turns.shape, turns.dtype) != ((len(qkv), size), _number(qkv.dtype)):
+    if turns is not None and (turns.shape, turns.dtype) != ((len(qkv), size), wide_dtype(qkv.dtype)):
         raise UserError(
-            f"rope: turns are {turns.dtype} {list(turns.shape)}, not {_number(qkv.dtype)} {[len(qkv), size]}",
+            f"rope: turns are {turns.dtype} {list(turns.shape)}, not {wide_dtype(qkv.dtype)} {[len(qkv), size]}",
             hint="make them with rope_turns(positions, head_size, theta, qkv.dtype)",
         )
     for weight in () if norm is None else (norm.q_weight, norm.k_weight):
@@ -160,7 +157,7 @@ def rope_backward(
     pointers = _Gradients(*(each.data_ptr() for each in (dq, dk, dv)), *strides)
     dweights, sums = None, None
     if norm is not None:
-        dweights = dqkv.new_empty(2, size, dtype=_number(dqkv.dtype))
+        dweights = dqkv.new_empty(2, size, dtype=wide_dtype(dqkv.dtype))
         sums = dweights.new_empty(native.partials("rope", dqkv, ctypes.byref(heads)), 2 * size)
     inputs = ctypes.byref(heads), ctypes.byref(pointers), _pointer(qkv_TC)
     native.call("rope_backward", dqkv, *inputs, dqkv.data_ptr(), _pointer(dweights), _pointer(sums))

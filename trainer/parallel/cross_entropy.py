@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.linear.weight import wide_dtype
 from trainer.mesh.group import Group
+from trainer.ops.dtypes import wide_dtype
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

@@ -15,9 +15,9 @@ from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of, tiers_of
 from trainer.data import open_blend, with_vocabulary
 from trainer.engine import DTYPES
-from trainer.linear.weight import wide_dtype
 from trainer.mesh.layout import groups_needed
 from trainer.model.table import local_runs, parameter_table
+from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import peak_live
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.schedules import SCHEDULES, rank_actions

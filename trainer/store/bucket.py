@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from trainer.linear.weight import wide_dtype
 from trainer.mesh.group import Group
+from trainer.ops.dtypes import wide_dtype
 from trainer.store.plan import BucketPlan, Segment
 
 

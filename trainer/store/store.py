@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer.config import OptimConfig
-from trainer.linear.weight import Weight, wide_dtype
+from trainer.linear.weight import Weight
 from trainer.mesh.mesh import ProcessMesh
+from trainer.ops.dtypes import wide_dtype
 from trainer.store.adamw import Slice, adamw_step
 from trainer.store.bucket import Bucket
 from trainer.store.initial import initial_values

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.ops.attention.seam import Mask
+from trainer.ops.dtypes import wide_dtype
 
 BLOCK = 128  # queries
 
@@ -27,7 +28,7 @@ class Reference:
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the result and the lse; a query that sees no key has zeros and -infinity."""
-        wide = _wide(q_TNH)
+        wide = wide_dtype(q_TNH.dtype)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         lse_NT = q_TNH.new_empty(q_TNH.shape[1], len(q_TNH), dtype=wide)
         for queries, keys, hidden, bias in _blocks(q_TNH, k_UKH, mask):
@@ -43,7 +44,7 @@ class Reference:
         self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients; those of keys are summed over blocks in the wide type."""
-        wide, scale = _wide(q_TNH), q_TNH.shape[-1] ** -0.5
+        wide, scale = wide_dtype(q_TNH.dtype), q_TNH.shape[-1] ** -0.5
         dq_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         dk_UKH, dv_UKH = (torch.zeros(k_UKH.shape, dtype=wide, device=k_UKH.device) for _ in range(2))
         for queries, keys, hidden, bias in _blocks(q_TNH, k_UKH, mask):
@@ -57,10 +58,6 @@ class Reference:
             dk_UKH[keys] += (dscores_KML.mT @ q_KMH).transpose(0, 1)
             dv_UKH[keys] += (weights_KML.mT @ dout_KMH).transpose(0, 1)
         return dq_TNH, dk_UKH.to(k_UKH.dtype), dv_UKH.to(v_UKH.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _blocks(q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
@@ -77,12 +74,13 @@ def _blocks(q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> Iterator[tuple[slice, s
             hidden_ML = distance_ML < 0
             if mask.window is not None:
                 hidden_ML |= distance_ML >= mask.window
-            bias_NML = None if mask.alibi is None else -mask.alibi.to(_wide(q_TNH)).view(-1, 1, 1) * distance_ML
+            wide = wide_dtype(q_TNH.dtype)
+            bias_NML = None if mask.alibi is None else -mask.alibi.to(wide).view(-1, 1, 1) * distance_ML
             yield slice(start, stop), keys, hidden_ML, bias_NML
 
 
 def _heads(x_LKH: Tensor) -> Tensor:
-    return x_LKH.transpose(0, 1).to(_wide(x_LKH))
+    return x_LKH.transpose(0, 1).to(wide_dtype(x_LKH.dtype))
 
 
 def _by_kv_head(x_MNH: Tensor, k_UKH: Tensor, wide: torch.dtype) -> Tensor:
