@@ -1,1 +1,1 @@
-"""Whole checkpoints read: verify, hash, inspect."""
+"""Whole checkpoints read: verify, hash, diff, inspect, statistics of values."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from ckptkit.check.slabs import fill
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.model.box import Box
-from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.slab import SLAB_BYTES, STEP_BYTES, Slab, slab_batches
 from ckptkit.model.tensor import TensorInfo, storage_order
 
@@ -51,13 +50,9 @@ def read_slabs(reader: CheckpointReader, slab_bytes: int = SLAB_BYTES) -> Iterat
     """Yield all tensors' global row-major bytes, slab by slab; the bytes are valid until the next slab is asked for."""
     buffer = np.empty(slab_bytes, np.uint8)
     for batch in slab_batches(sorted(reader.root.tensors.values(), key=storage_order), slab_bytes):
-        wanted = ChunkTable.of([
-            (slab.info, Box((0,) * len(slab.info.shape), slab.info.shape), slab.start, slab.stop) for slab in batch
-        ])  # fmt: skip
-        offsets = np.cumsum([0] + [slab.size_bytes for slab in batch])
-        reader.read(wanted, buffer.ctypes.data + offsets[:-1])
-        for slab, start, stop in zip(batch, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            yield slab, buffer[start:stop].data
+        ranges = [(slab.info, slab.start, slab.stop) for slab in batch]
+        for slab, data in zip(batch, fill(reader, ranges, buffer), strict=True):
+            yield slab, data.data
 
 
 def _total(infos: list[TensorInfo], digests: dict[str, str]) -> str:

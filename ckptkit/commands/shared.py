@@ -51,6 +51,15 @@ class OfCheckpoint(Reporting):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OfTensors:
+    """Options that choose tensors."""
+
+    only: tuple[str, ...] = option(
+        (), "only tensors of such a name, as 'optim.*'; may be repeated", repeats=True, metavar="PATTERN"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ByMetric:
     """Options that name a metric."""
 

@@ -109,9 +109,22 @@ def return_large_frees() -> None:
 
     Object storage clients take and free many; kept in the heaps of many threads they can double a program's memory.
     """
+    _mallopt(-3, GRANULE_BYTES)  # M_MMAP_THRESHOLD
+
+
+def keep_small_frees() -> None:
+    """Keep up to 8 MiB at the end of each thread's heap for what is allocated next, for the whole process; glibc only.
+
+    After `return_large_frees` a heap shrinks by whatever is freed at its end: small arrays of a long calculation then
+    come and go page by page, which takes three times as long.
+    """
+    _mallopt(-1, 8 * GRANULE_BYTES)  # M_TRIM_THRESHOLD
+
+
+def _mallopt(parameter: int, value: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-3, GRANULE_BYTES)  # M_MMAP_THRESHOLD
+        mallopt(parameter, value)
 
 
 class BlockWriter(Making):

@@ -1,19 +1,16 @@
 """Report: the statistics of stores as one HTML file that needs nothing else, with plots as inline SVG.
 
-The page is the template beside this file, which escapes all that it is given; only the plots are put in as they are.
+The page is the template beside this file; only the plots are put in as they are.
 """
 
 import os
 from collections.abc import Sequence
-from importlib.resources import files
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
-from datakit.files.durable import replace_durably
 from datakit.reports.statistics import Statistics
-from threefold.errors import UserError
 from threefold.packages import require
+from threefold.page import render_page, write_page
 
 TEMPLATE = "report.html.j2"
 
@@ -27,23 +24,19 @@ def require_plots() -> None:
 def write_report(statistics: Statistics, path: str | os.PathLike[str]) -> None:
     """Write the report, whole or not at all."""
     require_plots()
-    file = Path(path)
-    if not file.parent.is_dir():
-        raise UserError(f"there is no folder {file.parent} for the report", hint=f"mkdir -p {file.parent}")
-    replace_durably(file, render_report(statistics).encode())
+    write_page(render_report(statistics), path)
 
 
 def render_report(statistics: Statistics) -> str:
     """Return the report's HTML."""
-    from jinja2 import Environment, StrictUndefined
-
     ranges, sources = [bucket.name for bucket in statistics.histogram], statistics.source_rows
     charts = [
         _bars("documents by length", ranges, [bucket.num_documents for bucket in statistics.histogram]),
         _bars("tokens by length of their document", ranges, [bucket.num_tokens for bucket in statistics.histogram]),
     ] if statistics.lengths else []  # fmt: skip
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(files(__package__).joinpath(TEMPLATE).read_text()).render(
+    return render_page(
+        __package__,
+        TEMPLATE,
         title=", ".join(store.path for store in statistics.stores),
         stores=[
             *((store.path, store.num_documents, store.num_tokens) for store in statistics.stores),

@@ -41,6 +41,7 @@ tensors = pieces_of(SMALL, ONE, 0, None, lambda flat: torch.from_numpy(flat.copy
 restore(run, 1, tensors, tensors=SMALL)
 restore_newest(run, pieces_of(SMALL, ONE, 0), tensors=SMALL)
 for argv in (["ls", run], ["inspect", run], ["verify", run], ["verify", run, "--manifest"], ["hash", run],
+             ["diff", run, run], ["inspect", run, "--stats"],
              ["copy", run, copied], ["reshard", run, cut, "--pp", "3"], ["verify", cut]):
     assert main(argv) == 0, argv
 print("all worked")

@@ -35,6 +35,8 @@ def test_a_save_stores_and_shows_no_password(
     main(["copy", RUN, "local://me:hunter2@host/copied"])
     main(["reshard", RUN, "local://me:hunter2@host/reshard", "--dp", "2"])
     main(["inspect", "local://me:hunter2@host/nothing"])
+    main(["diff", RUN, "local://me:hunter2@host/reshard"])
+    main(["inspect", RUN, "--stats", "--json"])
     captured = capsys.readouterr()
     assert b"hunter2" not in seen + b"".join(path.read_bytes() for path in stored)
     assert "hunter2" not in captured.out + captured.err
