@@ -56,6 +56,10 @@ ckptkit hash run
 ckptkit copy run copied
 ckptkit copy run s3://bucket/run
 ckptkit reshard run resharded --tp 2
+ckptkit diff run resharded
+ckptkit inspect run --stats --html stats.html
+ckptkit rollback run/step-000000001 --dry-run
+ckptkit rm run/step-000000001 --dry-run
 ckptkit best run
 ckptkit pin run/step-000000002
 ckptkit unpin run/step-000000002

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from trainer.linear.weight import Weight, wide_dtype
+from trainer.linear.weight import Weight
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
+from trainer.ops.dtypes import wide_dtype
 
 CPU = torch.device("cpu")
 
