@@ -94,8 +94,14 @@ def test_of_two_tries_the_one_set_aside_last_comes_back() -> None:
     assert read_root(storage, 2).attempt == "a2"
 
 
-@pytest.mark.parametrize("served", [False, True])
-@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize(
+    ("served", "undo"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, True), (True, False))),
+    ],
+)
 def test_killed_at_any_request_it_leaves_a_run_and_is_continued(
     monkeypatch: pytest.MonkeyPatch, undo: bool, served: bool
 ) -> None:

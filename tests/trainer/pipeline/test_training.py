@@ -17,6 +17,7 @@ from trainer.config import Config
 from trainer.config.resolve import layout_of
 from trainer.pipeline.schedules import SCHEDULES
 
+examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
 PIPELINES = [layout for layout in LAYOUTS if layout.pp > 1 and layout.world_size <= 8]
 
 
@@ -33,9 +34,20 @@ def assert_equal_bits(runs: list[dict[str, Any]], others: list[dict[str, Any]]) 
             assert np.array_equal(piece.data, same.data), f"rank {rank}: {piece.name}"
 
 
-@settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink], max_examples=20)
+@settings(examples, max_examples=8)
 @given(config=configs(st.sampled_from(PIPELINES)))
 def test_schedules_end_with_equal_bits_on_threads(config: Config) -> None:
+    check(config)
+
+
+@pytest.mark.slow
+@settings(examples, max_examples=60)
+@given(config=configs(st.sampled_from(PIPELINES)))
+def test_many_schedules_end_with_equal_bits_on_threads(config: Config) -> None:
+    check(config)
+
+
+def check(config: Config) -> None:
     first, *others = [
         run_threads(layout_of(config).world_size, run_steps, with_schedule(config, name), 2)
         for name in sorted(SCHEDULES)
