@@ -14,6 +14,7 @@ from datakit.store.origins import Origin as Origin
 from datakit.store.shard import TokenShard as TokenShard
 from datakit.store.token_store import TokenStore as TokenStore
 from datakit.store.writer import write_store as write_store
+from datakit.stream.batch import BatchOptions as BatchOptions
 from datakit.stream.batch import HostBatch as HostBatch
 from datakit.stream.blend import Blend as Blend
 from datakit.stream.cursor import Cursor as Cursor

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from datakit.stream.batch import HostBatch
+from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
 from datakit.stream.loader import Loader
@@ -37,13 +37,10 @@ class _MicroBatches:
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor | None = None,
-        *,
-        mask_eod_loss: bool = False,
-        reset_positions: bool = False,
+        options: BatchOptions = PLAIN,
     ) -> None:
         """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
-        options = {"mask_eod_loss": mask_eod_loss, "reset_positions": reset_positions}
-        self._loader = Loader(blend, micro_batch_size, 1, dp_rank, dp_size, cursor, **options)
+        self._loader = Loader(blend, micro_batch_size, 1, dp_rank, dp_size, cursor, options)
         self._begin_here()
 
     def _begin_here(self) -> None:
@@ -56,11 +53,8 @@ class _MicroBatches:
         first = self._start.num_samples + number * loader.global_batch_size
         buffer = torch.empty(HostBatch.num_bytes(loader.shape), dtype=torch.uint8)
         loader.step_at(first, out=buffer.numpy())
-        _, *shape = loader.shape
-        wide_bytes = 24 * shape[0] * shape[1]
-        columns = buffer[:wide_bytes].view(torch.int64).view(3, *shape).unbind()
-        batch: Batch = dict(zip(("tokens", "labels", "positions"), columns))
-        batch["loss_mask"] = buffer[wide_bytes:].view(torch.float32).view(shape)
+        columns = HostBatch.split(buffer, loader.shape[1:], torch.int64, torch.float32)
+        batch: Batch = dict(zip(("tokens", "labels", "positions", "loss_mask"), columns))
         batch["cursor"] = replace(self._start, num_samples=first + loader.global_batch_size).to_json()
         return batch
 
@@ -110,10 +104,10 @@ class MapDataset(_MicroBatches, Dataset[Batch]):
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor | None = None,
-        **options: bool,
+        options: BatchOptions = PLAIN,
     ) -> None:
         """Take what StreamDataset takes, and the number of micro-batches, which is the length."""
-        super().__init__(blend, micro_batch_size, dp_rank, dp_size, cursor, **options)
+        super().__init__(blend, micro_batch_size, dp_rank, dp_size, cursor, options)
         self._num_batches = num_batches
 
     def __len__(self) -> int:

@@ -57,8 +57,7 @@ def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str,
         dp_rank,
         config.parallel.dp,
         None if cursor is None else Cursor.from_json(cursor),
-        mask_eod_loss=config.data.mask_eod_loss,
-        reset_positions=config.data.reset_positions,
+        config.data.batch_options,
     )
 
 
@@ -96,9 +95,7 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
     Out of pinned memory the copy to a GPU is only enqueued: the batch may not change before it is done.
     """
     buffer, shape = torch.from_numpy(host.buffer).to(device, non_blocking=True), host.tokens.shape
-    wide, narrow = buffer.split([24 * host.tokens.size, 4 * host.tokens.size])
-    tokens, labels, positions = wide.view(torch.int64).view(3, *shape)
-    return Batch(tokens, labels, positions, narrow.view(torch.float32).view(shape), host.first_sample)
+    return Batch(*HostBatch.split(buffer, shape, torch.int64, torch.float32), host.first_sample)
 
 
 class StepReader:

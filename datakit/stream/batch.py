@@ -1,8 +1,9 @@
-"""HostBatch: the rows of one step in one buffer of host memory, the caller's or its own."""
+"""HostBatch: the rows of one step in one buffer of host memory, the caller's or its own; BatchOptions, its options."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,21 @@ from threefold.errors import UserError
 
 BYTES_A_TOKEN = 28  # three int64 and one float32
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What positions and losses of a batch depend on besides its tokens.
+
+    `mask_eod_loss` takes the loss off the positions whose token is an end of document (they would predict the next,
+    unrelated document); `reset_positions` counts positions from 0 again after each of them.
+    """
+
+    mask_eod_loss: bool = False
+    reset_positions: bool = False
+
+
+PLAIN = BatchOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +74,17 @@ class HostBatch:
         flags = buffer.flags
         if not flags.c_contiguous or not flags.writeable or address_of(buffer) % 8:
             raise UserError("the memory of a batch is read-only, has gaps or is not aligned to 8 bytes", hint=hint)
-        tokens, labels, positions = np.ndarray((3, *shape), np.int64, buffer)
-        return cls(buffer, tokens, labels, positions, np.ndarray(shape, np.float32, buffer, 24 * math.prod(shape)))
+        return cls(buffer, *cls.split(buffer, shape, np.int64, np.float32))
+
+    @staticmethod
+    def split(buffer: Any, shape: Sequence[int], int64: Any, float32: Any) -> tuple[Any, Any, Any, Any]:
+        """Return tokens, labels, positions and loss mask as views of a buffer: a numpy array, or a tensor of torch.
+
+        `int64` and `float32` are the types of that library.
+        """
+        wide_bytes = 24 * math.prod(shape)
+        tokens, labels, positions = buffer[:wide_bytes].view(int64).reshape(3, *shape)
+        return tokens, labels, positions, buffer[wide_bytes:].view(float32).reshape(shape)
 
     @classmethod
     def allocate(cls, num_rows: int, seq_length: int) -> "HostBatch":

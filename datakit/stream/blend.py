@@ -24,7 +24,7 @@ import xxhash
 
 from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
-from datakit.stream.batch import Bytes, HostBatch
+from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.cursor import Cursor
 from datakit.stream.gather import RowSpans, gather
 from datakit.stream.permutation import Permutation, elements_at
@@ -155,14 +155,7 @@ class Blend:
             found += [self._sample_of(source, number) for number in numbers.tolist() if number < num_read]
         return np.sort(np.array(found, np.int64))
 
-    def batch(
-        self,
-        samples: npt.ArrayLike,
-        *,
-        mask_eod_loss: bool = False,
-        reset_positions: bool = False,
-        out: Bytes | None = None,
-    ) -> HostBatch:
+    def batch(self, samples: npt.ArrayLike, options: BatchOptions = PLAIN, *, out: Bytes | None = None) -> HostBatch:
         """Return the given global samples as one batch [samples, seq_length]; UserError if there are none.
 
         It is made in the memory `out`, if that is given: HostBatch.over says what fits.
@@ -170,7 +163,7 @@ class Blend:
         spans = RowSpans(self.seq_length)
         for source, start in zip(*self._starts(samples)):
             spans.add(self.stores[source], start)
-        return gather(spans, mask_eod_loss=mask_eod_loss, reset_positions=reset_positions, out=out)
+        return gather(spans, options, out)
 
     def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
         """Return what `addresses` returns, as lists: for single samples, arrays cost more than what they hold."""

@@ -8,7 +8,7 @@ from array import array
 
 from datakit.store.shard import TokenShard
 from datakit.store.token_store import TokenStore
-from datakit.stream.batch import Bytes, HostBatch
+from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.native import address_of, stream_library
 
 NO_EOD = -1
@@ -44,14 +44,8 @@ class RowSpans:
             start, remaining = start + count, remaining - count
 
 
-def gather(
-    spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False, out: Bytes | None = None
-) -> HostBatch:
-    """Make a batch [rows, seq_length], in the memory `out` if it is given.
-
-    `mask_eod_loss` takes the loss off the positions whose token is an end of document (they would predict the next,
-    unrelated document); `reset_positions` counts positions from 0 again after each of them.
-    """
+def gather(spans: RowSpans, options: BatchOptions = PLAIN, out: Bytes | None = None) -> HostBatch:
+    """Make a batch [rows, seq_length], in the memory `out` if it is given."""
     num_rows, seq_length = spans.num_rows, spans.seq_length
     batch = HostBatch.allocate(num_rows, seq_length) if out is None else HostBatch.over(out, (num_rows, seq_length))
     native = array("q")  # a dk_piece each
@@ -64,7 +58,7 @@ def gather(
     tokens, column_bytes = address_of(batch.buffer), 8 * num_tokens
     code = stream_library().dk_gather(
         native.buffer_info()[0], len(spans.table), num_rows, seq_length, eod_ids.buffer_info()[0],
-        mask_eod_loss, reset_positions, tokens, tokens + column_bytes, tokens + 2 * column_bytes,
+        options.mask_eod_loss, options.reset_positions, tokens, tokens + column_bytes, tokens + 2 * column_bytes,
         tokens + 3 * column_bytes, num_threads,
     )  # fmt: skip
     assert code == 0, "the spans of every row sum to seq_length + 1 tokens of 2 or 4 bytes"

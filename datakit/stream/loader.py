@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from datakit.store.shard import Int64s
-from datakit.stream.batch import Bytes, HostBatch
+from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
 from threefold.closing import Closing
@@ -38,9 +38,7 @@ class Loader(Closing):
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor | None = None,
-        *,
-        mask_eod_loss: bool = False,
-        reset_positions: bool = False,
+        options: BatchOptions = PLAIN,
     ) -> None:
         """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
         if min(micro_batch_size, num_microbatches) < 1 or not 0 <= dp_rank < dp_size:
@@ -52,7 +50,7 @@ class Loader(Closing):
         self._blend = blend
         self._shape = num_microbatches, micro_batch_size, blend.seq_length
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._options: dict[str, Any] = {"mask_eod_loss": mask_eod_loss, "reset_positions": reset_positions}
+        self._options = options
         self._num_samples = 0 if cursor is None else cursor.num_samples
         self._ahead: Future[HostBatch] | None = None
         self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
@@ -62,7 +60,7 @@ class Loader(Closing):
         """Pickle as the blend and the place in it; the step that was made ahead is made again."""
         num_microbatches, micro_batch_size, _ = self._shape
         shape = micro_batch_size, num_microbatches, self._dp_rank, self._dp_size
-        return partial(Loader, self._blend, *shape, self.cursor, **self._options), ()
+        return partial(Loader, self._blend, *shape, self.cursor, self._options), ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -134,12 +132,12 @@ class Loader(Closing):
 
     def sample(self, number: int) -> HostBatch:
         """Global sample `number` by itself, arrays [1, 1, seq_length]."""
-        batch = self._blend.batch([number], **self._options)
+        batch = self._blend.batch([number], self._options)
         return batch.reshaped(1, 1, self._blend.seq_length, first_sample=number)
 
     def step_at(self, first: int, out: Bytes | None = None) -> HostBatch:
         """Return this rank's rows of the step that begins at sample `first`, made at once; the cursor stays."""
-        batch = self._blend.batch(self.samples(first).ravel(), **self._options, out=out)
+        batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out)
         epochs = self._blend.epochs(first + self.global_batch_size)
         return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)
 

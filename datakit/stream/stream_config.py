@@ -14,6 +14,7 @@ from threefold.errors import UserError
 from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
 
 if TYPE_CHECKING:
+    from datakit.stream.batch import BatchOptions
     from datakit.stream.blend import Blend
 
 SAMPLE = "examples/gpt-small.toml"
@@ -64,6 +65,13 @@ class StreamConfig(BlendConfig):
     mask_eod_loss: bool = option(False, "leave the loss at end-of-document tokens out")
     reset_positions: bool = option(False, "count positions from 0 after each end of document")
     max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
+
+    @property
+    def batch_options(self) -> "BatchOptions":
+        """The options of the stream's batches."""
+        from datakit.stream.batch import BatchOptions
+
+        return BatchOptions(self.mask_eod_loss, self.reset_positions)
 
 
 @dataclass(frozen=True, slots=True)

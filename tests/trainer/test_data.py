@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from datakit import Blend, HostBatch, Loader, write_store
+from datakit import BatchOptions, Blend, HostBatch, Loader, write_store
 from tests.trainer.support.training import call, last_step
 from trainer.data import StepReader, to_device, token_fault
 from trainer.engine import Batch
@@ -80,8 +80,8 @@ def assert_same(batch: Batch, host: HostBatch) -> None:
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_on_a_cpu_the_tensors_of_each_step_are_views_of_two_buffers(stream: Blend, num_microbatches: int) -> None:
-    shape = 2, num_microbatches
-    with Loader(stream, *shape, mask_eod_loss=True) as loader, Loader(stream, *shape, mask_eod_loss=True) as plain:
+    shape, masked = (2, num_microbatches), BatchOptions(mask_eod_loss=True)
+    with Loader(stream, *shape, options=masked) as loader, Loader(stream, *shape, options=masked) as plain:
         reader, addresses = StepReader(loader, torch.device("cpu")), []
         for _ in range(100):
             batch, host = reader.to_device(reader.next_step()), plain.next_step()

@@ -65,8 +65,7 @@ class Evaluation:
         return (first + microbatches * train.micro_batch_size + np.arange(train.micro_batch_size)).ravel()
 
     def _host(self, samples: Int64s) -> HostBatch:
-        data = self._config.data
-        return self._blend.batch(samples, mask_eod_loss=data.mask_eod_loss, reset_positions=data.reset_positions)
+        return self._blend.batch(samples, self._config.data.batch_options)
 
     def _batch(self, first: int) -> Batch:
         """Return this rank's rows of the samples from `first` on; rows past the last sample carry no loss."""

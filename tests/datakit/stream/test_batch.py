@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datakit import Blend, HostBatch, write_store
+from datakit import BatchOptions, Blend, HostBatch, write_store
 from threefold.errors import UserError
 
 NUM_BYTES = 2 * 3 * 4 * 28
@@ -45,8 +45,9 @@ def test_memory_that_does_not_fit(memory: Any, message: str) -> None:
 def test_a_blend_fills_the_callers_memory(tmp_path: Path) -> None:
     blend = Blend([(write_store(tmp_path / "a", [range(40)] * 4, vocab_size=99), 1.0)], seq_length=4)
     buffer = np.full(HostBatch.num_bytes((3, 4)), 0xAA, np.uint8)
-    batch = blend.batch([7, 5, 6], mask_eod_loss=True, reset_positions=True, out=buffer)
+    options = BatchOptions(mask_eod_loss=True, reset_positions=True)
+    batch = blend.batch([7, 5, 6], options, out=buffer)
     assert batch.buffer is buffer
-    assert (buffer == blend.batch([7, 5, 6], mask_eod_loss=True, reset_positions=True).buffer).all()
+    assert (buffer == blend.batch([7, 5, 6], options).buffer).all()
     with pytest.raises(UserError, match=r"uint8\[336\], uint8\[224\] expected"):
         blend.batch([7, 5], out=buffer)

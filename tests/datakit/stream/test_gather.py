@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import TokenStore, write_store
-from datakit.stream.batch import HostBatch
+from datakit.stream.batch import BatchOptions, HostBatch
 from datakit.stream.gather import NO_EOD, RowSpans, gather
 from datakit.stream.native import stream_library
 
@@ -63,7 +63,7 @@ def test_native_equals_reference(
         start = data.draw(st.integers(0, store.num_tokens - seq_length - 1))
         spans.add(store, start)
         expected.append(store.tokens(start, start + seq_length + 1))
-    native = gather(spans, mask_eod_loss=mask, reset_positions=reset)
+    native = gather(spans, BatchOptions(mask, reset))
     reference = gather_reference(spans, mask_eod_loss=mask, reset_positions=reset)
     for name in ARRAYS:
         found = getattr(native, name)
@@ -79,7 +79,7 @@ def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: 
     store = write_store(tmp_path / "a", [[1, 2, 0], [3, 0, 4, 5, 6]], vocab_size=9, eod_id=0)
     spans = RowSpans(7)
     spans.add(store, 0)
-    batch = gather(spans, mask_eod_loss=True, reset_positions=True)
+    batch = gather(spans, BatchOptions(True, True))
     assert batch.tokens.tolist() == [[1, 2, 0, 3, 0, 4, 5]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1]]

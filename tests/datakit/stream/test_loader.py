@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import Blend, Cursor, HostBatch, Loader, TokenStore, write_store
+from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, TokenStore, write_store
 from threefold.errors import CheckFailed, UserError
 
 L = 8
@@ -98,7 +98,7 @@ def test_epochs_are_counted_as_they_end(stores: list[TokenStore]) -> None:
 
 
 def test_options_reach_the_batch(blend: Blend) -> None:
-    with Loader(blend, 50, 2, mask_eod_loss=True, reset_positions=True) as loader:
+    with Loader(blend, 50, 2, options=BatchOptions(mask_eod_loss=True, reset_positions=True)) as loader:
         batch = loader.next_step()
     assert (batch.loss_mask == (batch.tokens != 0)).all()
     restarts = np.argwhere(batch.positions[..., 1:] == 0)
@@ -140,7 +140,7 @@ def test_damage_found_while_reading_ahead_is_raised_by_the_step_it_belongs_to(tm
 
 
 def test_a_loader_goes_on_in_a_process_that_unpickles_it(blend: Blend) -> None:
-    with Loader(blend, 2, 3, 1, 2, mask_eod_loss=True) as loader:
+    with Loader(blend, 2, 3, 1, 2, options=BatchOptions(mask_eod_loss=True)) as loader:
         loader.next_step()
         content = pickle.dumps(loader)
         expected = loader.next_step()
@@ -260,7 +260,7 @@ def test_a_sample_that_cannot_be(blend: Blend, number: Any) -> None:
 
 RANK_PROGRAM = """
 import sys
-from datakit import Blend, Cursor, Loader, TokenStore
+from datakit import BatchOptions, Blend, Cursor, Loader, TokenStore
 folder, rank, size, num_samples = sys.argv[1], *map(int, sys.argv[2:])
 blend = Blend([(TokenStore.open(f"{folder}/a"), 2), (TokenStore.open(f"{folder}/b"), 1)], seq_length=8, seed=5)
 with Loader(blend, 2, 12 // (2 * size), rank, size, Cursor.start(blend, num_samples)) as loader:

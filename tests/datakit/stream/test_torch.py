@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import Blend, Cursor, HostBatch, Loader, TokenStore, write_store
+from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, TokenStore, write_store
+from datakit.stream.batch import PLAIN
 from threefold.errors import CheckFailed, UserError
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
@@ -41,12 +42,16 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Blend:
 
 
 def expected(
-    blend: Blend, num: int, shape: tuple[int, int, int] = (2, 0, 1), first: int = 0, **options: bool
+    blend: Blend,
+    num: int,
+    shape: tuple[int, int, int] = (2, 0, 1),
+    first: int = 0,
+    options: BatchOptions = PLAIN,
 ) -> list[dict[str, Any]]:
     """The plain Loader's first micro-batches from sample `first` on; `shape` is rows, dp rank and dp size."""
     rows, dp_rank, dp_size = shape
     found = []
-    with Loader(blend, rows, 1, dp_rank, dp_size, Cursor.start(blend, first), **options) as loader:
+    with Loader(blend, rows, 1, dp_rank, dp_size, Cursor.start(blend, first), options) as loader:
         for _ in range(num):
             step = loader.next_step()
             found.append({name: getattr(step, name)[0] for name in ARRAYS} | {"cursor": loader.cursor.to_json()})
@@ -82,10 +87,10 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(3, 4))
 @given(shape=SHAPES, first=st.integers(0, 10**12))
 def test_items_are_the_micro_batches_of_the_loader(blend: Blend, shape: tuple[int, int, int], first: int) -> None:
     cursor = Cursor.start(blend, first)
-    options = {"mask_eod_loss": True, "reset_positions": True}
-    wanted = expected(blend, 5, shape, first, **options)
-    assert same(islice(StreamDataset(blend, *shape, cursor, **options), 5), wanted)
-    by_number = MapDataset(blend, shape[0], 5, *shape[1:], cursor, **options)
+    options = BatchOptions(mask_eod_loss=True, reset_positions=True)
+    wanted = expected(blend, 5, shape, first, options)
+    assert same(islice(StreamDataset(blend, *shape, cursor, options), 5), wanted)
+    by_number = MapDataset(blend, shape[0], 5, *shape[1:], cursor, options)
     assert same([by_number[number] for number in (3, 0, 4)], [wanted[number] for number in (3, 0, 4)])
     assert same(by_number, wanted)
 
@@ -281,7 +286,7 @@ def test_nothing_else_of_datakit_brings_torch() -> None:
 
 LOOP = """
 import json, os, sys
-from datakit import Blend, TokenStore
+from datakit import BatchOptions, Blend, TokenStore
 from datakit.torch import StreamDataset
 from torch.utils.data import DataLoader
 

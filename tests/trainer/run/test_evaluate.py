@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from datakit import BatchOptions
 from tests.trainer.support.training import ROOT, call, lines
 from trainer.data import open_blend
 from trainer.job.ranks import Ranks
@@ -61,7 +62,8 @@ def test_it_is_the_mean_of_the_token_losses(trained: Path) -> None:
     with Ranks("cpu", timeout_s=60) as ranks:
         model = TrainedModel(checkpoint, ranks)
         found = Evaluation(config, model.engine, model.mesh).run()
-    host = open_blend(config.data.valid, config, name="data.valid").batch(np.arange(10), mask_eod_loss=True)
+    blend = open_blend(config.data.valid, config, name="data.valid")
+    host = blend.batch(np.arange(10), BatchOptions(mask_eod_loss=True))
     assert 0 < host.loss_mask.sum() < host.loss_mask.size
     tokens, labels = torch.from_numpy(host.tokens), torch.from_numpy(host.labels)
     losses = [  # each position by itself, from the logits after its prefix
