@@ -1,61 +1,106 @@
-"""The 1b model in bf16 on one GPU and as TP2 x PP2 on four, by the same command, with a save during training.
+"""Tokens/s of models and layouts on GPUs, by the command that a user types, beside another tree and peers.
 
-Prints tokens/s, MFU, the stall of the save, and the largest difference between the losses of the two layouts; then the
-four-GPU run's checkpoint is resumed on one GPU. Medians are over the steps after the fifth, saves left out.
+Each row trains for some steps on a token store of the standard library's sources; its figures are medians of the
+metrics file's steps after the warm-up. `--before TREE` trains each row with that checkout too, in turn; each `--peer`
+is a command that prints a line `RESULT ...`, run before the first row and after the last. The last call of one GPU
+profiles a step of the 1b model by kind of kernel (step.py).
 
-    python benchmarks/trainer/gpu.py --output DIR [--gpus 4] [--train-steps 20]
+    python benchmarks/trainer/gpu.py --output DIR [--rows 1b 350m] [--before TREE] [--peer "COMMAND"]...
 """
 
 import argparse
+import functools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from threefold.cli import Parser, run
+from threefold.errors import UserError
 from threefold.scratch import fresh_folder
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-CONFIG = Path(__file__).with_name("1b.toml")
-WARMUP_STEPS, SAVE_INTERVAL = 5, 8
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WARMUP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a model, its batch and its layout."""
+
+    model: str
+    micro_batch_size: int
+    global_batch_size: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def flags(self) -> list[object]:
+        sizes = ["--micro-batch-size", self.micro_batch_size, "--global-batch-size", self.global_batch_size]
+        return [HERE / f"{self.model}.toml", *sizes, "--tp", self.tp, "--pp", self.pp, "--dp", self.dp]
+
+
+ROWS = {
+    "1b": Row("1b", 8, 8),
+    "1b-two": Row("1b", 8, 16),
+    "350m": Row("350m", 32, 64),
+    "3.8b": Row("3.8b", 16, 32),
+    "1b-dp2": Row("1b", 8, 16, dp=2),
+    "1b-tp2": Row("1b", 16, 16, tp=2),
+    "1b-pp2": Row("1b", 1, 16, pp=2),
+    "1b-dp4": Row("1b", 8, 32, dp=4),
+    "1b-dp2-tp2": Row("1b", 16, 32, dp=2, tp=2),
+    "1b-dp2-pp2": Row("1b", 1, 32, dp=2, pp=2),
+    "1b-tp2-pp2": Row("1b", 2, 32, tp=2, pp=2),
+}
 
 
 def main() -> int:
     parser = Parser(prog="gpu.py", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
-    parser.add_argument("--gpus", type=int, choices=[1, 4], default=4, help="GPUs of the larger layout")
-    parser.add_argument("--train-steps", type=int, default=20, help="steps of each run")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="rows to print; all that this machine's GPUs can hold")
+    parser.add_argument("--train-steps", type=int, default=20, help="steps of each row, the first five left out")
+    parser.add_argument(
+        "--before", type=Path, metavar="TREE", help="another checkout, built in place, for each row too"
+    )
+    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="prints a line `RESULT ...`")
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
 
 def benchmark(arguments: argparse.Namespace) -> int:
-    """Train in both layouts and print the table."""
+    """Train each row and print the table."""
     output = fresh_folder(arguments.output, "gpu.py")
-    store = make_store(output)
-
-    flags = [CONFIG, "--data.stores", store, "--train-steps", arguments.train_steps, "--save-interval", SAVE_INTERVAL]
-    runs = {"one": train(output, "one", 1, *flags, "--save", output / "ckpt-one")}
-    if arguments.gpus == 4:
-        runs["four"] = train(output, "four", 4, *flags, "--tp", 2, "--pp", 2, "--save", output / "ckpt-four")
-        longer = arguments.train_steps + 4
-        flags = [CONFIG, "--data.stores", store, "--train-steps", longer, "--optim.decay-steps", arguments.train_steps]
-        runs["four, resumed on one"] = train(
-            output, "resumed", 1, *flags, "--load", output / "ckpt-four", "--save", output / "ckpt-resumed"
-        )
-    print("\nrun                   gpus  tok/s/gpu  mfu    causal  step s  comm s  bubble s  GiB    loss first -> last")
-    for name, lines in runs.items():
-        print(row(name, lines, 4 if name == "four" else 1))
-    for name, lines in runs.items():
-        for save in (line for line in lines if line.get("event") == "save"):
-            print(f"save in {name}: {json.dumps(save)}")
-    if "four" in runs:
-        one, four = losses(runs["one"]), losses(runs["four"])
-        print(f"largest relative loss difference, one against four: {max(abs(four[s] / one[s] - 1) for s in one):.1e}")
+    store, num_gpus = make_store(output), torch.cuda.device_count()
+    rows = arguments.rows or [name for name, row in ROWS.items() if row.num_gpus <= num_gpus]
+    trees = {"": ROOT} | ({"before": arguments.before.resolve()} if arguments.before else {})
+    table = [peer(command) for command in arguments.peer]
+    for name in rows:
+        for label, tree in trees.items():
+            title = f"{name} {label}".strip()
+            flags = ["--data.stores", store, "--train-steps", arguments.train_steps]
+            steps = train(tree, output / f"{title}.jsonl", ROWS[name], *flags)
+            table.append(figures(title, ROWS[name].num_gpus, steps))
+            print(table[-1], flush=True)
+    table += [peer(command) for command in arguments.peer]
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; tokens/s of each GPU")
+    print("row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    loss first -> last")
+    print("\n".join(table))
+    if num_gpus == 1:
+        python(ROOT, HERE / "step.py")
     return 0
 
 
@@ -68,45 +113,63 @@ def make_store(output: Path) -> Path:
             if text.strip() and "site-packages" not in source.parts and "dist-packages" not in source.parts:
                 out.write(json.dumps({"text": text}) + "\n")
     tokenizer, store = output / "tokenizer.json", output / "store"
-    python("datakit", "train-tokenizer", corpus, "--vocab-size", 8192, "--output", tokenizer)
-    python("datakit", "preprocess", corpus, "--output", store, "--tokenizer", tokenizer, "--append-eod", "--workers", 8)
+    python(ROOT, "-m", "datakit", "train-tokenizer", corpus, "--vocab-size", 8192, "--output", tokenizer)
+    flags = ["--tokenizer", tokenizer, "--append-eod", "--workers", os.cpu_count()]
+    python(ROOT, "-m", "datakit", "preprocess", corpus, "--output", store, *flags)
     return store
 
 
-def train(output: Path, name: str, num_gpus: int, *flags: object) -> list[dict[str, Any]]:
-    """Train; return the metrics file's lines."""
-    metrics = output / f"{name}.jsonl"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", num_gpus, "-m"] if num_gpus > 1 else []
-    python(*launcher, "trainer", "train", *flags, "--metrics", metrics)
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-
-def python(module: str, *arguments: object) -> None:
-    words = [sys.executable, "-m", module, *map(str, arguments)]
-    print("+", " ".join(Path(word).name for word in words[1:]), flush=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(words, check=True, env=environment)
-
-
-def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def train(tree: Path, metrics: Path, row: Row, *flags: object) -> list[dict[str, Any]]:
+    """Train a row with the code of `tree`; return the steps of its metrics file."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row.num_gpus]
+    start = [*(launcher if row.num_gpus > 1 else []), "-m", "trainer", "train", *row.flags, *flags]
+    python(tree, *start, "--metrics", metrics)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [line for line in lines if "event" not in line]
 
 
-def losses(lines: list[dict[str, Any]]) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in steps(lines)}
+def python(tree: Path, *arguments: object) -> None:
+    """Run Python with the packages of `tree`."""
+    words = [interpreter(tree), *map(str, arguments)]
+    print("+", " ".join(Path(word).name for word in words[1:]), flush=True)
+    subprocess.run(words, check=True, env=environment(tree), cwd=tree)
 
 
-def row(name: str, lines: list[dict[str, Any]], num_gpus: int) -> str:
-    usual = [line for line in steps(lines)[WARMUP_STEPS:] if not line["checkpoint_stall_s"]] or steps(lines)[1:]
+@functools.cache
+def interpreter(tree: Path) -> str:
+    """Return the Python of a tree: its own where it has one, else this one if it imports the tree's packages."""
+    own = tree / ".venv/bin/python"
+    found = str(own) if own.exists() else sys.executable
+    words = [found, "-c", "import trainer; print(trainer.__file__)"]
+    imported = subprocess.run(words, env=environment(tree), cwd=tree, capture_output=True, text=True).stdout.strip()
+    if not Path(imported).is_relative_to(tree):
+        raise UserError(f"{found} in {tree} imports {imported or 'no trainer'} (hint: make setup in that tree)")
+    return found
+
+
+def environment(tree: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+
+
+def peer(command: str) -> str:
+    """Run a peer; return its line of figures."""
+    output = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    found = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
+    line = found[0] if found else f"{shlex.split(command)[0]} failed: {(output.stderr or output.stdout)[-300:]!r}"
+    print(line, flush=True)
+    return line
+
+
+def figures(name: str, num_gpus: int, steps: list[dict[str, Any]]) -> str:
+    """Return the line of a row: medians of the steps after the warm-up."""
 
     def median(key: str) -> float:
-        return statistics.median(line[key] for line in usual)
+        return statistics.median(step[key] for step in steps[WARMUP_STEPS:])
 
-    first, last = steps(lines)[0]["loss"], steps(lines)[-1]["loss"]
     return (
-        f"{name:<21} {num_gpus:>4}  {median('tokens_per_s') / num_gpus:>9,.0f}  {median('mfu'):.1%}  "
-        f"{median('mfu_causal'):.1%}   {median('step_s'):.3f}   {median('comm_s'):.3f}   {median('bubble_s'):.3f}     "
-        f"{median('memory_gib'):.1f}   {first:.4f} -> {last:.4f}"
+        f"{name:<25} {median('tokens_per_s') / num_gpus:>9,.0f}  {median('mfu'):.1%}  {median('mfu_causal'):.1%}   "
+        f"{1e3 * median('step_s'):>7.1f}  {1e3 * median('comm_s'):>8.1f}  {1e3 * median('bubble_s'):>9.1f}  "
+        f"{median('memory_gib'):>5.1f}  {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     )
 
 
