@@ -5,13 +5,14 @@ Programs import these names and no other submodule:
   encodes fastest, for experts: choose_backend, open_encoder, Encoder;
 - a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
+- a store's documents in rows, without cutting the short ones: pack, PackedStore;
 - batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
   name, has datasets of them for PyTorch's DataLoader;
 - from samples to documents and back: blame, where;
 - a run's stream in its TOML file: RunStream, StreamConfig, BlendConfig, StepConfig.
 
-No folder imports one that comes later: files, text, tokenization, store, stream, dedup, preprocessing, archives,
-foreign, reports.
+No folder imports one that comes later: files, text, tokenization, store, packing, stream, dedup, preprocessing,
+archives, foreign, reports.
 """
 
 from threefold import __version__ as __version__

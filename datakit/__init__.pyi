@@ -2,6 +2,8 @@ from datakit.archives.archiving import archive as archive
 from datakit.archives.unarchiving import unarchive as unarchive
 from datakit.foreign.megatron import from_megatron as from_megatron
 from datakit.foreign.megatron import to_megatron as to_megatron
+from datakit.packing.pack import pack as pack
+from datakit.packing.packed_store import PackedStore as PackedStore
 from datakit.preprocessing.preprocess import preprocess as preprocess
 from datakit.preprocessing.recipe import Recipe as Recipe
 from datakit.reports.difference import find_difference as find_difference

@@ -34,6 +34,8 @@ datakit verify s3://bucket/store
 datakit stats store/train
 datakit stats store/train --report stats.html
 datakit merge store/train store/valid --output merged
+datakit pack store/train --seq-length 16
+datakit verify store/train/packing-best_fit-16
 datakit convert store/train --to megatron --output datasets
 datakit diff store/train store/valid
 datakit archive store/train --output archive

@@ -21,6 +21,34 @@ DK_API int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_row
                      const int64_t* eod_ids, int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels,
                      int64_t* positions, float* loss_mask, int num_threads);
 
+struct dk_packed_piece {  // consecutive tokens of one document in a packed row, in a mapped shard
+  int64_t row;
+  const void* tokens;
+  int64_t num_tokens;     // from 1 on
+  int64_t bytes_a_token;  // 2: uint16, 4: int32
+  int64_t goes_on;        // whether the document has a token after these, which is the label of the last of them
+};
+
+// Makes a batch like dk_gather of rows that hold pieces of documents and then padding; the pieces of a row have
+// seq_length tokens or fewer. Positions begin at 0 with each piece and with the padding. The loss mask is 0 at
+// the end of each document, whose next token is of another one, and in the padding. Tokens and labels of the padding, and
+// labels at ends, are the row's end of document, 0 if it has none. With mask_eod it is 0 at each end-of-document token too.
+DK_API int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
+                            const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
+                            float* loss_mask, int num_threads);
+
+// Cuts documents that follow each other from token first_token on into pieces of at most seq_length tokens, all but a
+// document's last of just so many, and returns their number; empty documents have none. -EINVAL if a length is negative
+// or seq_length is not from 1 to 2^24.
+DK_API int64_t dk_count_pieces(const int32_t* lengths, int64_t num_documents, int64_t seq_length);
+
+// Puts these pieces into rows of seq_length tokens, by best fit in decreasing order of length, or each into a row of its
+// own, and returns the number of rows. The pieces of row r are ends[r - 1] (0 of the first) up to ends[r], in the order of
+// their tokens. A piece begins at token starts[i] and has sizes[i] tokens, negated if its document goes on after it. All
+// three outputs have dk_count_pieces() elements. The same input has the same rows always. -EINVAL as above, or -ENOMEM.
+DK_API int64_t dk_pack(const int32_t* lengths, int64_t num_documents, int64_t first_token, int64_t seq_length,
+                       int best_fit, int64_t* ends, int64_t* starts, int32_t* sizes);
+
 // Sample i of a rotation falls at (step * i + theta) mod 2^62, step being 2^62 over the golden ratio. For each point, 0 to
 // 2^62, counts how many of samples 0 to num_samples - 1 fall below it; num_samples is at most 2^62. O(log) a point.
 DK_API void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num_points, int64_t num_samples,

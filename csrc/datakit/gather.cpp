@@ -61,41 +61,99 @@ void gather_row(const Batch& batch, int64_t row, const dk_piece* begin, const dk
   }
 }
 
+void fill_packed_row(const Batch& batch, int64_t row, const dk_packed_piece* begin, const dk_packed_piece* end) {
+  const int64_t length = batch.seq_length;
+  int64_t* const tokens = batch.tokens + row * length;
+  int64_t* const labels = batch.labels + row * length;
+  int64_t* const positions = batch.positions + row * length;
+  float* const loss_mask = batch.loss_mask + row * length;
+  const int64_t eod = batch.eod_ids[row];
+  const int64_t filler = std::max<int64_t>(eod, 0);
+  int64_t column = 0;
+  for (const dk_packed_piece* piece = begin; piece != end; ++piece) {
+    const int64_t count = piece->num_tokens;
+    const int64_t num_labels = count - (piece->goes_on ? 0 : 1);
+    const auto copy = piece->bytes_a_token == 2 ? widen<uint16_t> : widen<int32_t>;
+    copy(piece->tokens, count, tokens + column);
+    copy(static_cast<const uint8_t*>(piece->tokens) + piece->bytes_a_token, num_labels, labels + column);
+    for (int64_t i = 0; i < count; ++i) {
+      positions[column + i] = i;
+      loss_mask[column + i] = batch.mask_eod && tokens[column + i] == eod ? 0.0f : 1.0f;
+    }
+    column += count;
+    if (!piece->goes_on) {
+      labels[column - 1] = filler;
+      loss_mask[column - 1] = 0.0f;
+    }
+  }
+  for (int64_t i = column; i < length; ++i) {
+    tokens[i] = labels[i] = filler;
+    positions[i] = i - column;
+    loss_mask[i] = 0.0f;
+  }
+}
+
+// Finds where the pieces of each row begin; false if they break a rule. A row has `most` tokens, or fewer if allowed.
+template <typename Piece>
+bool find_rows(const Piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t most, bool may_be_short, int64_t least,
+               std::vector<const Piece*>& starts) {
+  starts.push_back(pieces);
+  const Piece* const end = pieces + num_pieces;
+  const Piece* piece = pieces;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    int64_t missing = most;
+    for (; piece != end && piece->row == row; ++piece) {
+      const bool known = piece->bytes_a_token == 2 || piece->bytes_a_token == 4;
+      if (!known || piece->num_tokens < least || piece->num_tokens > missing) return false;
+      missing -= piece->num_tokens;
+    }
+    if (missing != 0 && !may_be_short) return false;
+    starts.push_back(piece);
+  }
+  return piece == end;
+}
+
+// Calls work(row) for each row, on several threads.
+template <typename Work>
+void for_rows(int64_t num_rows, int num_threads, const Work& work) {
+  std::atomic<int64_t> next{0};
+  const auto loop = [&] {
+    for (int64_t row; (row = next++) < num_rows;) work(row);
+  };
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < std::min<int64_t>(num_threads, num_rows); ++i) {
+    try {
+      helpers.emplace_back(loop);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: those that run do all rows
+    }
+  }
+  loop();
+  for (auto& helper : helpers) helper.join();
+}
+
 }  // namespace
 
 int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length, const int64_t* eod_ids,
               int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels, int64_t* positions,
               float* loss_mask, int num_threads) {
-  if (num_rows < 0 || seq_length < 1) return -EINVAL;
-  std::vector<const dk_piece*> starts{pieces};
-  const dk_piece* const end = pieces + num_pieces;
-  const dk_piece* piece = pieces;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    int64_t missing = seq_length + 1;
-    for (; piece != end && piece->row == row; ++piece) {
-      const bool known = piece->bytes_a_token == 2 || piece->bytes_a_token == 4;
-      if (!known || piece->num_tokens < 0 || piece->num_tokens > missing) return -EINVAL;
-      missing -= piece->num_tokens;
-    }
-    if (missing != 0) return -EINVAL;
-    starts.push_back(piece);
+  std::vector<const dk_piece*> starts;
+  if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length + 1, false, 0, starts)) {
+    return -EINVAL;
   }
-  if (piece != end) return -EINVAL;
-
   const Batch batch{seq_length, eod_ids, mask_eod != 0, reset_positions != 0, tokens, labels, positions, loss_mask};
-  std::atomic<int64_t> next{0};
-  const auto work = [&] {
-    for (int64_t row; (row = next++) < num_rows;) gather_row(batch, row, starts[row], starts[row + 1]);
-  };
-  std::vector<std::thread> helpers;
-  for (int64_t i = 1; i < std::min<int64_t>(num_threads, num_rows); ++i) {
-    try {
-      helpers.emplace_back(work);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: those that run do all rows
-    }
+  for_rows(num_rows, num_threads, [&](int64_t row) { gather_row(batch, row, starts[row], starts[row + 1]); });
+  return 0;
+}
+
+int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
+                     const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
+                     float* loss_mask, int num_threads) {
+  std::vector<const dk_packed_piece*> starts;
+  if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length, true, 1, starts)) {
+    return -EINVAL;
   }
-  work();
-  for (auto& helper : helpers) helper.join();
+  const Batch batch{seq_length, eod_ids, mask_eod != 0, true, tokens, labels, positions, loss_mask};
+  for_rows(num_rows, num_threads, [&](int64_t row) { fill_packed_row(batch, row, starts[row], starts[row + 1]); });
   return 0;
 }

@@ -7,6 +7,7 @@ VERBS = (
     "verify",
     "stats",
     "merge",
+    "pack",
     "convert",
     "diff",
     "archive",

@@ -1,4 +1,4 @@
-"""`datakit verify`: check every byte of a store or archive."""
+"""`datakit verify`: check every byte of a store, an archive or a packing index."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -14,9 +14,10 @@ class Options(OfStored):
 
 
 def run(options: Options) -> int:
-    """Check every byte of a store or an archive against its manifest, and name what is damaged: the files and in a
-    local store their documents, in an archive the frames.
+    """Check every byte of a store, an archive or a packing index against its manifest, and name what is damaged: the
+    files and in a local store their documents, in an archive the frames.
     """
+    from datakit.packing.packing_index import RECORD_NAME
     from datakit.reports.verification import Fault, verify
     from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME
 
@@ -24,7 +25,8 @@ def run(options: Options) -> int:
         faults = verify(options.store)
     except CheckFailed as error:  # without sound records nothing else can be checked
         if options.json:
-            record = os.path.join(options.store, ARCHIVE_NAME if f"/{ARCHIVE_NAME}" in error.message else FILE_NAME)
+            names = (name for name in (ARCHIVE_NAME, RECORD_NAME) if f"/{name}" in error.message)
+            record = os.path.join(options.store, next(names, FILE_NAME))
             print_json({"ok": False, "faults": [asdict(Fault(record, error.message))]})
         raise
     if options.json:

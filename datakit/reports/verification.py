@@ -17,6 +17,7 @@ import xxhash
 
 from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import FileDigest, reading
+from datakit.packing.packing_index import COLUMNS, column_path, read_record
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, ShardEntry, is_plain_folder
 from datakit.store.shard import HEADER, ShardIndex
 from datakit.store.token_store import TokenStore
@@ -45,8 +46,8 @@ class Fault:
 
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
-    """All faults of a store or archive, in a folder or at a URL, none for a sound one; CheckFailed if its manifest
-    is damaged.
+    """All faults of a store, an archive, in a folder or at a URL, or a packing index, none for a sound one; CheckFailed
+    if its manifest or record is damaged.
     """
     if not is_plain_folder(os.fspath(path)):
         source = StoreSource.open(os.fspath(path))
@@ -54,6 +55,9 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
             found = [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
         return [*_record_faults(source.storage), *found]
     folder = Path(path)
+    if (index := read_record(folder)) is not None:
+        faults = ((file := column_path(folder, name), _file_fault(file, index.files[name], None)) for name in COLUMNS)
+        return [Fault(str(file), message) for file, message in faults if message]
     store = TokenStore(folder, Manifest.read(folder))
     record_faults = list(_record_faults(open_storage(folder)))
 

@@ -18,7 +18,7 @@ from datakit.files.durable import FileDigest, url_behind
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
-from datakit.store.shard import Tokens, TokenShard
+from datakit.store.shard import Int64s, Tokens, TokenShard
 from datakit.store.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError
 
@@ -164,6 +164,24 @@ class TokenStore:
         if inside < 0 or not begin <= offset_bytes < end:  # whoever walks on by documents' ends must get on
             raise self._damaged(f"{shard.idx_path} is damaged: no document holds token {token - first} of it")
         return self.document_starts[number] + inside
+
+    def num_rows(self, seq_length: int) -> int:
+        """Return how many rows of so many tokens the store's tokens make, one after the other."""
+        return max(0, (self.num_tokens - 1) // seq_length)
+
+    def row_spans(self, row: int, seq_length: int) -> list[tuple[int, int]]:
+        """Return the token addresses [start, stop) that a row reads, the label of its last token included.
+
+        Rows 0 and 1 of 4 tokens read [0, 5) and [4, 9).
+        """
+        return [(row * seq_length, (row + 1) * seq_length + 1)]
+
+    def rows_of(self, document: int, seq_length: int) -> Int64s:
+        """Return the rows that read tokens of a document."""
+        begin = self.first_token(document)
+        stop = begin + len(self.document(document))
+        first, last = max(0, -(-begin // seq_length) - 1), min((stop - 1) // seq_length, self.num_rows(seq_length) - 1)
+        return np.arange(first, last + 1 if stop > begin else first)
 
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
         """Return the files of one shard with their recorded sizes and checksums."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit.io.blocks
+import datakit.packing.native
 import datakit.stream.native
 import threefold
 from threefold.errors import UserError
@@ -50,7 +51,7 @@ def test_the_tables_are_those_of_the_headers() -> None:
     ops = pytest.importorskip("trainer.ops.native")
     tables: dict[str, Prototypes] = {
         "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
-        "datakit/datakit.h": datakit.stream.native.PROTOTYPES,
+        "datakit/datakit.h": datakit.stream.native.PROTOTYPES | datakit.packing.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
     }
     for header, table in tables.items():

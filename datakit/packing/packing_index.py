@@ -1,0 +1,213 @@
+"""PackingIndex: which pieces of which documents make each row of a store; three mapped columns and a record of them.
+
+Opening costs O(windows): the record and the files' sizes are checked, nothing else is read. The files are explained in
+docs/formats/packing-index.md. A row that contradicts itself is a CheckFailed when it is read.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+import xxhash
+
+from datakit.files.durable import FileDigest, reading
+from datakit.store.fields import Fields
+from datakit.store.manifest import Manifest, content_checksum, digest_in
+from datakit.store.shard import Int64s, map_file
+from datakit.store.token_store import TokenStore
+from threefold.errors import CheckFailed, UserError
+
+RECORD_NAME = "packing.json"
+COLUMNS = {"ends": "<i8", "starts": "<i8", "sizes": "<i4"}  # files by name, each with its type
+FORMAT = "threefold-packing-index"
+VERSION = 1
+MAX_RECORD_BYTES = 64 << 20
+PACKINGS = ("best_fit", "pad")
+
+
+class _RecordFields(Fields):
+    hint = "remove the folder, and make the index again with `datakit pack`"
+
+
+class Piece(NamedTuple):
+    """Tokens [start, start + size) of a store, all of one document, which `goes_on` after them or ends."""
+
+    start: int
+    size: int
+    goes_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRecord:
+    """What an index is of, and what it holds: `packing.json`.
+
+    `store` is the store's fingerprint and `documents` that of its documents' ends. Row r is of window w if as many rows
+    come before it; `window_rows` counts the rows of each window of documents.
+    """
+
+    store: str
+    documents: str
+    packing: str
+    seq_length: int
+    window_documents: int
+    num_documents: int
+    num_tokens: int
+    num_pieces: int
+    window_rows: tuple[int, ...]
+    files: dict[str, FileDigest]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all windows."""
+        return sum(self.window_rows)
+
+    @property
+    def num_padding(self) -> int:
+        """Places of the rows that no token takes."""
+        return self.num_rows * self.seq_length - self.num_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """XXH3-128 over the store's fingerprint and the files: equal rows of equal tokens, equal fingerprint."""
+        content = [self.store, self.packing, self.seq_length, [self.files[name].xxh3_64 for name in COLUMNS]]
+        return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
+
+    def encode(self) -> bytes:
+        """Return the content of `packing.json`."""
+        content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "num_rows": self.num_rows, **asdict(self)}
+        content["checksum"] = content_checksum(content)
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+
+    @classmethod
+    def parse(cls, path: Path | str, data: bytes) -> "PackingRecord":
+        """Check the content of the `packing.json` at a path."""
+        fields = _RecordFields.parse(path, data)
+        if fields.text("format") != FORMAT:
+            raise fields.fault(f"not the record of a packing index: format {fields.raw['format'][:80]!r}")
+        if fields.number("version") != VERSION:
+            raise fields.fault(f"it has version {fields.raw['version']}, this program reads version {VERSION}")
+        if fields.text("checksum") != content_checksum(fields.raw):
+            raise fields.fault("it is damaged: its checksum does not hold")
+        files = fields.table("files")
+        digests = {name: digest_in(files.table(name)) for name in COLUMNS}
+        record = cls(
+            fields.text("store"),
+            fields.text("documents"),
+            fields.text("packing"),
+            fields.number("seq_length"),
+            fields.number("window_documents"),
+            fields.number("num_documents"),
+            fields.number("num_tokens"),
+            fields.number("num_pieces"),
+            tuple(fields.values("window_rows")),
+            digests,
+        )
+        if record.packing not in PACKINGS or min(record.seq_length, record.window_documents) < 1:
+            raise fields.fault(f"packing {record.packing[:80]!r} into rows of {record.seq_length} tokens")
+        if len(record.window_rows) != -(-record.num_documents // record.window_documents):
+            raise fields.fault(f"{len(record.window_rows)} windows for {record.num_documents} documents")
+        if any(type(count) is not int or count < 0 for count in record.window_rows):
+            raise fields.fault("window_rows is not a list of numbers from 0")
+        for name, dtype in COLUMNS.items():
+            count = record.num_rows if name == "ends" else record.num_pieces
+            if digests[name].size_bytes != count * np.dtype(dtype).itemsize:
+                raise fields.fault(f"{digests[name].size_bytes} bytes of {name} for {count} of them")
+        return record
+
+
+class PackingIndex:
+    """An open index of one store; safe to read from several threads."""
+
+    def __init__(self, folder: Path, record: PackingRecord) -> None:
+        """Map the files of a record that was read from `folder`; only their sizes are checked."""
+        self.folder, self.record = folder, record
+        columns = {}
+        for name, dtype in COLUMNS.items():
+            data, size_bytes = map_file(column_path(folder, name)), record.files[name].size_bytes
+            if len(data) != size_bytes:
+                path = column_path(folder, name)
+                raise self._damaged(f"{path} has {len(data)} bytes, its record says {size_bytes}")
+            columns[name] = np.frombuffer(data, dtype)
+        self._ends, self._starts, self._sizes = (columns[name] for name in COLUMNS)
+        self._window_starts = [0, *accumulate(record.window_rows)]
+
+    @classmethod
+    def open(cls, folder: Path, store: TokenStore, *, packing: str, seq_length: int) -> "PackingIndex":
+        """Open the index of a store; UserError if there is none, or it is of other tokens, or packed otherwise."""
+        again = f"datakit pack {store.path} --seq-length {seq_length} --packing {packing}"
+        record = read_record(folder)
+        if record is None:
+            what = f"{store.path} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"
+            raise UserError(what, hint=again)
+        found, wanted = (record.store, record.documents), identity_of(store.manifest)
+        if found != wanted:
+            what = f"{folder} is the index of another store, of fingerprint {found[0]}: {store.path} has {wanted[0]}"
+            raise UserError(what, hint=f"{again} --output FOLDER")
+        if (record.packing, record.seq_length) != (packing, seq_length):
+            what = f"{folder} is packed by {record.packing} into rows of {record.seq_length} tokens"
+            raise UserError(f"{what}, not by {packing} into rows of {seq_length}", hint=f"{again} --output FOLDER")
+        return cls(folder, record)
+
+    @property
+    def fingerprint(self) -> str:
+        """What identifies the rows and their tokens."""
+        return self.record.fingerprint
+
+    def row(self, number: int) -> list[Piece]:
+        """Return the pieces of a row in the order of their tokens; CheckFailed if they do not make one."""
+        first = int(self._ends[number - 1]) if number else 0
+        stop = int(self._ends[number])
+        starts: list[int] = self._starts[max(first, 0) : stop].tolist()
+        sizes: list[int] = self._sizes[max(first, 0) : stop].tolist()
+        pieces = [Piece(start, abs(size), size < 0) for start, size in zip(starts, sizes)]
+        used = sum(piece.size for piece in pieces)
+        if not 0 <= first < stop <= len(self._sizes) or not 0 < used <= self.record.seq_length or not all(sizes):
+            raise self._damaged(f"{self.folder} is damaged: row {number} has {used} tokens in {stop - first} pieces")
+        return pieces
+
+    def rows_of(self, document: int, begin: int, stop: int) -> Int64s:
+        """Return the rows with pieces of a document, which is tokens [begin, stop) of the store, in their order."""
+        window = document // self.record.window_documents
+        rows = slice(*self._window_starts[window : window + 2])
+        first = int(self._ends[rows.start - 1]) if rows.start else 0
+        last = int(self._ends[rows.stop - 1]) if rows.stop else 0
+        starts = self._starts[first:last]
+        pieces = first + np.flatnonzero((starts >= begin) & (starts < stop))
+        found: Int64s = rows.start + np.searchsorted(self._ends[rows], pieces, side="right").astype(np.int64)
+        return found
+
+    def _damaged(self, what: str) -> CheckFailed:
+        return CheckFailed(what, hint=f"datakit verify {self.folder}")
+
+
+def identity_of(manifest: Manifest) -> tuple[str, str]:
+    """Return the fingerprint of a store, and that of its documents' ends."""
+    indices = [shard.idx.xxh3_64 for shard in manifest.shards]
+    return manifest.fingerprint, xxhash.xxh3_128_hexdigest(orjson.dumps(indices))
+
+
+def column_path(folder: Path, name: str) -> Path:
+    """Return the file of a column."""
+    return folder / f"{name}.bin"
+
+
+def default_folder(store: str | os.PathLike[str], packing: str, seq_length: int) -> Path:
+    """Return the folder of a store's index, if it is in the store."""
+    return Path(store) / f"packing-{packing}-{seq_length}"
+
+
+def read_record(folder: Path) -> PackingRecord | None:
+    """Return the record of the index in a folder, None if there is none."""
+    path = folder / RECORD_NAME
+    with reading(path):
+        try:
+            size_bytes = path.stat().st_size
+            if size_bytes > MAX_RECORD_BYTES:
+                raise CheckFailed(f"{path} has {size_bytes} bytes, more than the {MAX_RECORD_BYTES} it may have")
+            return PackingRecord.parse(path, path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
