@@ -16,6 +16,9 @@ struct Kernels {
                        int64_t end);
   void (*rope_backward)(int dtype, const op_heads& heads, const op_head_gradients& gradients, const void* qkv,
                         void* dqkv, void* dweights, int64_t begin, int64_t end);
+  // Rows [begin, end).
+  void (*cross_entropy_forward)(int dtype, const op_logits& logits, void* sums, int64_t begin, int64_t end);
+  void (*cross_entropy_backward)(int dtype, const op_logits& logits, const void* factors, int64_t begin, int64_t end);
   // One row: the features [first_feature, first_feature + num_features) of one global sample and position.
   void (*dropout_row)(int dtype, const void* x, void* y, const MaskKey& key, uint64_t sample, uint32_t position,
                       uint64_t first_feature, int64_t num_features);

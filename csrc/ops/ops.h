@@ -1,5 +1,5 @@
-// C ABI of the trainer's native library: RMSNorm, RoPE, dropout, normals by counter; on CPU, and on CUDA if that was
-// built.
+// C ABI of the trainer's native library: RMSNorm, RoPE, cross-entropy, dropout, normals by counter; on CPU, and on CUDA
+// if that was built.
 //
 // Tensors are dense and row-major. Every function that can fail returns 0, OP_BAD_ARGUMENT, or a positive cudaError_t.
 // CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current
@@ -71,6 +71,24 @@ OP_API int op_rope_forward_cuda(int dtype, const struct op_heads* heads, const v
 OP_API int op_rope_backward_cuda(int dtype, const struct op_heads* heads, const struct op_head_gradients* gradients,
                                  const void* qkv, void* dqkv, void* dweights, void* partials, void* stream);
 OP_API int64_t op_rope_partials_cuda(const struct op_heads* heads);
+
+// Rows of logits [num_rows, num_cols] over a part of a vocabulary, row_stride elements apart: column c is token
+// first_token + c. Columns from num_true on are padding, which is not read and whose gradient is 0.
+struct op_logits {
+  void* values;
+  int64_t num_rows, num_cols, row_stride, num_true, first_token;
+  const int64_t* labels;  // [num_rows]: tokens of the whole vocabulary
+};
+
+// sums [3, num_rows], double for OP_F64, else float, as all arithmetic: the largest logit of a row, the sum of
+// exp(logit - the largest), and the label's logit, 0 if it is not one of the columns. A row without a finite logit has
+// the lowest finite number as its largest, and a sum of 0. The logits stay as they are.
+OP_API int op_cross_entropy_forward(int dtype, const struct op_logits* logits, void* sums, int num_threads);
+// Overwrites the logits by exp(logit - maximum) * scale, less dloss at the label. `factors` [3, num_rows], of the type of
+// sums, holds maximum, scale and dloss of each row; where dloss is 0 the gradient is 0, whatever the row holds.
+OP_API int op_cross_entropy_backward(int dtype, const struct op_logits* logits, const void* factors, int num_threads);
+OP_API int op_cross_entropy_forward_cuda(int dtype, const struct op_logits* logits, void* sums, void* stream);
+OP_API int op_cross_entropy_backward_cuda(int dtype, const struct op_logits* logits, const void* factors, void* stream);
 
 // Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.

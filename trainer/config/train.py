@@ -31,4 +31,7 @@ class TrainConfig(StepConfig):
     recompute: Literal["none", "full"] = option(
         "none", "full keeps a layer's input alone for the backward, and computes the rest of the layer again"
     )
+    z_loss: float = option(
+        0.0, "times the squared log of the softmax's denominator, added to a token's loss in training", minimum=0
+    )
     eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0)

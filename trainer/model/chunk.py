@@ -28,7 +28,7 @@ class Chunk:
             self.positions = store.weight_if_any("pos.weight")
         layers = stage_layers(model.num_layers, mesh.layout.pp, mesh.coords.pp)
         self.blocks = [Block(model, store, number, mesh.tp, choices) for number in layers]
-        self.head = Head(model, store, mesh.tp) if mesh.is_last_stage else None
+        self.head = Head(config, store, mesh.tp) if mesh.is_last_stage else None
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [T]."""

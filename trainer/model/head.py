@@ -1,8 +1,9 @@
 """The head: the last norm, and logits over a vocabulary whose rows are cut over the tensor-parallel group."""
 
+import torch
 from torch import Tensor
 
-from trainer.config import ModelConfig
+from trainer.config import Config
 from trainer.linear.linear import linear
 from trainer.mesh.group import Group
 from trainer.model.norm import Norm
@@ -14,8 +15,9 @@ from trainer.store.store import ParameterStore
 class Head:
     """Norm and output matrix, which is the embedding's if they are tied."""
 
-    def __init__(self, model: ModelConfig, store: ParameterStore, group: Group) -> None:
-        self.group, self.vocab_size = group, model.vocab_size
+    def __init__(self, config: Config, store: ParameterStore, group: Group) -> None:
+        model = config.model
+        self.group, self.vocab_size, self.z_loss = group, model.vocab_size, config.train.z_loss
         self.norm = Norm(model, store, "norm")
         self.matrix = store.weight("embed.weight" if model.tie_embeddings else "head.weight")
         num_rows = self.matrix.values.shape[0]
@@ -23,11 +25,12 @@ class Head:
         self.num_true_rows = max(min(model.vocab_size - self.first_row, num_rows), 0)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Return the loss of each token, [T], the same on all ranks of the group."""
+        """Return the loss of each token, [T], the same on all ranks of the group; in training with the z-loss."""
         logits_TV = linear(copy_to(self.norm(x_TD), self.group), self.matrix)
         return vocab_cross_entropy(
-            logits_TV, labels_T, first_row=self.first_row, num_true_rows=self.num_true_rows, group=self.group
-        )
+            logits_TV, labels_T, first_row=self.first_row, num_true_rows=self.num_true_rows, group=self.group,
+            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
+        )  # fmt: skip
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, [T, vocabulary]."""

@@ -20,6 +20,7 @@ _FORWARD = (INT, POINTER, POINTER, POINTER, POINTER, INT64, INT64, DOUBLE)
 _BACKWARD = (INT, *[POINTER] * 7, INT64, INT64)
 _ROPE_FORWARD = (INT, POINTER, POINTER, POINTER, INT64)
 _ROPE_BACKWARD = (INT, *[POINTER] * 6)
+_CROSS_ENTROPY = (INT, POINTER, POINTER)
 _DROPOUT = (INT, POINTER, POINTER, INT64, INT64, INT64, POINTER)
 PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_error_text": (TEXT, INT),
@@ -32,6 +33,8 @@ PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_rope_forward": (INT, *_ROPE_FORWARD, INT),
     "op_rope_backward": (INT, *_ROPE_BACKWARD, INT),
     "op_rope_partials": (INT64, POINTER),
+    "op_cross_entropy_forward": (INT, *_CROSS_ENTROPY, INT),
+    "op_cross_entropy_backward": (INT, *_CROSS_ENTROPY, INT),
     "op_dropout": (INT, *_DROPOUT, INT),
     "op_philox": (None, POINTER, POINTER, POINTER),
     "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
@@ -43,6 +46,8 @@ CUDA_PROTOTYPES: Prototypes = {
     "op_rope_forward_cuda": (INT, *_ROPE_FORWARD, POINTER),
     "op_rope_backward_cuda": (INT, *_ROPE_BACKWARD, POINTER),
     "op_rope_partials_cuda": (INT64, POINTER),
+    "op_cross_entropy_forward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
+    "op_cross_entropy_backward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
     "op_dropout_cuda": (INT, *_DROPOUT, POINTER),
 }
 

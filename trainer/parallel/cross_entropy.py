@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut over a tensor-parallel group."""
+"""Cross-entropy over a vocabulary that is cut over a tensor-parallel group, its gradient in the logits' memory."""
 
 from typing import Any
 
@@ -6,63 +6,71 @@ import torch
 from torch import Tensor
 
 from trainer.mesh.group import Group
-from trainer.ops.dtypes import wide_dtype
-
-
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Keeps the log-softmax of this rank's rows for the backward; three small all-reduces join the parts.
-
-    lse is the log of the sum of exponentials. With a rank's own lse the log-softmax over all ranks is its own plus a
-    shift: own lse - joint lse. For example parts with lse 1.0 and 2.0 join to 2.313, with shifts -1.313 and -0.313.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int, group: Group
-    ) -> Tensor:
-        wide = wide_dtype(logits_TV.dtype)
-        logits_TV[:, num_true_rows:] = float("-inf")
-        if num_true_rows:
-            logp_TV = torch.log_softmax(logits_TV, -1, dtype=wide)
-            lse_T = logits_TV[:, 0].to(wide) - logp_TV[:, 0]
-        else:  # a rank may hold padding only
-            logp_TV = torch.full_like(logits_TV, float("-inf"), dtype=wide)
-            lse_T = torch.full_like(labels_T, float("-inf"), dtype=wide)
-        shift_T = lse_T - _joint(lse_T, group)
-        local_T = labels_T - first_row
-        is_here_T = (local_T >= 0) & (local_T < num_true_rows)
-        local_T = local_T.masked_fill(~is_here_T, 0)
-        label_T = logp_TV.gather(-1, local_T.unsqueeze(-1)).squeeze(-1) + shift_T
-        ctx.save_for_backward(logp_TV, shift_T if group.size > 1 else None, local_T, is_here_T)
-        ctx.dtype = logits_TV.dtype
-        return -group.all_reduce(label_T.masked_fill(~is_here_T, 0.0))
-
-    @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logp_TV, shift_T, local_T, is_here_T = ctx.saved_tensors
-        if shift_T is not None:
-            logp_TV.add_(shift_T.unsqueeze(-1))
-        dlogits_TV = logp_TV.exp_()  # the saved tensor is ours: reuse its memory
-        rows_T = torch.arange(len(local_T), device=local_T.device)
-        dlogits_TV[rows_T, local_T] -= is_here_T.to(dlogits_TV.dtype)  # one element a row: no sum that varies in order
-        out_TV = dlogits_TV if ctx.dtype == dlogits_TV.dtype else torch.empty_like(dlogits_TV, dtype=ctx.dtype)
-        return torch.mul(dlogits_TV, dloss_T.unsqueeze(-1), out=out_TV), None, None, None, None
-
-
-def _joint(lse_T: Tensor, group: Group) -> Tensor:
-    """Return the lse over all ranks of their own ones."""
-    if group.size == 1:
-        return lse_T
-    max_T = group.all_reduce(lse_T.clone(), "max")
-    return max_T + group.all_reduce((lse_T - max_T).exp()).log()
+from trainer.ops.cross_entropy import VocabularyPart, has_dense_rows, row_sums, write_gradient
 
 
 def vocab_cross_entropy(
-    logits_TV: Tensor, labels_T: Tensor, *, first_row: int, num_true_rows: int, group: Group
+    logits_TV: Tensor, labels_T: Tensor, *, first_row: int, num_true_rows: int, group: Group, z_loss: float = 0.0
 ) -> Tensor:
     """Return -log softmax(logits)[label] of each token, in float32 or wider, the same on every rank of the group.
 
-    logits_TV holds this rank's rows [first_row, first_row + V) of the vocabulary; columns from `num_true_rows` on are
-    padding, which is overwritten and takes no part. Its backward may run once.
+    With a z_loss that factor times the square of the log of the softmax's denominator is added. logits_TV holds this
+    rank's rows [first_row, first_row + V) of the vocabulary; columns from `num_true_rows` on are padding, which takes
+    no part. The backward overwrites the logits with their gradient, so it may run once; without it they stay.
     """
-    return _VocabCrossEntropy.apply(logits_TV, labels_T, first_row, num_true_rows, group)
+    return _VocabCrossEntropy.apply(logits_TV, labels_T, VocabularyPart(first_row, num_true_rows), group, z_loss)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, group: Group, z_loss: float
+    ) -> Tensor:
+        logits_TV = logits_TV if has_dense_rows(logits_TV) else logits_TV.contiguous()
+        labels_T = labels_T.contiguous()
+        sums_3T = joint(row_sums(logits_TV, labels_T, part), group)
+        ctx.save_for_backward(logits_TV, labels_T, sums_3T)
+        ctx.part, ctx.z_loss = part, z_loss
+        return losses(sums_3T, z_loss)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits_TV, labels_T, sums_3T = ctx.saved_tensors
+        write_gradient(logits_TV, labels_T, ctx.part, factors(sums_3T, dloss_T, ctx.z_loss))
+        torch.autograd.graph.increment_version(logits_TV)  # whoever saved the logits too gets an error
+        return logits_TV.detach(), None, None, None, None
+
+
+def joint(sums_3T: Tensor, group: Group) -> Tensor:
+    """Return the `row_sums` of the whole vocabulary for those of the ranks' parts; two all-reduces.
+
+    For example parts with the largest logits 1 and 3 and sums 1 and 1 join to 3 and 1 + exp(-2).
+    """
+    if group.size == 1:
+        return sums_3T
+    max_T = group.all_reduce(sums_3T[0].clone(), "max")
+    packed_2T = sums_3T[1:].clone()  # the sum, which is brought to the joint maximum, and the label's logit
+    packed_2T[0] *= (sums_3T[0] - max_T).exp()
+    return torch.cat([max_T.unsqueeze(0), group.all_reduce(packed_2T)])
+
+
+def losses(sums_3T: Tensor, z_loss: float) -> Tensor:
+    """Return the loss of each row from the sums of the whole vocabulary."""
+    max_T, sum_T, label_T = sums_3T
+    log_T = sum_T.log()
+    loss_T = log_T + (max_T - label_T)
+    return loss_T + z_loss * (log_T + max_T).square() if z_loss else loss_T
+
+
+def factors(sums_3T: Tensor, dloss_T: Tensor, z_loss: float) -> Tensor:
+    """Return what `write_gradient` takes if the loss of each row has the gradient dloss.
+
+    For the loss log S + M - x + z (log S + M)^2 a logit y has the gradient exp(y - M) / S * (1 + 2 z (log S + M)), less
+    1 at the label.
+    """
+    max_T, sum_T, _ = sums_3T
+    scale_T = dloss_T / sum_T
+    if z_loss:
+        scale_T = scale_T * (1 + 2 * z_loss * (sum_T.log() + max_T))
+    return torch.stack([max_T, scale_T, dloss_T])

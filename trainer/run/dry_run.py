@@ -97,7 +97,7 @@ def activation_bytes(config: Config, pp: int) -> int:
     """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
 
     A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and the inside of
-    the MLP: 2 tensors of it, 4 with SwiGLU. The last stage also keeps the logits in the wide dtype.
+    the MLP: 2 tensors of it, 4 with SwiGLU. The last stage also keeps the logits.
     """
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
@@ -110,7 +110,7 @@ def activation_bytes(config: Config, pp: int) -> int:
     in_flight = peak_live(rank_actions(parallel.schedule, parallel.pp, train.gradient_accumulation_steps, pp))
     token = num_layers * layer * in_flight * dtype.itemsize
     if pp == parallel.pp - 1:
-        token += model.vocab_size // parallel.tp * (wide_dtype(dtype).itemsize + dtype.itemsize)
+        token += model.vocab_size // parallel.tp * in_flight * dtype.itemsize
     return token * train.micro_batch_size * train.seq_length
 
 
