@@ -111,8 +111,10 @@ class _Server:
                     maintenance.prune(seat.step, order.retention, self.tier_copier.steps)
             warning = maintenance.take_warning()
             self.tier_copier.offer(order.tier_copies)
-        except (UserError, OSError) as failure:
+        except UserError as failure:
             error = str(failure)
+        except OSError as failure:  # of the arena or its signals: the storage's failures are StorageErrors
+            error = f"cannot write step {seat.step} to {seat.url}: {failure}"
         except Exception as failure:  # a fault of ours, reported like any other: the trainer goes on
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}"

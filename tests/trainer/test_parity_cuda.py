@@ -32,9 +32,10 @@ def test_gpus_repeat_one_cpu(model: str) -> None:
                 assert largest_gap(run, reference) <= BOUNDS["fp64"], str(layout)
 
 
-def test_bf16_on_a_gpu_stays_near_fp32() -> None:
-    wide = run_ranks(1, run_steps, config_for("llama", ParallelLayout(), precision="fp32"), 5)[0]
-    config = config_for("llama", ParallelLayout(), precision="bf16", device="cuda")
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_bf16_on_a_gpu_stays_near_fp32(model: str) -> None:
+    wide = run_ranks(1, run_steps, config_for(model, ParallelLayout(), precision="fp32"), 5)[0]
+    config = config_for(model, ParallelLayout(), precision="bf16", device="cuda")
     narrow = run_ranks(1, run_steps, config, 5, backend="nccl")[0]
     assert largest_gap(narrow, wide) < 2e-2
 

@@ -71,5 +71,5 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _wide(x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor]:
-    dtype = wide_dtype(x.dtype)
+    dtype = x.dtype if x.is_cuda else wide_dtype(x.dtype)  # torch's CUDA kernel takes one dtype, and rounds a sum once
     return weight.values.to(dtype), bias.values.to(dtype)
