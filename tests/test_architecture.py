@@ -21,7 +21,7 @@ BELOW = {"threefold": set(), "datakit": {"threefold"}, "ckptkit": {"threefold"},
 FOLDERS = {
     "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "closing", "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "check",
-                "rewrite", "commands"],
+                "foreign", "rewrite", "commands"],
     "datakit": ["files", "text", "tokenization", "store", "packing", "stream", "dedup", "preprocessing", "archives",
                 "foreign", "reports", "commands"],
     "trainer": [

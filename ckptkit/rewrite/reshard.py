@@ -24,12 +24,13 @@ from ckptkit.io.blocks import GRANULE_BYTES, Bytes, Columns, xxh3_64
 from ckptkit.io.data_files import DataWriter, open_writer
 from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.roots import read_root, root_info, root_key
+from ckptkit.loading.roots import committed_attempt, read_root, root_info, root_key
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns, ramps
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
 from ckptkit.model.slab import SLAB_BYTES, Slab, positions_before, slab_batches
 from ckptkit.plan.save_plan import plan_files
+from ckptkit.rewrite.room import refuse_full
 from ckptkit.writer.commit import NotCommitted, commit_root
 from threefold.cli import log
 from threefold.errors import StorageError, UserError
@@ -87,6 +88,7 @@ def reshard(
     layout: ParallelLayout,
     *,
     step: int | None = None,
+    attempt: str = "",
     slab_bytes: int = SLAB_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
     dry_run: bool = False,
@@ -96,11 +98,13 @@ def reshard(
     UserError where the layout does not divide or another step is there; one that the same call made is kept. On a
     failure nothing is committed and what was written is removed, unless it is not known whether the root was put.
     `progress` is called with the bytes done and the total. With `dry_run` all is checked and planned, but no data read
-    and nothing written.
+    and nothing written. A caller whose `attempt` follows from all that it writes makes the same files in every try; a
+    reshard's own is new each time.
     """
     started = time.monotonic()
     root, step = source.root, source.root.step if step is None else step
-    wanted = replace(root, step=step, layout=layout, attempt=f"{ATTEMPT}-{secrets.token_hex(6)}", share=None)
+    attempt = attempt or f"{ATTEMPT}-{secrets.token_hex(6)}"
+    wanted = replace(root, step=step, layout=layout, attempt=attempt, share=None)
     _check(replace(wanted, share=root.share), source.url)
     made = _made_before(storage, wanted)
     needed = read = written = 0
@@ -111,6 +115,7 @@ def reshard(
         needed = read = sum(info.size_bytes for info in partition.tensors)
         targets = _target_files(partition, layout, wanted.attempt)
         num_files, written = len(targets), sum(target.file.size_bytes for target in targets)
+        refuse_full(storage, written)
         if not dry_run:
             batches = slab_batches(partition.tensors, slab_bytes)
             _rewrite(source, storage, wanted, targets, batches, lambda done: progress(done, needed))
@@ -174,14 +179,16 @@ def _rewrite(
         writer.abort(targets)
         if not is_committing or isinstance(error, AlreadyExists | NotCommitted):  # else the root may be there
             with contextlib.suppress(StorageError):  # the first failure is the one to report
-                storage.delete(list(storage.list_keys(f"{folder}/{wanted.attempt}/")))
+                if committed_attempt(storage, wanted.step) != wanted.attempt:  # by the same call, elsewhere
+                    storage.delete(list(storage.list_keys(f"{folder}/{wanted.attempt}/")))
         raise
 
 
 def _is_reshard_of(there: Root, wanted: Root) -> bool:
-    """Whether a committed step is what an earlier call made of the same save."""
-    is_ours = there.attempt.startswith(f"{ATTEMPT}-") and there.saved is not None
-    return is_ours and there == replace(wanted, attempt=there.attempt, parts=there.parts, share=there.share)
+    """Return whether a committed step is what an earlier call made of the same save."""
+    is_reshard = there.attempt.startswith(f"{ATTEMPT}-") and there.saved is not None
+    same = replace(wanted, attempt=there.attempt, parts=there.parts, share=there.share)
+    return (is_reshard or there.attempt == wanted.attempt) and there == same
 
 
 def _target_files(partition: Partition, layout: ParallelLayout, attempt: str) -> list[_TargetFile]:

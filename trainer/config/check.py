@@ -27,12 +27,17 @@ def model_faults(config: Config) -> list[Fault]:
         "model.ffn_hidden_size": model.ffn_hidden_size or 4 * hidden,
     }
     faults: list[Fault] = []
-    if hidden % heads:
+    if hidden % heads and not model.head_size:
         text = f"model.hidden_size {hidden} is not a multiple of model.num_heads {heads}"
         faults.append(({"model.hidden_size", "model.num_heads"}, text))
-    elif model.position == "rope" and (hidden // heads) % 2:
-        text = f"model.position rope needs an even head size, got hidden_size {hidden} / num_heads {heads}"
-        faults.append(({"model.hidden_size", "model.num_heads", "model.position"}, text))
+    elif model.position == "rope" and (model.head_size or hidden // heads) % 2:
+        got = f"{model.head_size}" if model.head_size else f"hidden_size {hidden} / num_heads {heads}"
+        text = f"model.position rope needs an even head size, got {got}"
+        faults.append(({"model.hidden_size", "model.num_heads", "model.head_size", "model.position"}, text))
+    if model.rope_scaling == "llama3" and model.rope_high_factor <= model.rope_low_factor:
+        low, high = model.rope_low_factor, model.rope_high_factor
+        text = f"model.rope_high_factor {high:g} is not above model.rope_low_factor {low:g}"
+        faults.append(({"model.rope_high_factor", "model.rope_low_factor", "model.rope_scaling"}, text))
     if heads % sizes["model.num_kv_heads"]:
         text = f"model.num_heads {heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}"
         faults.append(({"model.num_heads", "model.num_kv_heads"}, text))
@@ -85,6 +90,10 @@ def data_faults(config: Config) -> list[Fault]:
             "is not masked by document: --data.reset-positions false, or --model.position learned"
         )
         faults.append(({"data.reset_positions", "model.position"}, text))
+    rows, seq_length = config.model.num_positions, config.train.seq_length
+    if config.model.position == "learned" and 0 < rows < seq_length:
+        text = f"model.num_positions {rows} is less than train.seq_length {seq_length}: --train.seq-length {rows}"
+        faults.append(({"model.num_positions", "train.seq_length"}, text))
     if config.train.eval_interval and not config.data.valid.stores:
         text = f"train.eval_interval {config.train.eval_interval} needs data.valid.stores"
         faults.append(({"train.eval_interval", "data.valid.stores"}, text))

@@ -12,8 +12,9 @@ class ModelConfig:
 
     num_layers: int = option(4, "transformer layers", minimum=1)
     hidden_size: int = option(256, "width of the residual stream", minimum=1)
-    num_heads: int = option(4, "attention heads; must divide hidden_size", minimum=1)
+    num_heads: int = option(4, "attention heads; must divide hidden_size unless head_size is set", minimum=1)
     num_kv_heads: int = option(0, "key/value heads (grouped-query attention); 0 means num_heads", minimum=0)
+    head_size: int = option(0, "width of a head; 0 means hidden_size / num_heads", minimum=0)
     ffn_hidden_size: int = option(0, "width inside the MLP; 0 means 4 * hidden_size", minimum=0)
     vocab_size: int = option(0, "tokens in the vocabulary; 0 takes the tokenizer's size from the stores", minimum=0)
     round_vocab_to: int = option(
@@ -22,9 +23,18 @@ class ModelConfig:
     norm: Literal["rmsnorm", "layernorm"] = option("rmsnorm", "normalisation before attention, MLP and head")
     norm_eps: float = option(1e-5, "added to the variance in a norm", above=0)
     position: Literal["rope", "learned", "none"] = option("rope", "how positions enter the model")
+    num_positions: int = option(0, "rows of learned positions; 0 means train.seq_length", minimum=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
+    rope_scaling: Literal["none", "linear", "llama3"] = option(
+        "none", "rotary frequencies for longer texts: all divided by rope_factor, or as in Llama 3.1"
+    )
+    rope_factor: float = option(1.0, "what rope_scaling divides frequencies by", above=0)
+    rope_low_factor: float = option(1.0, "llama3 divides frequencies of fewer turns than this in full", above=0)
+    rope_high_factor: float = option(4.0, "llama3 leaves frequencies of more turns than this as they are", above=0)
+    rope_original_length: int = option(8192, "tokens that llama3 counts the turns of a frequency in", minimum=1)
     activation: Literal["swiglu", "gelu"] = option("swiglu", "the MLP's nonlinearity")
     bias: bool = option(False, "biases in linear layers and norms")
+    qkv_bias: bool = option(False, "biases of queries, keys and values alone")
     qk_norm: bool = option(False, "normalise queries and keys of each head")
     tie_embeddings: bool = option(False, "use the embedding table as the output head")
     dropout: float = option(0.0, "dropout probability after embedding, attention and MLP", minimum=0, below=1)

@@ -16,6 +16,7 @@ def resolve(config: Config, world_size: int) -> Config:
         model=replace(
             model,
             num_kv_heads=model.num_kv_heads or model.num_heads,
+            head_size=model.head_size or model.hidden_size // model.num_heads,
             ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         ),
         parallel=replace(parallel, dp=dp),

@@ -13,7 +13,8 @@ from trainer.model.head import Head
 from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import recompute
-from trainer.ops.rope import rope_turns
+from trainer.model.rotary import rotary_frequencies
+from trainer.ops.rope import turns_at
 from trainer.store.store import ParameterStore
 
 
@@ -40,8 +41,8 @@ class Chunk:
         x_TD = self._embedded(batch) if received_TD is None else received_TD
         model = self.config.model
         if model.position == "rope":
-            head_size = model.hidden_size // model.num_heads
-            batch = replace(batch, turns_TH=rope_turns(batch.positions_T, head_size, model.rope_theta, x_TD.dtype))
+            frequencies_H = rotary_frequencies(model, device=x_TD.device)
+            batch = replace(batch, turns_TH=turns_at(batch.positions_T, frequencies_H, x_TD.dtype))
         for block in self.blocks:
             x_TD = recompute(block, x_TD, batch) if self.config.train.recompute == "full" else block(x_TD, batch)
         return x_TD

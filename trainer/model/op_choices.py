@@ -30,7 +30,7 @@ def choose_attention(
     All ranks call it: the first one chooses for all.
     """
     model, train, tp = config.model, config.train, mesh.layout.tp
-    num_tokens, head_size = train.micro_batch_size * train.seq_length, model.hidden_size // model.num_heads
+    num_tokens, head_size = train.micro_batch_size * train.seq_length, model.head_size
     q_TNH, k_TKH = (
         torch.empty(num_tokens, max(heads // tp, 1), head_size, dtype=dtype, device=mesh.device)
         for heads in (model.num_heads, model.num_kv_heads)

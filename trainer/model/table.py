@@ -26,7 +26,7 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
     table = {"embed.weight": embed}
     if model.position == "learned":
         table["pos.weight"] = Parameter(
-            (config.train.seq_length, hidden), Placement("first"), model.init_std, decays=True
+            (model.num_positions or config.train.seq_length, hidden), Placement("first"), model.init_std, decays=True
         )
     for layer in range(model.num_layers):
         table |= {f"layers.{layer}.{name}": row for name, row in _layer_rows(model, layer).items()}
@@ -40,23 +40,25 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
 
 def _layer_rows(model: ModelConfig, layer: int) -> dict[str, Parameter]:
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    head = hidden // model.num_heads
-    kv = model.num_kv_heads * head
+    head = model.head_size
+    q, kv = model.num_heads * head, model.num_kv_heads * head
     whole, column, row = Placement(layer), Placement(layer, (Cut(0),)), Placement(layer, (Cut(1),))
     kv_heads = Placement(layer, (Cut(0, max_parts=model.num_kv_heads),))
     std = model.init_std
     std_out = std / math.sqrt(2 * model.num_layers)  # of what adds to the residual stream (GPT-2)
-    attention = {"attn.q": (hidden, column), "attn.k": (kv, kv_heads), "attn.v": (kv, kv_heads)}
+    attention = {"attn.q": (q, column), "attn.k": (kv, kv_heads), "attn.v": (kv, kv_heads)}
     mlp = {"mlp.gate": (ffn, hidden)} if model.activation == "swiglu" else {}
     mlp["mlp.up"] = (ffn, hidden)
     rows = _norm_rows(model, "norm1", hidden, whole)
     for name, (size, cut) in attention.items():
         rows |= _linear_rows(model, name, (size, hidden), cut, cut, std)
+        if model.qkv_bias:
+            rows[f"{name}.bias"] = Parameter((size,), cut, 0.0)
     if model.qk_norm:
         for name in ("attn.q_norm", "attn.k_norm"):
             norm = _norm_rows(model, name, head, whole)
             rows |= {key: replace(each, is_partial=True) for key, each in norm.items()}
-    rows |= _linear_rows(model, "attn.out", (hidden, hidden), row, whole, std_out)
+    rows |= _linear_rows(model, "attn.out", (hidden, q), row, whole, std_out)
     rows |= _norm_rows(model, "norm2", hidden, whole)
     for name, shape in mlp.items():
         rows |= _linear_rows(model, name, shape, column, column, std)

@@ -57,7 +57,7 @@ def count_parameters(config: Config) -> ParameterCount:
 def token_flops(config: Config) -> TokenFlops:
     """Return the operations a token of a resolved configuration's model."""
     count, model = count_parameters(config), config.model
-    attention = 12.0 * model.num_layers * model.hidden_size * config.train.seq_length
+    attention = 12.0 * model.num_layers * model.num_heads * model.head_size * config.train.seq_length
     standard = 6.0 * (count.total - count.looked_up) + attention
     return TokenFlops(standard, 6.0 * count.total + attention, standard - attention / 2)
 

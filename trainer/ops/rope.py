@@ -51,7 +51,12 @@ def rope_turns(positions: Tensor, head_size: int, theta: float, dtype: torch.dty
     numbers a token in place of computing them.
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
-    angles = positions.reshape(-1, 1).to(torch.float64) * theta**-exponents
+    return turns_at(positions, theta**-exponents, dtype)
+
+
+def turns_at(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the same of any frequencies [H / 2], the angles of a position, in float64."""
+    angles = positions.reshape(-1, 1).to(torch.float64) * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1).to(wide_dtype(dtype))
 
 

@@ -101,9 +101,9 @@ def activation_bytes(config: Config, pp: int) -> int:
     """
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
-    kv_size = model.hidden_size // model.num_heads * model.num_kv_heads
+    q_size, kv_size = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
     inside = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size
-    layer = 4 * model.hidden_size + (2 * model.hidden_size + 2 * kv_size + inside) // parallel.tp
+    layer = 4 * model.hidden_size + (2 * q_size + 2 * kv_size + inside) // parallel.tp
     if train.recompute == "full":
         layer = model.hidden_size
     num_layers = -(-model.num_layers // parallel.pp)

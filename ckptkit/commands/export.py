@@ -1,0 +1,48 @@
+"""`ckptkit export`: make a Hugging Face folder out of a checkpoint."""
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, shown_bytes
+from threefold.cli import print_json, print_line
+from threefold.options import argument, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Reporting):
+    """Options of `ckptkit export`."""
+
+    source: str = argument("CKPT", CKPT_HELP)
+    target: str = argument("DST", "folder to make: a path or URL")
+    to: Literal["hf"] = option("hf", "what to make")
+    like: str | None = option(
+        None,
+        "folder whose config.json and tokenizer to take; default: those the run was imported with",
+        metavar="FOLDER",
+    )
+    max_shard_bytes: int = option(5_000_000_000, "bytes of tensors in a file", minimum=1, metavar="N")
+    dry_run: bool = option(False, "check everything, say what would be written, write nothing")
+
+
+def run(options: Options) -> None:
+    """Write the parameters of a checkpoint of any layout as a folder that transformers opens: safetensors files,
+    config.json, tokenizer, the values bit for bit. Neither torch nor transformers is needed. The same command goes on
+    with an export that was killed.
+    """
+    from ckptkit.rewrite.hf_export import export_folder
+    from threefold.storage import open_storage
+
+    target, like = open_storage(options.target), None if options.like is None else open_storage(options.like)
+    with opened(options.source) as reader, shown_bytes() as progress:
+        done = export_folder(
+            reader, target, like=like, max_shard_bytes=options.max_shard_bytes, progress=progress,
+            dry_run=options.dry_run,
+        )  # fmt: skip
+    if options.json:
+        print_json(asdict(done))
+    elif not done.bytes_written:
+        print_line(f"{done.url}: is there already, {done.num_files} files")
+    else:
+        did = "would be written" if done.dry_run else f"written in {done.seconds:.1f} s"
+        kept = f", {done.bytes_kept:,} were there" if done.bytes_kept else ""
+        print_line(f"{done.url}: {done.num_files} files, {done.bytes_written:,} bytes {did}{kept}")

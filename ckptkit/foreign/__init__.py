@@ -1,0 +1,1 @@
+"""Other programs' model folders, read as checkpoints: Hugging Face."""

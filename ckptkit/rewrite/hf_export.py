@@ -1,0 +1,220 @@
+"""Export: a committed step as a folder that `transformers` opens, in one pass and bounded memory.
+
+A note is put into the folder before any file and goes last; config.json comes last of the files. Killed, the same call
+goes on: files that are there in their full size under an equal note are kept, as a file has its name only once it is
+whole. Every byte that is read of the run is verified. Memory: two blocks of 64 MiB, a granule of each open file, and
+the largest tensor that the folder has with its dims in the other order, twice.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ckptkit.check.slabs import fill
+from ckptkit.io.blocks import Bytes, Columns
+from ckptkit.io.data_files import write_blocks
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.rewrite.hf_plan import Export, Outgoing, Shard, export_of
+from ckptkit.rewrite.room import refuse_full
+from threefold.errors import StorageError, UserError
+from threefold.storage import Storage, written_name
+from threefold.storage.folders import local_root
+from threefold.storage.local import keep_file
+
+NOTE, BLOCK_BYTES, MAX_SHARD_BYTES = ".export.json", 64 << 20, 5_000_000_000
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did, or would do; bytes_kept are those of files that an earlier try left."""
+
+    source: str
+    url: str
+    step: int
+    num_files: int
+    bytes_written: int
+    bytes_kept: int
+    seconds: float
+    dry_run: bool = False
+
+
+def export_folder(
+    source: CheckpointReader,
+    target: Storage,
+    *,
+    like: Storage | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+    dry_run: bool = False,
+) -> ExportReport:
+    """Write the parameters of a step into an empty folder, with config.json and the tokenizer; see `export_of`.
+
+    UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
+    after damage of the step. After a fault of the storage the same call goes on.
+    """
+    started = time.monotonic()
+    source.root.check_whole(source.url)
+    export = export_of(source, like, max_shard_bytes)
+    sizes = export.sizes
+    claim = _Claim(target, _note(source, sizes), sizes)
+    kept = claim.check(export)
+    total = sum(sizes.values())
+    refuse_full(target, total - sum(kept.values()))
+    if not dry_run and len(kept) < len(sizes):
+        done = sum(kept.values())
+        with claim:
+            for name in sizes:
+                if name in kept:
+                    keep_file(target, name)
+                    continue
+                _write(source, target, export, name, partial(_advance, progress, done, total))
+                done += sizes[name]
+    return ExportReport(
+        source.url, target.url, source.root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
+        time.monotonic() - started, dry_run,
+    )  # fmt: skip
+
+
+def _write(
+    source: CheckpointReader, target: Storage, export: Export, name: str, progress: Callable[[int], None]
+) -> None:
+    if name in export.files:
+        target.write(name, export.files[name])
+        return
+    [shard] = [each for each in export.shards if each.name == name]
+    write_blocks(target, name, shard.size_bytes, _Blocks(source, shard).blocks(progress), is_reused=True)
+
+
+def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
+    progress(before + num_bytes, total)
+
+
+def _note(source: CheckpointReader, sizes: dict[str, int]) -> bytes:
+    digest = hashlib.sha256(source.root.to_bytes()).hexdigest()
+    return json.dumps({"root": digest, "files": sizes}).encode()
+
+
+class _Claim:
+    """The target folder, held by its note: what is in it, and what becomes of it."""
+
+    def __init__(self, target: Storage, note: bytes, sizes: dict[str, int]) -> None:
+        self._target, self._note, self._sizes = target, note, sizes
+        root = local_root(target)
+        self._made = root if root is not None and not root.exists() else None
+
+    def check(self, export: Export) -> dict[str, int]:
+        """Return the files that are there whole, with their sizes; UserError if the folder is not free for this."""
+        target, found = self._target, dict[str, int]()
+        for info in target.list():
+            if info.key not in self._sizes and info.key != NOTE:
+                raise self._refusal(f"holds other files, such as {info.key}")
+            found[info.key] = info.size_bytes
+        if NOTE in found:
+            if target.read(NOTE) != self._note:
+                raise self._refusal("was begun from another checkpoint or in another way")
+            shards = {shard.name for shard in export.shards}
+            return {name: size for name, size in found.items() if name in shards and size == self._sizes[name]}
+        if found and not self._is_complete(found, export):
+            raise self._refusal(f"holds files already, such as {min(found)}")
+        return found
+
+    def _is_complete(self, found: dict[str, int], export: Export) -> bool:
+        """Return whether the folder is what the same call made: its small files, and the headers of the large ones."""
+        if found != self._sizes or any(self._target.read(name) != data for name, data in export.files.items()):
+            return False
+        heads = ((shard, self._target.read_ranges(shard.name, [(0, len(shard.header))])) for shard in export.shards)
+        return all(bytes(head) == shard.header for shard, [head] in heads)
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(f"{self._target.url} {what}", hint="name a folder that does not exist yet")
+
+    def __enter__(self) -> None:
+        self._remove_hidden()
+        self._target.write(NOTE, self._note)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind is None:
+            self._target.delete([NOTE])
+        elif issubclass(kind, UserError) and not issubclass(kind, StorageError):
+            with contextlib.suppress(StorageError):  # the first failure is the one to report
+                self._target.delete([*self._sizes, NOTE])
+                if self._made is not None:
+                    self._made.rmdir()
+
+    def _remove_hidden(self) -> None:
+        """Remove the hidden files of a try that was killed."""
+        root = local_root(self._target)
+        names = os.listdir(root) if root is not None and root.is_dir() else []
+        self._target.delete([name for name in names if written_name(name) in {*self._sizes, NOTE}])
+
+
+class _Blocks:
+    """The bytes of one shard, block by block: one is read while the one before is written."""
+
+    def __init__(self, source: CheckpointReader, shard: Shard) -> None:
+        self._source, self._shard = source, shard
+        self._starts = [len(shard.header)]
+        for tensor in shard.tensors:
+            self._starts.append(self._starts[-1] + tensor.size_bytes)
+        size = min(BLOCK_BYTES, shard.size_bytes)
+        self._buffers = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(2)]
+        self._made: tuple[str, Bytes] = ("", np.empty(0, np.uint8))  # the turned or fused tensor that was made last
+
+    def blocks(self, progress: Callable[[int], None]) -> Iterator[Columns]:
+        """Yield rows of (address, bytes); the memory of one is used again two blocks later."""
+        size = self._shard.size_bytes
+        with ThreadPoolExecutor(1) as ahead:
+            loading = ahead.submit(self._load, 0)
+            for start in range(0, size, BLOCK_BYTES):
+                block = loading.result()
+                if start + BLOCK_BYTES < size:
+                    loading = ahead.submit(self._load, start + BLOCK_BYTES)
+                yield np.array([(block.ctypes.data, len(block))], np.uint64)
+                progress(start + len(block))
+
+    def _load(self, start: int) -> Bytes:
+        stop = min(start + BLOCK_BYTES, self._shard.size_bytes)
+        block = self._buffers[start // BLOCK_BYTES % 2][: stop - start]
+        head = np.frombuffer(self._shard.header, np.uint8)[start:stop]
+        block[: len(head)] = head
+        number = max(bisect_right(self._starts, start) - 1, 0)
+        for tensor, at in zip(self._shard.tensors[number:], self._starts[number:], strict=False):
+            first, last = max(at, start), min(at + tensor.size_bytes, stop)
+            if first >= stop:
+                break
+            if first < last:
+                self._load_part(tensor, first - at, last - at, block[first - start : last - start])
+        return block
+
+    def _load_part(self, tensor: Outgoing, first: int, last: int, buffer: Bytes) -> None:
+        """Fill a buffer with bytes [first, last) of a tensor."""
+        if tensor.is_plain:
+            info, itemsize = tensor.sources[0][1], ITEMSIZE[tensor.dtype]
+            fill(self._source, [(info, first // itemsize, last // itemsize)], buffer)
+            return
+        if self._made[0] != tensor.name:
+            self._made = tensor.name, self._whole(tensor)
+        buffer[:] = self._made[1][first:last]
+
+    def _whole(self, tensor: Outgoing) -> Bytes:
+        """Return all bytes of a tensor that is made of several, or has its dims in the other order."""
+        made = np.empty(tensor.shape, f"u{ITEMSIZE[tensor.dtype]}")
+        for row, info in tensor.sources:
+            values = self._values(info).view(made.dtype).reshape(row.shape)
+            made[..., row.first : row.first + row.shape[0]] = values.T
+        return made.reshape(-1).view(np.uint8)
+
+    def _values(self, info: TensorInfo) -> Bytes:
+        return fill(self._source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))[0]

@@ -1,0 +1,220 @@
+"""What an export writes: a run's tensors as a family's, laid out in safetensors files. Pure but for `export_of`."""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ckptkit.check.slabs import fill
+from ckptkit.foreign.families import Family, ModelTable, Row, family_for
+from ckptkit.foreign.hf_folder import CONFIG, FILES, INDEX, WEIGHTS, carried, foreign_shape, model_of, read_json
+from ckptkit.format.root import Root
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from threefold.errors import UserError, listed
+from threefold.storage import Storage
+
+MASTER = "optim.master/"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor of the folder, and the run's tensors that it is made of, each with its row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[Row, TensorInfo], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all elements."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are those of one tensor of the run."""
+        return len(self.sources) == 1 and not self.sources[0][0].is_transposed
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its header, then its tensors back to back."""
+
+    name: str
+    header: bytes
+    tensors: tuple[Outgoing, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(tensor.size_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Export:
+    """All files of a folder: shards of weights, and small files by name."""
+
+    shards: tuple[Shard, ...]
+    files: Mapping[str, bytes]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each file, config.json last: it is written last."""
+        sizes = {shard.name: shard.size_bytes for shard in self.shards}
+        names = sorted(self.files, key=lambda name: (name == CONFIG, name))
+        return sizes | {name: len(self.files[name]) for name in names}
+
+
+def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: int) -> Export:
+    """Return what a step is as a folder; UserError if it is of no known family, or if `like` is of another model.
+
+    config.json and the tokenizer are those of the folder `like`, else those that the step was imported with; a step
+    without both gets a config.json made of what the trainer recorded.
+    """
+    root, files = source.root, _files(source, like)
+    recorded = recorded_model(root)
+    if CONFIG in files:
+        where = f"{source.url if like is None else like.url}: {CONFIG}"
+        family, model = model_of(_parsed(files[CONFIG], where), where)
+        faults = [
+            f"{field.name}: {getattr(recorded, field.name)}, {CONFIG} says {getattr(model, field.name)}"
+            for field in fields(ModelTable)
+            if recorded is not None and getattr(recorded, field.name) != getattr(model, field.name)
+        ]
+        if faults:
+            raise UserError(f"{source.url} is of another model than {where}:{listed(faults)}")
+    elif recorded is None:
+        text = f"{source.url} does not say of which model it is"
+        raise UserError(text, hint="--like FOLDER, with the config.json of the model")
+    else:
+        family, model = family_for(recorded), recorded
+    prefix = root.metadata.get("hugging_face", {}).get("prefix", family.prefix) if like is None else family.prefix
+    tensors = outgoing(family.rows(model, str(prefix)), root, source.url)
+    if CONFIG not in files:
+        files[CONFIG] = _config(family, model, root, tensors[0].dtype)
+    shards = shards_of(tensors, max_shard_bytes)
+    if len(shards) > 1:
+        files[INDEX] = index_of(shards)
+    return Export(shards, files)
+
+
+def outgoing(rows: Iterable[Row], root: Root, url: str) -> list[Outgoing]:
+    """Return the tensors of a folder; UserError lists those that the step lacks or has in another shape."""
+    found, faults = [], []
+    prefix = "" if "embed.weight" in root.tensors else MASTER
+    written = (row for row in rows if row.placement.tied_to is None)
+    for name, group in groupby(sorted(written, key=lambda row: (_stage(row), row.foreign)), lambda row: row.foreign):
+        sources = [(row, root.tensors.get(prefix + row.name)) for row in sorted(group, key=lambda row: row.first)]
+        there = [(row, info) for row, info in sources if info is not None]
+        faults += [f"{row.name}: missing, wanted {list(row.shape)}" for row, info in sources if info is None]
+        others = [(row, info) for row, info in there if info.shape != row.shape]
+        faults += [f"{row.name}: {list(info.shape)}, wanted {list(row.shape)}" for row, info in others]
+        if len({info.dtype for _, info in there}) > 1:
+            faults.append(f"{name}: its parts are of several dtypes")
+        if there:
+            found.append(Outgoing(name, there[0][1].dtype, foreign_shape(there[-1][0]), tuple(there)))
+    if faults:
+        raise UserError(f"{url} does not hold the model of its {CONFIG}:{listed(faults)}")
+    return found
+
+
+def shards_of(tensors: Sequence[Outgoing], max_bytes: int) -> tuple[Shard, ...]:
+    """Return tensors in files of at most so many bytes of them, or of one larger tensor."""
+    groups: list[list[Outgoing]] = []
+    room = 0
+    for tensor in tensors:
+        if not groups or tensor.size_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.size_bytes
+    count = len(groups)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
+    return tuple(_shard(name, group) for name, group in zip(names, groups, strict=True))
+
+
+def index_of(shards: Sequence[Shard]) -> bytes:
+    """Return the index of several files."""
+    total = sum(tensor.size_bytes for shard in shards for tensor in shard.tensors)
+    places = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+
+
+def recorded_model(root: Root) -> ModelTable | None:
+    """Return the model that a root's metadata records in the trainer's words, None if it does not."""
+    config = root.metadata.get("config")
+    recorded = config.get("model") if isinstance(config, Mapping) else None
+    if not isinstance(recorded, Mapping):
+        return None
+    values = {field.name: recorded[field.name] for field in fields(ModelTable) if field.name in recorded}
+    try:
+        heads, hidden = values["num_heads"], values["hidden_size"]
+        values["num_kv_heads"] = values.get("num_kv_heads") or heads
+        values["head_size"] = values.get("head_size") or hidden // heads
+        is_rope = values.get("position", "rope") == "rope"
+        unused = ["num_positions"] if is_rope else ["rope_theta", "rope_scaling"]
+        if not is_rope:
+            train = config.get("train", {}) if isinstance(config, Mapping) else {}
+            values["num_positions"] = values.get("num_positions") or train.get("seq_length", 0)
+        if not is_rope or values.get("rope_scaling", "none") != "llama3":
+            unused += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
+        if not is_rope or values.get("rope_scaling", "none") == "none":
+            unused.append("rope_factor")
+        return ModelTable(**{name: value for name, value in values.items() if name not in unused})
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def _stage(row: Row) -> tuple[int, int]:
+    stage = row.placement.stage
+    return ({"first": 0, "last": 2}[stage], 0) if isinstance(stage, str) else (1, stage)
+
+
+def _shard(name: str, tensors: Sequence[Outgoing]) -> Shard:
+    ordered = tuple(sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype]))  # elements stay aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in ordered:
+        offsets = [at, at + tensor.size_bytes]
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        at += tensor.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return Shard(name, struct.pack("<Q", len(text)) + text, ordered)
+
+
+def _files(source: CheckpointReader, like: Storage | None) -> dict[str, bytes]:
+    if like is not None:
+        read_json(like, CONFIG)
+        return {name: like.read(name) for name in carried(like)}
+    infos = [info for name, info in source.root.tensors.items() if name.startswith(FILES)]
+    files = {}
+    for info in infos:
+        buffer = np.empty(info.size_bytes, np.uint8)
+        files[info.name.removeprefix(FILES)] = bytes(fill(source, [(info, 0, info.numel)], buffer)[0])
+    return files
+
+
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    return dict(found)
+
+
+def _config(family: Family, model: ModelTable, root: Root, dtype: str) -> bytes:
+    train = root.metadata.get("config", {}).get("train", {})
+    head = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": DTYPES[dtype]}
+    return _json(head | family.config(model, int(train.get("seq_length", 0)) or 1))
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,0 +1,133 @@
+"""Hugging Face folders: their tensors under the trainer's names and placements, and what is refused in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptkit.foreign.families import ModelTable
+from ckptkit.foreign.hf_folder import HfFolder
+from ckptkit.foreign.hf_reader import HfReader
+from ckptkit.model.box import Box
+from ckptkit.model.chunk_table import ChunkTable
+from tests.ckptkit.support.hf_folders import HIDDEN, MODEL_TYPES, write_folder
+from threefold.errors import CheckFailed, UserError
+
+
+def read(reader: HfReader, name: str, box: Box) -> np.ndarray:
+    """A box of a tensor of fp32."""
+    info, data = reader.root.tensors[name], np.empty(box.shape, np.float32)
+    reader.read(ChunkTable.of([(info, box, 0, box.numel)]), [data.ctypes.data])
+    return data
+
+
+def test_boxes_of_plain_fused_and_turned_tensors(tmp_path: Path) -> None:
+    tensors = {name: each.numpy() for name, each in write_folder(tmp_path / "gpt2", "gpt2").items()}
+    fused = tensors["transformer.h.1.attn.c_attn.weight"]
+    with HfReader(HfFolder(f"hf:{tmp_path}/gpt2")) as reader:
+        for number, name in enumerate("qkv"):
+            box = Box((8, 4), (16, 20))
+            found = read(reader, f"layers.1.attn.{name}.weight", box)
+            columns = slice(number * HIDDEN + 8, number * HIDDEN + 24)
+            assert (found == fused[4:24, columns].T).all()
+            bias = read(reader, f"layers.1.attn.{name}.bias", Box((3,), (9,)))
+            first = number * HIDDEN + 3
+            assert (bias == tensors["transformer.h.1.attn.c_attn.bias"][first : first + 9]).all()
+        box = Box((5, 0), (7, HIDDEN))
+        assert (read(reader, "embed.weight", box) == tensors["transformer.wte.weight"][5:12]).all()
+        down = read(reader, "layers.0.mlp.down.weight", Box((0, 0), (HIDDEN, 4 * HIDDEN)))
+        assert (down == tensors["transformer.h.0.mlp.c_proj.weight"].T).all()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_names_shapes_and_placements_are_the_trainers(tmp_path: Path, model_type: str) -> None:
+    from trainer.config.walk import config_from
+    from trainer.model.table import parameter_table
+
+    write_folder(tmp_path / "model", model_type)
+    root = HfFolder(str(tmp_path / "model")).root(0)
+    config = config_from(root.metadata["config"], source="the folder")
+    found = {name: (info.shape, info.placement) for name, info in root.tensors.items() if "/" not in name}
+    assert found == {name: (row.shape, row.placement) for name, row in parameter_table(config).items()}
+    assert root.metadata["config"]["model"].keys() == set(ModelTable.__dataclass_fields__)
+
+
+def test_names_without_the_prefix_and_buffers_are_known(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = write_folder(tmp_path / "model", "gpt2")
+    plain = {name.removeprefix("transformer."): each for name, each in tensors.items()}
+    plain |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(plain, tmp_path / "model" / "model.safetensors")
+    folder = HfFolder(str(tmp_path / "model"))
+    assert folder.root(0).metadata["hugging_face"]["prefix"] == ""
+    with HfReader(folder) as reader:
+        assert (read(reader, "norm.bias", Box((0,), (HIDDEN,))) == plain["ln_f.bias"].numpy()).all()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mistral", {"sliding_window": 4096}, r"sliding windows of attention \(4096\)"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, r"sliding windows of attention \(32\)"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"sliding windows .*sliding_attention"),
+    ("llama", {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "model_type 'mixtral'"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type 'yarn', known are"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "type 'dynamic'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "rotary positions on a share of each head"),
+    ("llama", {"attention_bias": True}, "biases in attention or in the MLP alone"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', which the model has not"),
+    ("llama", {"hidden_size": "wide"}, "hidden_size must be a whole number above 0, got 'wide'"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ("llama", {"num_hidden_layers": 3}, r"does not hold the model(.|\n)*layers.2.input_layernorm.weight: missing"),
+    ("llama", {"intermediate_size": 64}, r"mlp.gate_proj.weight: \[48, 32\], wanted \[64, 32\]"),
+    ("llama", {"num_hidden_layers": 1}, "layers.1.input_layernorm.weight: not a tensor of this model"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "message"), REFUSED)
+def test_what_the_model_cannot_hold_is_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "model"
+    write_folder(folder, model_type)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=message) as caught:
+        HfFolder(str(folder)).resolve()
+    assert str(folder) in caught.value.message
+
+
+def test_files_that_are_missing_or_disagree_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(CheckFailed, match=r"config.json is missing"):
+        HfFolder(str(folder)).resolve()
+    write_folder(folder, "llama", num_files=2)
+    index, second = folder / "model.safetensors.index.json", folder / "model-00002-of-00002.safetensors"
+    places, data = json.loads(index.read_text())["weight_map"], second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckFailed, match=r"model-00002-of-00002.safetensors is missing"):
+        HfFolder(str(folder)).resolve()
+    second.write_bytes(data[:-1])
+    with pytest.raises(CheckFailed, match="its header says"):
+        HfFolder(str(folder)).resolve()
+    second.write_bytes(data)
+    for wrong, message in (
+        ({**places, "model.extra.weight": second.name}, "differ: model.extra.weight is in one of them only"),
+        ({name: f"../{place}" for name, place in places.items()}, "no sound weight_map"),
+        (3, "no sound weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(CheckFailed, match=message):
+            HfFolder(str(folder)).resolve()
+    index.unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(CheckFailed, match=r"but pytorch_model.bin, which is not read"):
+        HfFolder(str(folder)).resolve()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckFailed, match="is not JSON"):
+        HfFolder(str(folder)).resolve()

@@ -1,0 +1,103 @@
+"""Tiny Hugging Face folders with random values, their names written out apart from the code that reads them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, HIDDEN, FFN, HEADS, KV_HEADS = 61, 32, 48, 4, 2
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+TOKENIZER = json.dumps(
+    {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {f"w{number}": number for number in range(VOCAB)}, "unk_token": "w0"},
+        "added_tokens": [],
+    }
+)
+
+
+def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a model of two layers."""
+    config: dict[str, Any] = {"model_type": model_type, "architectures": [MODEL_TYPES[model_type]]}
+    if model_type == "gpt2":
+        config |= {"n_embd": HIDDEN, "n_head": HEADS, "n_layer": 2, "n_positions": 40, "n_inner": None,
+                   "vocab_size": VOCAB, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}  # fmt: skip
+    else:
+        config |= {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+                   "num_hidden_layers": 2, "intermediate_size": FFN, "vocab_size": VOCAB, "hidden_act": "silu",
+                   "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "tie_word_embeddings": model_type == "qwen2",
+                   "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    if model_type == "qwen3":
+        config["head_dim"] = 16
+    return config | changes
+
+
+def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors of a folder."""
+    shapes: dict[str, list[int]] = {}
+    if config["model_type"] == "gpt2":
+        shapes = {"transformer.wte.weight": [VOCAB, HIDDEN], "transformer.wpe.weight": [40, HIDDEN]}
+        for layer in range(2):
+            at = f"transformer.h.{layer}"
+            shapes |= {f"{at}.{norm}.{kind}": [HIDDEN] for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+            linears = {"attn.c_attn": (HIDDEN, 3 * HIDDEN), "attn.c_proj": (HIDDEN, HIDDEN),
+                       "mlp.c_fc": (HIDDEN, 4 * HIDDEN), "mlp.c_proj": (4 * HIDDEN, HIDDEN)}  # fmt: skip
+            shapes |= {f"{at}.{name}.weight": list(shape) for name, shape in linears.items()}
+            shapes |= {f"{at}.{name}.bias": [shape[1]] for name, shape in linears.items()}
+        return shapes | {"transformer.ln_f.weight": [HIDDEN], "transformer.ln_f.bias": [HIDDEN]}
+    head = config.get("head_dim") or HIDDEN // HEADS
+    q, kv = HEADS * head, KV_HEADS * head
+    shapes["model.embed_tokens.weight"] = [VOCAB, HIDDEN]
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.input_layernorm.weight": [HIDDEN], f"{at}.post_attention_layernorm.weight": [HIDDEN]}
+        linears = {"self_attn.q_proj": (q, HIDDEN), "self_attn.k_proj": (kv, HIDDEN), "self_attn.v_proj": (kv, HIDDEN),
+                   "self_attn.o_proj": (HIDDEN, q), "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN),
+                   "mlp.down_proj": (HIDDEN, FFN)}  # fmt: skip
+        shapes |= {f"{at}.{name}.weight": list(shape) for name, shape in linears.items()}
+        biased = [*linears] if config.get("attention_bias") else []
+        if config["model_type"] == "qwen2":
+            biased = [f"self_attn.{name}_proj" for name in "qkv"]
+        shapes |= {f"{at}.{name}.bias": [linears[name][0]] for name in biased}
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{at}.self_attn.{name}_norm.weight": [head] for name in "qk"}
+    shapes["model.norm.weight"] = [HIDDEN]
+    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": [VOCAB, HIDDEN]}
+
+
+def write_folder(
+    folder: Path, model_type: str, *, dtype: torch.dtype = torch.float32, num_files: int = 1, **changes: Any
+) -> dict[str, Tensor]:
+    """Write a folder, in several files if asked to, and return its tensors."""
+    config = config_of(model_type, **changes)
+    random = torch.Generator().manual_seed(1)
+    tensors = {
+        name: torch.randn(shape, generator=random).mul(0.2).add(1.0 if name.endswith("norm.weight") else 0.0).to(dtype)
+        for name, shape in shapes_of(config).items()
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return tensors
+    places = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        names = list(tensors)[number::num_files]
+        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return tensors
