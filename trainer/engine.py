@@ -103,7 +103,7 @@ class Engine:
         before_update()
         lr = learning_rate(optim, step)
         self.store.update(optim, lr, step, factor=factor, is_bad=self.verdict.is_bad)
-        self.store.publish()
+        self.store.gather()
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take())
 
     @torch.no_grad()

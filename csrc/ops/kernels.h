@@ -3,9 +3,14 @@
 
 #include <stdint.h>
 
+#include "adamw.h"
 #include "dropout_mask.h"
 
 struct Kernels {
+  // Elements [begin, end) of an interval of doubles or floats.
+  void (*adamw)(int dtype, const op_interval& interval, int64_t begin, int64_t end, const AdamwNumbers& numbers,
+                double factor);
+  double (*sum_of_squares)(int dtype, const void* values, int64_t count);
   void (*rmsnorm_forward)(int dtype, const void* x, const void* weight, void* y, void* rstd, int64_t num_rows,
                           int64_t num_cols, double eps);
   // Adds the weight gradient of these rows to `dweight`, which has rstd's type.

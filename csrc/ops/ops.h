@@ -1,5 +1,5 @@
-// C ABI of the trainer's native library: RMSNorm, RoPE, cross-entropy, dropout, normals by counter; on CPU, and on CUDA
-// if that was built.
+// C ABI of the trainer's native library: fused operations, and normals by counter; on CPU, and on CUDA if that was
+// built.
 //
 // Tensors are dense and row-major. Every function that can fail returns 0, OP_BAD_ARGUMENT, or a positive cudaError_t.
 // CPU functions take the largest number of threads to use; CUDA functions a stream (cudaStream_t) of the current
@@ -104,6 +104,43 @@ OP_API int op_dropout(int dtype, const void* x, void* y, int64_t num_samples, in
                       int64_t num_features, const struct op_mask* mask, int num_threads);
 OP_API int op_dropout_cuda(int dtype, const void* x, void* y, int64_t num_samples, int64_t num_positions,
                            int64_t num_features, const struct op_mask* mask, void* stream);
+
+// A part of one parameter that a rank updates: `count` elements of each, all of the dtype, which is OP_F64 or OP_F32.
+struct op_interval {
+  const void* gradient;
+  void *exp_avg, *exp_avg_sq, *master;
+  void* published;  // OP_BF16, takes the rounded master; NULL if the master is itself the weight, and for OP_F64
+  int64_t count, decays;
+  int64_t row;                     // of the squared norms
+  int64_t first_chunk, end_chunk;  // its chunks
+};
+// The elements [begin, end) of an interval, fewer than 2^31; begin is a multiple of 16. Tables of both are where the op
+// runs: in the device's memory for CUDA.
+struct op_chunk {
+  int64_t interval, begin, end;
+};
+// One step, after `step` steps.
+struct op_adamw_step {
+  double lr, beta1, beta2, eps, weight_decay;
+  int64_t step;
+};
+
+// AdamW in place on the elements of all chunks, with the gradients times `factor`; nothing is written if `is_bad` is
+// above 0. Both are read where the op runs. The bits of an element depend on its own numbers and the step alone, and are
+// the same on CPU and CUDA.
+OP_API int op_adamw(int dtype, const struct op_interval* intervals, const struct op_chunk* chunks, int64_t num_chunks,
+                    const struct op_adamw_step* step, const double* factor, const float* is_bad, int num_threads);
+OP_API int op_adamw_cuda(int dtype, const struct op_interval* intervals, const struct op_chunk* chunks,
+                         int64_t num_chunks, const struct op_adamw_step* step, const double* factor,
+                         const float* is_bad, void* stream);
+// out[row] = the sum of the squares of each interval's gradient, in double; other rows are left as they are. `partials`
+// is scratch for a number a chunk. The bits depend on the values of the interval and its cut into chunks.
+OP_API int op_squared_norms(int dtype, const struct op_interval* intervals, int64_t num_intervals,
+                            const struct op_chunk* chunks, int64_t num_chunks, double* partials, double* out,
+                            int num_threads);
+OP_API int op_squared_norms_cuda(int dtype, const struct op_interval* intervals, int64_t num_intervals,
+                                 const struct op_chunk* chunks, int64_t num_chunks, double* partials, double* out,
+                                 void* stream);
 
 // Philox4x32-10 of one counter; `counter` and `random` have four words, `key` two.
 OP_API void op_philox(const uint32_t* counter, const uint32_t* key, uint32_t* random);

@@ -21,6 +21,8 @@ _BACKWARD = (INT, *[POINTER] * 7, INT64, INT64)
 _ROPE_FORWARD = (INT, POINTER, POINTER, POINTER, INT64)
 _ROPE_BACKWARD = (INT, *[POINTER] * 6)
 _CROSS_ENTROPY = (INT, POINTER, POINTER)
+_ADAMW = (INT, POINTER, POINTER, INT64, POINTER, POINTER, POINTER)
+_SQUARED_NORMS = (INT, POINTER, INT64, POINTER, INT64, POINTER, POINTER)
 _DROPOUT = (INT, POINTER, POINTER, INT64, INT64, INT64, POINTER)
 PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_error_text": (TEXT, INT),
@@ -35,6 +37,8 @@ PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_rope_partials": (INT64, POINTER),
     "op_cross_entropy_forward": (INT, *_CROSS_ENTROPY, INT),
     "op_cross_entropy_backward": (INT, *_CROSS_ENTROPY, INT),
+    "op_adamw": (INT, *_ADAMW, INT),
+    "op_squared_norms": (INT, *_SQUARED_NORMS, INT),
     "op_dropout": (INT, *_DROPOUT, INT),
     "op_philox": (None, POINTER, POINTER, POINTER),
     "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
@@ -48,6 +52,8 @@ CUDA_PROTOTYPES: Prototypes = {
     "op_rope_partials_cuda": (INT64, POINTER),
     "op_cross_entropy_forward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
     "op_cross_entropy_backward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
+    "op_adamw_cuda": (INT, *_ADAMW, POINTER),
+    "op_squared_norms_cuda": (INT, *_SQUARED_NORMS, POINTER),
     "op_dropout_cuda": (INT, *_DROPOUT, POINTER),
 }
 

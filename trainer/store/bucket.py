@@ -1,9 +1,9 @@
 """Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it."""
 
 import torch
-from torch import Tensor
 
 from trainer.mesh.group import Group
+from trainer.ops.adamw import Interval
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.plan import BucketPlan, Segment
 
@@ -46,10 +46,6 @@ class Bucket:
         master = self.master if self.master.dtype != self.parameters.dtype else self.master[:0]
         return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, master))
 
-    def owned_gradient(self, segment: Segment) -> Tensor:
-        """Return the gradient of a segment of the owned interval."""
-        return self.gradients[self.owned[0] + segment.offset :][: segment.stop - segment.start]
-
     def reduce_gradients(self) -> None:
         """Sum the gradients over the holders; at least the part that this rank updates is valid afterwards."""
         if self.sharded:
@@ -57,9 +53,21 @@ class Bucket:
         else:
             self.group.all_reduce(self.gradients)
 
-    def all_gather_parameters(self) -> None:
-        """Bring the parameters of every holder up to date with the masters of their owners."""
+    def interval(self, segment: Segment, first: int, *, decays: bool, row: int) -> Interval:
+        """Return a segment of the interval from position `first` on, with the state that this rank has of it."""
+        start = first + segment.offset
+        live = slice(start, start + segment.stop - segment.start)
+        state = slice(live.start - self.updated[0], live.stop - self.updated[0])
+        moments = (self.exp_avg[state], self.exp_avg_sq[state])
+        published = self.parameters[live] if self.master.dtype != self.parameters.dtype else None
+        return Interval(self.gradients[live], *moments, self.master[state], published, decays, row)
+
+    def round_masters(self) -> None:
+        """Round the masters on this rank to its parameters; an update does so itself."""
         if self.master.dtype != self.parameters.dtype:
             self.parameters[slice(*self.updated)].copy_(self.master)
+
+    def all_gather_parameters(self) -> None:
+        """Bring the parameters of every holder up to date with those of their owners."""
         if self.sharded:
             self.group.all_gather(self.parameters)

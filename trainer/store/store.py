@@ -15,12 +15,12 @@ from torch import Tensor
 from trainer.config import OptimConfig
 from trainer.linear.weight import Weight
 from trainer.mesh.mesh import ProcessMesh
+from trainer.ops.adamw import IntervalTable
 from trainer.ops.dtypes import wide_dtype
-from trainer.store.adamw import Slice, adamw_step
 from trainer.store.bucket import Bucket
 from trainer.store.initial import initial_values
 from trainer.store.parameter import Parameter
-from trainer.store.plan import Run, Segment, plan_buckets
+from trainer.store.plan import Run, plan_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,19 @@ class ParameterStore:
                 self._weights[run.names[0]] = self._handle(bucket, run, offset)
         # views that never change, made once
         numbers = {name: number for number, name in enumerate(table)}
-        owned = [(bucket, segment) for bucket in self.buckets for segment in bucket.owned_segments]
-        self._owned_rows = torch.tensor([numbers[segment.name] for _, segment in owned], device=mesh.device)
-        self._owned_gradients = [b.owned_gradient(s) for b, s in owned] if options.with_optimizer else []
-        updated = [(bucket, segment) for bucket in self.buckets for segment in bucket.updated_segments]
-        self._slices = [self._slice(b, s) for b, s in updated] if options.with_optimizer else []
+        owned = [(bucket, segment, bucket.owned[0]) for bucket in self.buckets for segment in bucket.owned_segments]
+        updated = [
+            (bucket, segment, bucket.updated[0]) for bucket in self.buckets for segment in bucket.updated_segments
+        ]
+        self._owned, self._updated = (
+            IntervalTable(
+                [
+                    bucket.interval(segment, first, decays=table[segment.name].decays, row=numbers[segment.name])
+                    for bucket, segment, first in (parts if options.with_optimizer else [])
+                ]
+            )
+            for parts in (owned, updated)
+        )
 
     def _handle(self, bucket: Bucket, run: Run, offset: int) -> Weight:
         first = self.table[run.names[0]]
@@ -103,28 +111,29 @@ class ParameterStore:
         for bucket in self.buckets:
             bucket.reduce_gradients()
         squares = torch.zeros(len(self.table), dtype=torch.float64, device=self.mesh.device)
-        if self._owned_gradients:
-            norms = torch._foreach_norm(self._owned_gradients, 2, dtype=torch.float64)
-            squares[self._owned_rows] = torch.stack(norms).square()
+        self._owned.write_squared_norms(squares)
         return squares
 
     def update(self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor) -> None:
-        """Make one AdamW step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1."""
-        adamw_step(self._slices, optim, lr, step, factor=factor, is_bad=is_bad)
+        """Make one AdamW step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1.
+
+        The parameters that this rank updates are up to date afterwards, those of other owners after `gather`.
+        """
+        self._updated.adamw(optim, lr, step, factor=factor, is_bad=is_bad)
         for weight in self._weights.values():
             weight.updated()
 
-    def publish(self) -> None:
-        """Bring the parameters of all holders up to date with the masters of their owners."""
-        with torch.no_grad():
-            for bucket in self.buckets:
-                bucket.all_gather_parameters()
+    def gather(self) -> None:
+        """Bring the parameters of all holders up to date with those of their owners."""
+        for bucket in self.buckets:
+            bucket.all_gather_parameters()
 
-    def _slice(self, bucket: Bucket, segment: Segment) -> Slice:
-        part = slice(segment.offset, segment.offset + segment.stop - segment.start)
-        gradients = bucket.gradients[slice(*bucket.updated)]
-        states = (bucket.master[part], gradients[part], bucket.exp_avg[part], bucket.exp_avg_sq[part])
-        return Slice(*states, decays=self.table[segment.name].decays)
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the parameters of all holders up to date with the masters of their owners, after a restore."""
+        for bucket in self.buckets:
+            bucket.round_masters()
+        self.gather()
 
     # --- initial values
 

@@ -63,6 +63,22 @@ def test_what_gradient_buffers_held_changes_nothing(model: str, layout: str) -> 
         assert stats == list(zip(clean[rank]["losses"], clean[rank]["norms"], strict=True))
 
 
+def live_parameters(rank: int, config: Config, *, network: Network | None = None) -> list[torch.Tensor]:
+    """The parameters of a rank after a step, bucket by bucket; asserts that those it updates are its masters."""
+    engine = make_engine(rank, config, network=network)
+    engine.train_step(0, local_batch(config, 0, engine.mesh))
+    for bucket in engine.store.buckets:
+        assert torch.equal(bucket.parameters[slice(*bucket.updated)], bucket.master.bfloat16())
+    return [bucket.parameters for bucket in engine.store.buckets]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_an_update_writes_the_bf16_weights_that_all_holders_have(zero_stage: int) -> None:
+    config = small(config_for("llama", ParallelLayout(dp=2), precision="bf16", zero_stage=zero_stage))
+    first, second = run_threads(2, live_parameters, config)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def state_bytes(rank: int, config: Config, *, network: Network | None = None) -> int:
     return make_engine(rank, config, network=network).store.state_bytes
 

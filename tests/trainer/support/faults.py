@@ -22,6 +22,7 @@ from trainer.model import chunk, head, mlp
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import lookup
 from trainer.model.head import Head
+from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
 from trainer.parallel.collectives import _ReduceFrom, reduce_from
 from trainer.store import plan, store
@@ -217,7 +218,7 @@ FAULTS = [
     Fault("positions are shifted by the dp rank", DP, wrapping(Engine, "_microbatches", shifted_positions)),
     Fault("gradients are clipped by the rank's own norm", DP, wrapping(Group, "all_reduce", own_norm)),
     Fault("AdamW counts a step too many", None,
-          wrapping(store, "adamw_step", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named))),
+          wrapping(IntervalTable, "adamw", lambda real, *args, **named: real(*args[:-1], args[-1] + 1, **named))),
     Fault("gradients are not clipped", None,
           wrapping(Verdict, "judge", lambda real, *args: torch.ones_like(real(*args)))),
     Fault("norms and biases decay", None, wrapping(engine, "parameter_table", every_row_decays)),

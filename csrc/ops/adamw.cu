@@ -1,0 +1,214 @@
+// AdamW and squared norms on CUDA: one launch walks the chunks of all intervals, one block a chunk.
+//
+// AdamW reads gradient, moments and master and writes the last three, and the bf16 weight, once. It takes the roundings
+// of adamw.inc in their order, none of them fused, so that its bits are the CPU's. A sum of squares has the same order
+// with and without packs, so its bits depend on the values of the interval alone.
+#include "adamw.h"
+#include "device.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ double minus(double a, double b) { return __dsub_rn(a, b); }
+__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float over(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ double over(double a, double b) { return __ddiv_rn(a, b); }
+__device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
+__device__ __forceinline__ double root(double a) { return __dsqrt_rn(a); }
+
+// A chunk's elements, and the numbers of the step in the arithmetic's type.
+template <class Number>
+struct Chunk {
+  const Number* gradient;
+  Number *exp_avg, *exp_avg_sq, *master;
+  Bf16* published;
+  int count;
+  Number scale, keep, gradient_share, beta2, square_share, step_size, inverse_root, eps;
+
+  __device__ __forceinline__ void update(Number unscaled, Number& m, Number& v, Number& p) const {
+    const Number g = times(unscaled, scale);
+    m = plus(m, times(gradient_share, minus(g, m)));
+    v = plus(times(beta2, v), times(times(square_share, g), g));
+    p = minus(times(p, keep), over(times(step_size, m), plus(times(root(v), inverse_root), eps)));
+  }
+};
+
+// A pointer out of a table, to element `begin`; the compiler does not see by itself that it is into global memory.
+template <class T, class Pointer>
+__device__ __forceinline__ T* global(Pointer pointer, int64_t begin) {
+  __builtin_assume(__isGlobal(pointer));
+  return static_cast<T*>(pointer) + begin;
+}
+
+template <class Number>
+__device__ __forceinline__ Chunk<Number> chunk_of(const op_interval& interval, const op_chunk& chunk,
+                                                  const AdamwNumbers& numbers, double factor) {
+  Chunk<Number> made;
+  made.gradient = global<const Number>(interval.gradient, chunk.begin);
+  made.exp_avg = global<Number>(interval.exp_avg, chunk.begin);
+  made.exp_avg_sq = global<Number>(interval.exp_avg_sq, chunk.begin);
+  made.master = global<Number>(interval.master, chunk.begin);
+  made.published = interval.published ? static_cast<Bf16*>(interval.published) + chunk.begin : nullptr;
+  made.count = static_cast<int>(chunk.end - chunk.begin);
+  made.scale = static_cast<Number>(factor);
+  made.keep = interval.decays ? static_cast<Number>(numbers.decay) : Number{1};
+  made.gradient_share = static_cast<Number>(numbers.gradient_share);
+  made.beta2 = static_cast<Number>(numbers.beta2);
+  made.square_share = static_cast<Number>(numbers.square_share);
+  made.step_size = static_cast<Number>(numbers.step_size);
+  made.inverse_root = static_cast<Number>(numbers.inverse_root);
+  made.eps = static_cast<Number>(numbers.eps);
+  return made;
+}
+
+// Updates packs of kSize elements, from element `begin` on; a thread has two under way at once.
+template <class Number, int kSize>
+__device__ __forceinline__ void update_packs(const Chunk<Number>& chunk, int begin, int num_packs) {
+  using Elements = Pack<Number, kSize>;
+  const auto gradient = reinterpret_cast<const Elements*>(chunk.gradient + begin);
+  const auto exp_avg = reinterpret_cast<Elements*>(chunk.exp_avg + begin);
+  const auto exp_avg_sq = reinterpret_cast<Elements*>(chunk.exp_avg_sq + begin);
+  const auto master = reinterpret_cast<Elements*>(chunk.master + begin);
+  for (int first = threadIdx.x; first < num_packs; first += 2 * kThreads) {
+    Elements g[2], m[2], v[2], p[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int pack = first + j * kThreads;
+      if (pack < num_packs) g[j] = gradient[pack], m[j] = exp_avg[pack], v[j] = exp_avg_sq[pack], p[j] = master[pack];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int pack = first + j * kThreads;
+      if (pack >= num_packs) break;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) chunk.update(g[j].v[e], m[j].v[e], v[j].v[e], p[j].v[e]);
+      exp_avg[pack] = m[j], exp_avg_sq[pack] = v[j], master[pack] = p[j];
+      if constexpr (sizeof(Number) == sizeof(float)) {
+        if (chunk.published) {
+          Pack<Bf16, kSize> rounded;
+          rounded.set(p[j].v);
+          reinterpret_cast<Pack<Bf16, kSize>*>(global<Bf16>(chunk.published, begin))[pack] = rounded;
+        }
+      }
+    }
+  }
+}
+
+template <class Pointer>
+__device__ __forceinline__ bool is_aligned(Pointer pointer, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+template <class Number>
+__global__ void __launch_bounds__(kThreads, 4)
+    adamw(const op_interval* __restrict__ intervals, const op_chunk* __restrict__ chunks, AdamwNumbers numbers,
+          const double* __restrict__ factor, const float* __restrict__ is_bad) {
+  constexpr int kSize = kPackSize<Number>;
+  const bool is_good = !(*is_bad > 0);
+  const op_chunk bounds = chunks[blockIdx.x];
+  const Chunk<Number> chunk = chunk_of<Number>(intervals[bounds.interval], bounds, numbers, *factor);
+  if (!is_good) return;
+  int done = 0;
+  if (is_aligned(chunk.gradient, 16) && is_aligned(chunk.exp_avg, 16) && is_aligned(chunk.exp_avg_sq, 16) &&
+      is_aligned(chunk.master, 16) && is_aligned(chunk.published, sizeof(Bf16) * kSize)) {
+    update_packs<Number, kSize>(chunk, 0, chunk.count / kSize);
+    done = chunk.count / kSize * kSize;
+  }
+  update_packs<Number, 1>(chunk, done, chunk.count - done);
+}
+
+// The sum of the block's values, in one order; thread 0 has it.
+__device__ __forceinline__ double sum_over_block(double value) {
+  __shared__ double sums[kThreads / 32];
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = 0;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) value += sums[warp];
+  return value;
+}
+
+template <class Number>
+__global__ void __launch_bounds__(kThreads) sum_squares(const op_interval* __restrict__ intervals,
+                                                        const op_chunk* __restrict__ chunks,
+                                                        double* __restrict__ partials) {
+  constexpr int kSize = kPackSize<Number>, kAtOnce = 4;
+  using Elements = Pack<Number, kSize>;
+  const op_chunk chunk = chunks[blockIdx.x];
+  const auto values = global<const Number>(intervals[chunk.interval].gradient, chunk.begin);
+  const int count = static_cast<int>(chunk.end - chunk.begin), num_packs = (count + kSize - 1) / kSize;
+  const bool in_packs = is_aligned(values, 16);
+  double sums[kSize] = {};
+  for (int first = threadIdx.x; first < num_packs; first += kAtOnce * kThreads) {
+    Elements loaded[kAtOnce] = {};
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int begin = (first + j * kThreads) * kSize;
+      if (in_packs && begin + kSize <= count) {
+        loaded[j] = *reinterpret_cast<const Elements*>(values + begin);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kSize; ++e)
+          if (begin + e < count) loaded[j].v[e] = values[begin + e];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        const double value = loaded[j].v[e];
+        sums[e] = fma(value, value, sums[e]);
+      }
+  }
+  double sum = sums[0];
+#pragma unroll
+  for (int e = 1; e < kSize; ++e) sum += sums[e];
+  sum = sum_over_block(sum);
+  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_chunks(const op_interval* __restrict__ intervals, const double* __restrict__ partials,
+               double* __restrict__ out) {
+  const op_interval& interval = intervals[blockIdx.x];
+  double sum = 0;
+  for (int64_t chunk = interval.first_chunk + threadIdx.x; chunk < interval.end_chunk; chunk += kThreads)
+    sum += partials[chunk];
+  sum = sum_over_block(sum);
+  if (threadIdx.x == 0) out[interval.row] = sum;
+}
+
+}  // namespace
+
+int op_adamw_cuda(int dtype, const op_interval* intervals, const op_chunk* chunks, int64_t num_chunks,
+                  const op_adamw_step* step, const double* factor, const float* is_bad, void* stream) {
+  if ((dtype != OP_F64 && dtype != OP_F32) || num_chunks < 0 || num_chunks > INT32_MAX) return OP_BAD_ARGUMENT;
+  if (num_chunks == 0) return 0;
+  const auto run = dtype == OP_F64 ? adamw<double> : adamw<float>;
+  run<<<static_cast<unsigned>(num_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      intervals, chunks, adamw_numbers(*step), factor, is_bad);
+  return launch_status();
+}
+
+int op_squared_norms_cuda(int dtype, const op_interval* intervals, int64_t num_intervals, const op_chunk* chunks,
+                          int64_t num_chunks, double* partials, double* out, void* stream) {
+  if ((dtype != OP_F64 && dtype != OP_F32) || num_intervals < 0 || num_intervals > INT32_MAX || num_chunks < 0 ||
+      num_chunks > INT32_MAX)
+    return OP_BAD_ARGUMENT;
+  if (num_intervals == 0) return 0;
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (num_chunks > 0) {
+    const auto run = dtype == OP_F64 ? sum_squares<double> : sum_squares<float>;
+    run<<<static_cast<unsigned>(num_chunks), kThreads, 0, queue>>>(intervals, chunks, partials);
+    if (const int status = launch_status(); status != 0) return status;
+  }
+  add_chunks<<<static_cast<unsigned>(num_intervals), kThreads, 0, queue>>>(intervals, partials, out);
+  return launch_status();
+}

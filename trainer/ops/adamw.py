@@ -1,0 +1,136 @@
+"""AdamW over all parts of parameters that a rank updates, and the squared norms of their gradients, one pass each.
+
+A step reads gradient, moments and master once, and writes moments, master and the bf16 weight. Arithmetic has the dtype
+of the state. The bits of an element depend on its own numbers and the step alone: not on threads, on the device or on
+how parameters are cut. Squares are summed in float64, in an order that the part's length fixes on a device type.
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+from threefold.native import DOUBLE, INT64
+from trainer.config import OptimConfig
+from trainer.ops import native
+
+CHUNK = 1 << 14  # elements that one block of threads updates
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A part of one parameter with its gradient and optimizer state: flat, of one size and one wide dtype.
+
+    `published` takes the master rounded to bf16; it is None if the master is the weight itself. `decays`: weight decay
+    applies. `row` is the place of the squared norm.
+    """
+
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor
+    published: Tensor | None
+    decays: bool
+    row: int
+
+
+class IntervalTable:
+    """Where a rank's intervals are, in the memory of their device, so that one call walks them all.
+
+    It keeps the intervals; owned by the training thread.
+    """
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        """Note the intervals; UserError if one has tensors of several sizes, dtypes or devices."""
+        self._intervals = [each for each in intervals if each.gradient.numel() > 0]
+        if not self._intervals:
+            return
+        for each in intervals:
+            _check(each, self._intervals[0].master)
+        counts = torch.tensor([each.gradient.numel() for each in self._intervals])
+        num_chunks = (counts + CHUNK - 1) // CHUNK
+        ends = num_chunks.cumsum(0)
+        owner = torch.repeat_interleave(num_chunks)
+        begin = (torch.arange(len(owner)) - (ends - num_chunks)[owner]) * CHUNK
+        chunks = torch.stack([owner, begin, torch.minimum(begin + CHUNK, counts[owner])], 1)
+        rows = torch.tensor([_row(each) for each in self._intervals])
+        device = self._intervals[0].master.device
+        self._chunks = chunks.to(device)
+        self._rows = torch.cat([rows, (ends - num_chunks).unsqueeze(1), ends.unsqueeze(1)], 1).to(device)
+
+    def adamw(self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor) -> None:
+        """Make one step in place, after `step` steps, with the gradients scaled by `factor`; none where `is_bad` is 1.
+
+        Both are numbers on the device, which decides: the host does not wait for them.
+        """
+        if not self._intervals:
+            return
+        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step)
+        factor, is_bad = factor.double(), is_bad.float()
+        tables = (self._rows.data_ptr(), self._chunks.data_ptr(), len(self._chunks))
+        decisions = (factor.data_ptr(), is_bad.data_ptr())
+        native.call("adamw", self._intervals[0].master, *tables, ctypes.byref(numbers), *decisions)
+
+    def write_squared_norms(self, out: Tensor) -> None:
+        """Write the squared norm of each interval's gradient into its row of `out`, float64; leave the other rows."""
+        if not self._intervals:
+            return
+        assert out.dtype == torch.float64, out.dtype
+        partials = out.new_empty(len(self._chunks))
+        intervals, chunks = (self._rows.data_ptr(), len(self._rows)), (self._chunks.data_ptr(), len(self._chunks))
+        gradient = self._intervals[0].gradient
+        native.call("squared_norms", gradient, *intervals, *chunks, partials.data_ptr(), out.data_ptr())
+
+
+@torch.no_grad()
+def adamw_reference(
+    intervals: Sequence[Interval], optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor
+) -> None:
+    """Make the same step in plain torch."""
+    if is_bad:
+        return
+    correction1, correction2 = (1 - beta ** (step + 1) for beta in (optim.beta1, optim.beta2))
+    for each in intervals:
+        gradient = each.gradient * factor.to(each.gradient.dtype)
+        each.exp_avg.lerp_(gradient, 1 - optim.beta1)
+        each.exp_avg_sq.mul_(optim.beta2).addcmul_(gradient, gradient, value=1 - optim.beta2)
+        each.master.mul_(1 - lr * optim.weight_decay * each.decays)
+        root = each.exp_avg_sq.sqrt() / correction2**0.5
+        each.master.addcdiv_(each.exp_avg, root.add_(optim.eps), value=-lr / correction1)
+        if each.published is not None:
+            each.published.copy_(each.master)
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, DOUBLE) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+        ("step", INT64),
+    )
+
+
+def _row(interval: Interval) -> list[int]:
+    published = 0 if interval.published is None else interval.published.data_ptr()
+    states = (interval.gradient, interval.exp_avg, interval.exp_avg_sq, interval.master)
+    numbers = (published, interval.gradient.numel(), interval.decays, interval.row)
+    return [*(state.data_ptr() for state in states), *numbers]
+
+
+def _check(interval: Interval, first: Tensor) -> None:
+    for name in ("gradient", "exp_avg", "exp_avg_sq", "master", "published"):
+        tensor = getattr(interval, name)
+        if tensor is None:
+            continue
+        dtype = torch.bfloat16 if name == "published" else first.dtype
+        if tensor.dtype != dtype or tensor.device != first.device or not tensor.is_contiguous():
+            raise UserError(
+                f"adamw: {name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}, "
+                f"not {dtype} on {first.device} without gaps"
+            )
+        if tensor.numel() != interval.gradient.numel():
+            raise UserError(f"adamw: {name} has {tensor.numel()} elements, the gradient {interval.gradient.numel()}")
+    if first.dtype == torch.float64 and interval.published is not None:
+        raise UserError("adamw: a float64 master is published as it is, not in bf16")
