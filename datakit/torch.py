@@ -52,15 +52,20 @@ class _MicroBatches:
         loader = self._loader
         first = self._start.num_samples + number * loader.global_batch_size
         buffer = torch.empty(HostBatch.num_bytes(loader.shape), dtype=torch.uint8)
-        loader.step_at(first, out=buffer.numpy())
+        host = loader.step_at(first, out=buffer.numpy())
         columns = HostBatch.split(buffer, loader.shape[1:], torch.int64, torch.float32)
         batch: Batch = dict(zip(("tokens", "labels", "positions", "loss_mask"), columns))
+        if host.cu_seqlens is not None:
+            bounds, batch["max_seqlen"] = host.documents()
+            batch["cu_seqlens"] = torch.from_numpy(bounds)
         batch["cursor"] = replace(self._start, num_samples=first + loader.global_batch_size).to_json()
         return batch
 
 
 class StreamDataset(_MicroBatches, IterableDataset[Batch]):
     """The endless stream, a micro-batch an item: tokens, labels, positions, loss_mask, and the cursor after it.
+
+    With packed stores, or bounds of documents in the options, also cu_seqlens, int32 [documents + 1], and max_seqlen.
 
     Worker w of W makes micro-batches w, w + W, w + 2W, ..., which a DataLoader returns in the stream's order. Each
     `iter` begins at the dataset's cursor, whatever was read before: that of its arguments, or of `load_state_dict`.

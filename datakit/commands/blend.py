@@ -30,7 +30,8 @@ def run(options: Options) -> None:
         require_plot(options.plot)
     blend = stream.open()
     last, batch = stream.num_steps(blend), stream.train.global_batch_size
-    found, num_tokens = shares(blend, last * batch), last * batch * blend.seq_length
+    found = shares(blend, last * batch)
+    num_tokens = sum(share.tokens_read for share in found)
     if options.plot:
         write_plot(blend, last, batch, options.plot)
         print(f"wrote {options.plot}", file=sys.stderr)

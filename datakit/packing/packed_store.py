@@ -16,6 +16,11 @@ class PackedStore(TokenStore):
 
     index: PackingIndex
 
+    @property
+    def packing(self) -> str:
+        """How documents become rows."""
+        return self.index.record.packing
+
     @classmethod
     def of(
         cls,
@@ -60,10 +65,27 @@ class PackedStore(TokenStore):
         """Return the token addresses [start, stop) that a row reads; a piece reads its last label too."""
         return [(piece.start, piece.start + piece.size + piece.goes_on) for piece in self.index.row(row)]
 
+    def token_at(self, row: int, column: int, seq_length: int) -> int:
+        """Return the address of a token of a row that is not padding."""
+        for start, stop in self.row_spans(row, seq_length):
+            if column < stop - start:
+                return start + column
+            column -= stop - start
+        raise IndexError(f"row {row} of {self.index.folder} is padded there")
+
     def rows_of(self, document: int, seq_length: int) -> Int64s:
         """Return the rows that read tokens of a document."""
         begin = self.first_token(document)
         return self.index.rows_of(document, begin, begin + len(self.document(document)))
+
+
+def open_store(
+    path: str | os.PathLike[str], *, packing: str, seq_length: int, index: str | os.PathLike[str] | None = None
+) -> TokenStore:
+    """Open a store whose documents become rows in this way; errors as of TokenStore.open and PackedStore.of."""
+    if packing == "concat":
+        return TokenStore.open(path)
+    return PackedStore.of(path, packing=packing, seq_length=seq_length, index=index)
 
 
 def _reopen(path: str, folder: str, packing: str, seq_length: int, fingerprint: str) -> PackedStore:

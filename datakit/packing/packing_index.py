@@ -130,7 +130,7 @@ class PackingIndex:
             data, size_bytes = map_file(column_path(folder, name)), record.files[name].size_bytes
             if len(data) != size_bytes:
                 path = column_path(folder, name)
-                raise self._damaged(f"{path} has {len(data)} bytes, its record says {size_bytes}")
+                raise self.damaged(f"{path.name} has {len(data)} bytes, its record says {size_bytes}")
             columns[name] = np.frombuffer(data, dtype)
         self._ends, self._starts, self._sizes = (columns[name] for name in COLUMNS)
         self._window_starts = [0, *accumulate(record.window_rows)]
@@ -166,7 +166,7 @@ class PackingIndex:
         pieces = [Piece(start, abs(size), size < 0) for start, size in zip(starts, sizes)]
         used = sum(piece.size for piece in pieces)
         if not 0 <= first < stop <= len(self._sizes) or not 0 < used <= self.record.seq_length or not all(sizes):
-            raise self._damaged(f"{self.folder} is damaged: row {number} has {used} tokens in {stop - first} pieces")
+            raise self.damaged(f"row {number} has {used} tokens in {stop - first} pieces")
         return pieces
 
     def rows_of(self, document: int, begin: int, stop: int) -> Int64s:
@@ -180,8 +180,9 @@ class PackingIndex:
         found: Int64s = rows.start + np.searchsorted(self._ends[rows], pieces, side="right").astype(np.int64)
         return found
 
-    def _damaged(self, what: str) -> CheckFailed:
-        return CheckFailed(what, hint=f"datakit verify {self.folder}")
+    def damaged(self, what: str) -> CheckFailed:
+        """Return the error of an index that is not as it was written."""
+        return CheckFailed(f"{self.folder} is damaged: {what}", hint=f"datakit verify {self.folder}")
 
 
 def identity_of(manifest: Manifest) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """Provenance: which documents the samples of a stream read, and which samples read a document, by arithmetic alone.
 
 A sample reads the tokens [start, start + L] of its store: L inputs, and the label of the last one. So a document whose
-first token begins a row is read by the row before too, as its last label. `blame` and `where` are each other's inverse.
-Nothing is logged, and no token is read: the cost is that of the indices' pages that hold the documents.
+first token begins a row is read by the row before too, as its last label. A packed row reads pieces of documents, and
+the label after each that its document goes on after. `blame` and `where` are each other's inverse. Nothing is logged,
+and no token is read: the cost is that of the indices' pages that hold the documents.
 """
 
 from collections import defaultdict
@@ -59,12 +60,13 @@ def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
     wanted = np.array(samples, ndmin=1)
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(wanted)))):
-        store, stop = blend.stores[source], start + blend.seq_length + 1
-        while start < stop:
-            shard, first = store.locate_token(start)
-            until = min(stop, store.token_starts[shard + 1])
-            spans[source, shard].append((row, start - first, until - first))
-            start = until
+        store = blend.stores[source]
+        for begin, stop in store.row_spans(start // blend.seq_length, blend.seq_length):
+            while begin < stop:
+                shard, first = store.locate_token(begin)
+                until = min(stop, store.token_starts[shard + 1])
+                spans[source, shard].append((row, begin - first, until - first))
+                begin = until
     parts = []
     for (source, shard), inside in spans.items():
         rows, *columns = _passages_of_shard(blend.stores[source], shard, inside)
@@ -87,12 +89,17 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
             hint=f"--document {store.path}:{max(store.num_documents - 1, 0)}",
         )
     begin = store.first_token(document)
-    stop = begin + len(store.document(document))
-    first, last = max(0, -(-begin // length) - 1), min((stop - 1) // length, int(blend.rows[source]) - 1)
-    rows = np.arange(first, last + 1 if stop > begin else first)
+    end = begin + len(store.document(document))
+    rows = store.rows_of(document, length)
     samples = blend.samples_of(source, rows, num_samples) if len(rows) else np.empty(0, np.int64)
-    heads = blend.addresses(samples)[1] if len(samples) else samples
-    starts, stops = np.maximum(heads, begin) - begin, np.minimum(heads + length + 1, stop) - begin
+    heads = blend.addresses(samples)[1].tolist() if len(samples) else []
+    read = [
+        (max(start, begin) - begin, min(stop, end) - begin)
+        for head in heads
+        for start, stop in store.row_spans(head // length, length)
+        if start < end and stop > begin
+    ]
+    starts, stops = np.array(read, np.int64).reshape(-1, 2).T
     return Passages(samples, np.full_like(samples, source), np.full_like(samples, document), starts, stops)
 
 

@@ -19,7 +19,8 @@ _MAX_NAMED = 20  # lines that a legend can hold
 class Share:
     """What the first samples of a stream read of one store.
 
-    `weight` is that of the first segment, all weights being 1 together. `epochs` is how often its rows are read, and
+    `weight` is that of the first segment, all weights being 1 together. Of packed rows, which differ,
+    `tokens_read` is what so many read on average. `epochs` is how often its rows are read, and
     `repeated_samples` counts the samples whose row was read before.
     """
 
@@ -40,7 +41,8 @@ def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
     for store, weight, rows, count in zip(
         blend.stores, weights, blend.rows.tolist(), blend.counts(num_samples).tolist()
     ):
-        read, epochs, repeated = count * blend.seq_length, count / max(rows, 1), max(count - rows, 0)
+        read = count * blend.seq_length if store.packing == "concat" else round(count * store.num_tokens / rows)
+        epochs, repeated = count / max(rows, 1), max(count - rows, 0)
         share = weight / sum(weights)
         found.append(Share(str(store.path), share, store.num_tokens, rows, read, count, epochs, repeated))
     return tuple(found)

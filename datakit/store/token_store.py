@@ -165,6 +165,11 @@ class TokenStore:
             raise self._damaged(f"{shard.idx_path} is damaged: no document holds token {token - first} of it")
         return self.document_starts[number] + inside
 
+    @property
+    def packing(self) -> str:
+        """How documents become rows: `concat` is one after the other."""
+        return "concat"
+
     def num_rows(self, seq_length: int) -> int:
         """Return how many rows of so many tokens the store's tokens make, one after the other."""
         return max(0, (self.num_tokens - 1) // seq_length)
@@ -175,6 +180,10 @@ class TokenStore:
         Rows 0 and 1 of 4 tokens read [0, 5) and [4, 9).
         """
         return [(row * seq_length, (row + 1) * seq_length + 1)]
+
+    def token_at(self, row: int, column: int, seq_length: int) -> int:
+        """Return the address of a token of a row, 0 to seq_length: the last one is its last label."""
+        return row * seq_length + column
 
     def rows_of(self, document: int, seq_length: int) -> Int64s:
         """Return the rows that read tokens of a document."""

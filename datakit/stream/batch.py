@@ -14,6 +14,7 @@ from threefold.errors import UserError
 
 BYTES_A_TOKEN = 28  # three int64 and one float32
 Bytes = npt.NDArray[np.uint8]
+Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,13 @@ class BatchOptions:
     """What positions and losses of a batch depend on besides its tokens.
 
     `mask_eod_loss` takes the loss off the positions whose token is an end of document (they would predict the next,
-    unrelated document); `reset_positions` counts positions from 0 again after each of them.
+    unrelated document); `reset_positions` counts positions from 0 again after each of them. `document_bounds` notes
+    where documents begin, for attention that does not cross them. Packed rows are always noted and reset so.
     """
 
     mask_eod_loss: bool = False
     reset_positions: bool = False
+    document_bounds: bool = False
 
 
 PLAIN = BatchOptions()
@@ -39,7 +42,9 @@ class HostBatch:
     in this order, without gaps: of shape [2, 3, 4], 24 tokens, they begin at bytes 0, 192, 384 and 576 of 672.
 
     `first_sample` is the global number of the first sample. `epochs` says of a step, for each store of the blend, how
-    many whole epochs of it the stream has read once this step is consumed; a single sample has none.
+    many whole epochs of it the stream has read once this step is consumed; a single sample has none. `cu_seqlens` are
+    the bounds of documents among all tokens, [0, ..., tokens], if they were asked for: each row begins a document, and
+    so does padding. They are beside the buffer, as their number differs from batch to batch.
     """
 
     buffer: Bytes
@@ -49,6 +54,7 @@ class HostBatch:
     loss_mask: npt.NDArray[np.float32]
     first_sample: int = 0
     epochs: tuple[int, ...] = ()
+    cu_seqlens: Int32s | None = None
 
     @staticmethod
     def num_bytes(shape: Sequence[int]) -> int:
@@ -95,4 +101,16 @@ class HostBatch:
     def reshaped(self, *shape: int, first_sample: int, epochs: tuple[int, ...] = ()) -> "HostBatch":
         """Return the same memory in another shape, with its place in the stream."""
         tokens, labels, positions = [array.reshape(shape) for array in (self.tokens, self.labels, self.positions)]
-        return HostBatch(self.buffer, tokens, labels, positions, self.loss_mask.reshape(shape), first_sample, epochs)
+        arrays = self.buffer, tokens, labels, positions, self.loss_mask.reshape(shape)
+        return HostBatch(*arrays, first_sample, epochs, self.cu_seqlens)
+
+    def documents(self, number: int = 0, count: int = 1) -> tuple[Int32s, int]:
+        """Return the bounds of documents in one of `count` equal parts of the batch, and its longest document's tokens.
+
+        Parts are whole rows, say the micro-batches of a step.
+        """
+        assert self.cu_seqlens is not None, "documents' bounds were asked for"
+        num_tokens = self.tokens.size // count
+        first, last = np.searchsorted(self.cu_seqlens, [number * num_tokens, (number + 1) * num_tokens])
+        bounds: Int32s = self.cu_seqlens[first : last + 1] - np.int32(number * num_tokens)
+        return bounds, int(np.diff(bounds).max())

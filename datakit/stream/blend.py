@@ -26,7 +26,7 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.cursor import Cursor
-from datakit.stream.gather import RowSpans, gather
+from datakit.stream.gather import PackedSpans, RowSpans, gather
 from datakit.stream.permutation import Permutation, elements_at
 from datakit.stream.weighted_sequence import CIRCLE, WeightedSequence
 from threefold.errors import UserError
@@ -63,11 +63,12 @@ class Blend:
         self.seq_length, self.seed = seq_length, seed
         changes = [(0, [weight for _, weight in sources]), *later]
         self.segments = tuple(Segment(_whole(start), tuple(map(_weight, weights))) for start, weights in changes)
-        self.rows = np.array([max(0, (store.num_tokens - 1) // seq_length) for store in self.stores], np.int64)
+        self.rows = np.array([store.num_rows(seq_length) for store in self.stores], np.int64)
         self._num_rows: list[int] = self.rows.tolist()
         self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
         self._check_segments()
         self._check_tokenizers()
+        self._check_packings()
         self._sequences = [
             WeightedSequence(segment.weights, _hash(f"{seed}/segment/{i}") % CIRCLE)
             for i, segment in enumerate(self.segments)
@@ -142,7 +143,10 @@ class Blend:
         return sources, numbers
 
     def addresses(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        """For each global sample, its store's number and the address of its first token there."""
+        """For each global sample, its store's number and the address of its first token there.
+
+        That is seq_length times its row, also of a packed store, whose `row_spans` knows the tokens of the row.
+        """
         sources, starts = self._starts(samples)
         return np.array(sources, np.int64), np.array(starts, np.int64)
 
@@ -160,7 +164,8 @@ class Blend:
 
         It is made in the memory `out`, if that is given: HostBatch.over says what fits.
         """
-        spans = RowSpans(self.seq_length)
+        is_packed = self.stores[0].packing != "concat"
+        spans = PackedSpans(self.seq_length) if is_packed else RowSpans(self.seq_length)
         for source, start in zip(*self._starts(samples)):
             spans.add(self.stores[source], start)
         return gather(spans, options, out)
@@ -211,6 +216,14 @@ class Blend:
                         f"{store.path} holds {store.num_tokens} tokens, too few for one row of {self.seq_length} + 1",
                         hint=f"--seq-length {max(1, store.num_tokens - 1)}",
                     )
+
+    def _check_packings(self) -> None:
+        concat, packed = ([store for store in self.stores if (store.packing == "concat") == is_so] for is_so in (1, 0))
+        if concat and packed:
+            raise UserError(
+                f"{packed[0].path} is packed by {packed[0].packing}, {concat[0].path} is not: they have other rows",
+                hint=f"datakit pack {concat[0].path} --seq-length {self.seq_length} --packing {packed[0].packing}",
+            )
 
     def _check_tokenizers(self) -> None:
         """Raise UserError if two stores name different tokenizers; one made of tokens alone names none."""

@@ -8,12 +8,13 @@ so numpy is imported by methods alone.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from threefold.errors import UserError
 from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
 
 if TYPE_CHECKING:
+    from datakit.store.token_store import TokenStore
     from datakit.stream.batch import BatchOptions
     from datakit.stream.blend import Blend
 
@@ -36,17 +37,33 @@ class BlendConfig:
 
     stores: tuple[str, ...] = option((), "token stores, made by datakit preprocess")
     weights: tuple[float, ...] = option((), "one weight a store; empty means equal", above=0)
+    packing: Literal["concat", "best_fit", "pad"] = option(
+        "concat", "how documents become rows: concat cuts all tokens; best_fit and pad need datakit pack"
+    )
+    indices: tuple[str, ...] = option((), "folders of the packing indices, one a store; empty: each in its store")
 
     def faults(self, table: str) -> list[Fault]:
-        """Return the fault between stores and weights of this table, if there is one."""
-        if not self.weights or len(self.weights) == len(self.stores):
-            return []
-        text = f"{table}.weights has {len(self.weights)} entries for {len(self.stores)} {table}.stores"
-        return [({f"{table}.weights", f"{table}.stores"}, text)]
+        """Return the faults between stores, weights and packing of this table."""
+        found: list[Fault] = []
+        for name in ("weights", "indices"):
+            count = len(getattr(self, name))
+            if count and count != len(self.stores):
+                text = f"{table}.{name} has {count} entries for {len(self.stores)} {table}.stores"
+                found.append(({f"{table}.{name}", f"{table}.stores"}, text))
+        if self.indices and self.packing == "concat":
+            text = f"{table}.indices are of packed rows, and {table}.packing is concat"
+            found.append(({f"{table}.indices", f"{table}.packing"}, text))
+        return found
+
+    def open_store(self, number: int, seq_length: int) -> "TokenStore":
+        """Return one of the stores, whose rows are as `packing` says."""
+        from datakit.packing.packed_store import open_store
+
+        index = self.indices[number] if self.indices else None
+        return open_store(self.stores[number], packing=self.packing, seq_length=seq_length, index=index)
 
     def open(self, steps: StepConfig, *, table: str) -> "Blend":
         """Return the blend of the stores; UserError if there are none, or weights for more or fewer."""
-        from datakit.store.token_store import TokenStore
         from datakit.stream.blend import Blend
 
         if not self.stores:
@@ -54,7 +71,7 @@ class BlendConfig:
             raise UserError(f"{table}.stores names no token store", hint=hint)
         raise_faults(f"[{table}]", self.faults(table), hint=f"{SAMPLE} documents every key")
         weights = self.weights or (1.0,) * len(self.stores)
-        sources = [(TokenStore.open(path), weight) for path, weight in zip(self.stores, weights, strict=True)]
+        sources = [(self.open_store(number, steps.seq_length), weight) for number, weight in enumerate(weights)]
         return Blend(sources, seq_length=steps.seq_length, seed=steps.seed)
 
 
@@ -64,6 +81,7 @@ class StreamConfig(BlendConfig):
 
     mask_eod_loss: bool = option(False, "leave the loss at end-of-document tokens out")
     reset_positions: bool = option(False, "count positions from 0 after each end of document")
+    document_mask: bool = option(False, "let attention not cross documents")
     max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
 
     @property
@@ -71,7 +89,7 @@ class StreamConfig(BlendConfig):
         """The options of the stream's batches."""
         from datakit.stream.batch import BatchOptions
 
-        return BatchOptions(self.mask_eod_loss, self.reset_positions)
+        return BatchOptions(self.mask_eod_loss, self.reset_positions, self.document_mask)
 
 
 @dataclass(frozen=True, slots=True)
