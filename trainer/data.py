@@ -74,11 +74,14 @@ def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int)
     row, place = np.argwhere((ids < 0) | (ids >= vocab_size))[0].tolist()
     sample, seq_length = int(samples.flat[row]), blend.seq_length
     (source,), (start,) = blend.addresses([sample])
-    path = blend.stores[source].path
+    store = blend.stores[source]
+    token, path = store.token_at(start // seq_length, place, seq_length), store.path
+    whole = f"--sample {start // seq_length} --seq-length {seq_length}"
     return UserError(
-        f"{path} holds token {ids[row, place]} at address {start + place:,}, in sample {sample:,} of the stream, but "
+        f"{path} holds token {ids[row, place]} at address {token:,}, in sample {sample:,} of the stream, but "
         f"the vocabulary has {vocab_size:,} tokens",
-        hint=f"datakit inspect {path} --sample {start // seq_length} --seq-length {seq_length}",
+        hint=f"datakit inspect {path} "
+        + (whole if store.packing == "concat" else f"--document {store.document_at(token)}"),
     )
 
 
@@ -95,7 +98,19 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
     Out of pinned memory the copy to a GPU is only enqueued: the batch may not change before it is done.
     """
     buffer, shape = torch.from_numpy(host.buffer).to(device, non_blocking=True), host.tokens.shape
-    return Batch(*HostBatch.split(buffer, shape, torch.int64, torch.float32), host.first_sample)
+    arrays = HostBatch.split(buffer, shape, torch.int64, torch.float32)
+    return Batch(*arrays, host.first_sample, None if host.cu_seqlens is None else _documents(host, device))
+
+
+def _documents(host: HostBatch, device: torch.device) -> tuple[tuple[torch.Tensor, int], ...]:
+    """Return the bounds of documents of each micro-batch on the device, by one copy that is only enqueued."""
+    count = len(host.tokens)
+    parts = [host.documents(number, count) for number in range(count)]
+    bounds = torch.from_numpy(np.concatenate([part for part, _ in parts]))
+    if device.type == "cuda":
+        bounds = bounds.pin_memory()
+    views = bounds.to(device, non_blocking=True).split([len(part) for part, _ in parts])
+    return tuple((view, longest) for view, (_, longest) in zip(views, parts, strict=True))
 
 
 class StepReader:

@@ -31,7 +31,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 class Batch:
     """A data-parallel rank's share of one step on its device: [num_microbatches, micro_batch_size, seq_length] each.
 
-    `first_sample` is the global number of the step's first sample, over all ranks.
+    `first_sample` is the global number of the step's first sample, over all ranks. `documents` has, for each
+    micro-batch, the bounds of its documents and the tokens of the longest, if attention is not to cross them.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class Batch:
     positions: Tensor
     loss_mask: Tensor
     first_sample: int
+    documents: tuple[tuple[Tensor, int], ...] | None = None
 
 
 class Engine:
@@ -159,6 +161,8 @@ class Engine:
         for number, parts in enumerate(rows):
             place = number * self.mesh.dp.size + self.mesh.dp.index
             first_sample = batch.first_sample + place * train.micro_batch_size
-            tokens, labels, positions, mask = (part.flatten() for part in parts)
-            microbatches.append(MicroBatch(tokens, labels, positions, mask, train.seq_length, first_sample, key))
+            tokens, labels, positions, loss_mask = (part.flatten() for part in parts)
+            documents = None if batch.documents is None else batch.documents[number]
+            arrays = tokens, labels, positions, loss_mask
+            microbatches.append(MicroBatch(*arrays, train.seq_length, first_sample, key, documents=documents))
         return microbatches

@@ -84,12 +84,18 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
 def data_faults(config: Config) -> list[Fault]:
     """Return faults between stores and their weights, in positions, and an evaluation without a validation set."""
     faults = config.data.faults("data") + config.data.valid.faults("data.valid")
-    if config.data.reset_positions and config.model.position == "rope":
-        text = (
-            "data.reset_positions with model.position rope puts earlier documents at negative distances, as attention "
-            "is not masked by document: --data.reset-positions false, or --model.position learned"
-        )
-        faults.append(({"data.reset_positions", "model.position"}, text))
+    if not config.data.document_mask and config.model.position == "rope":
+        for name, is_so in (
+            ("data.reset_positions", config.data.reset_positions),
+            ("data.packing", config.data.packing != "concat"),
+            ("data.valid.packing", config.data.valid.packing != "concat"),
+        ):
+            if is_so:
+                text = (
+                    f"{name} with model.position rope puts earlier documents at negative distances, as attention "
+                    "is not masked by document: --data.document-mask true, or --model.position learned"
+                )
+                faults.append(({name, "data.document_mask", "model.position"}, text))
     rows, seq_length = config.model.num_positions, config.train.seq_length
     if config.model.position == "learned" and 0 < rows < seq_length:
         text = f"model.num_positions {rows} is less than train.seq_length {seq_length}: --train.seq-length {rows}"

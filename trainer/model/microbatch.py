@@ -23,7 +23,8 @@ class MicroBatch:
 
     The first of them is sample `first_sample` of the training stream; `positions_T` are what the model is shown, which
     may restart with each document. `dropout` is None if nothing is dropped; `turns_TH` are the angles of rotary
-    positions, which the layers share.
+    positions, which the layers share. `documents` are the int32 bounds of documents that attention does not cross,
+    [0, ..., T], and the tokens of the longest one.
     """
 
     tokens_T: Tensor
@@ -34,11 +35,12 @@ class MicroBatch:
     first_sample: int
     dropout: DropoutKey | None
     turns_TH: Tensor | None = None
+    documents: tuple[Tensor, int] | None = None
 
     @property
     def mask(self) -> Mask:
-        """Return which keys a query sees: those of its own row up to its own place."""
-        return Mask.of_rows(self.seq_length)
+        """Return which keys a query sees: those of its own row, or of its own document, up to its own place."""
+        return Mask.of_rows(self.seq_length) if self.documents is None else Mask.of_documents(*self.documents)
 
     def drop(self, x_TD: Tensor, *, layer: int, site: int) -> Tensor:
         """Drop elements of a replicated activation."""

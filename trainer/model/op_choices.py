@@ -35,8 +35,20 @@ def choose_attention(
         torch.empty(num_tokens, max(heads // tp, 1), head_size, dtype=dtype, device=mesh.device)
         for heads in (model.num_heads, model.num_kv_heads)
     )
-    mask = Mask.of_rows(train.seq_length)
+    mask = _mask_like(config, mesh.device)
     usable = [backend.name for backend in BACKENDS if backend.refusal(q_TNH, k_TKH, mask) is None]
     name = recorded if recorded in usable else choose(q_TNH, k_TKH, mask, deterministic=not by_timing)
     number = torch.tensor([BACKENDS.index(backend_named(name))], device=mesh.device)
     return BACKENDS[int(mesh.world.broadcast(number))]
+
+
+def _mask_like(config: Config, device: torch.device) -> Mask:
+    """Return a mask like those of the run: if attention does not cross documents, rows of four equal ones."""
+    train = config.train
+    if not config.data.document_mask:
+        return Mask.of_rows(train.seq_length)
+    length = -(-train.seq_length // 4)
+    rows = [row * train.seq_length for row in range(train.micro_batch_size)]
+    bounds = [start for row in rows for start in range(row, row + train.seq_length, length)]
+    bounds.append(train.micro_batch_size * train.seq_length)
+    return Mask.of_documents(torch.tensor(bounds, dtype=torch.int32, device=device), length)

@@ -95,8 +95,9 @@ def test_all_faults_are_reported_together() -> None:
         (
             {"data": {"reset_positions": True}},
             "data.reset_positions with model.position rope puts earlier documents at negative distances, as attention "
-            "is not masked by document: --data.reset-positions false, or --model.position learned",
+            "is not masked by document: --data.document-mask true, or --model.position learned",
         ),
+        ({"data": {"packing": "best_fit"}}, "data.packing with model.position rope puts earlier documents at negative"),
         ({"train": {"gradient_accumulation_steps": 3}}, "train.gradient_accumulation_steps 3 contradicts"),
         ({"train": {"global_batch_size": 9, "micro_batch_size": 2}}, "train.global_batch_size 9 is not a multiple"),
         ({"parallel": {"tp": 2}}, "tp 2 * pp 1 needs 2 processes, started are 1: torchrun --nproc-per-node 2"),

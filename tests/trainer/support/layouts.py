@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
-from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.check import cross_faults
 from trainer.config.resolve import resolve
 
@@ -63,6 +63,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
             global_batch_size=micro_batch * num_microbatches * layout.dp, precision="fp64", device="cpu",
             seed=draw(st.integers(0, 99)),
         ),
+        data=DataConfig(document_mask=draw(st.booleans())),
     )  # fmt: skip
     assert cross_faults(config, layout.world_size) == []
     return resolve(config, layout.world_size)

@@ -85,7 +85,18 @@ def local_batch(config: Config, step: int, mesh: ProcessMesh) -> Batch:
     train = config.train
     order = torch.arange(train.global_batch_size).view(-1, mesh.dp.size, train.micro_batch_size)[:, mesh.dp.index]
     parts = {name: rows[order].to(mesh.device) for name, rows in global_batch(config, step).items()}
-    return Batch(**parts, first_sample=step * train.global_batch_size)
+    batch = Batch(**parts, first_sample=step * train.global_batch_size)
+    return with_documents(batch) if config.data.document_mask else batch
+
+
+def with_documents(batch: Batch) -> Batch:
+    """The same batch with the bounds of its documents, which begin where positions do."""
+    documents = []
+    for positions in batch.positions:
+        begins = torch.nonzero(positions.flatten() == 0).flatten().tolist()
+        bounds = torch.tensor([*begins, positions.numel()], dtype=torch.int32, device=positions.device)
+        documents.append((bounds, int(bounds.diff().max())))
+    return replace(batch, documents=tuple(documents))
 
 
 def make_engine(rank: int, config: Config, *, network: Network | None = None) -> Engine:

@@ -17,8 +17,15 @@ State = dict[str, Tensor]
 Drop = Callable[..., Tensor]
 
 
-def logits(model: ModelConfig, state: State, tokens_BS: Tensor, positions_BS: Tensor, drop: Drop) -> Tensor:
-    """[B, S, vocabulary]."""
+def logits(
+    model: ModelConfig,
+    state: State,
+    tokens_BS: Tensor,
+    positions_BS: Tensor,
+    drop: Drop,
+    documents_BS: Tensor | None = None,
+) -> Tensor:
+    """[B, S, vocabulary]; attention stays in documents, if their numbers are given."""
     x_BSD = state["embed.weight"][tokens_BS]
     if model.position == "learned":
         x_BSD = x_BSD + state["pos.weight"][positions_BS]
@@ -27,7 +34,7 @@ def logits(model: ModelConfig, state: State, tokens_BS: Tensor, positions_BS: Te
         prefix = f"layers.{layer}."
         part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         x_BSD = x_BSD + drop(
-            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS), layer=layer, site=0
+            _attend(model, part, _norm(model, part, "norm1", x_BSD), positions_BS, documents_BS), layer=layer, site=0
         )
         x_BSD = x_BSD + drop(_feed_forward(model, part, _norm(model, part, "norm2", x_BSD)), layer=layer, site=1)
     head = state["embed.weight" if model.tie_embeddings else "head.weight"]
@@ -54,7 +61,8 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
             place = {"step": step, "layer": layer, "site": site, "first_sample": first}
             return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
 
-        logs = torch.log_softmax(logits(model, state, tokens, positions, drop), -1)
+        documents = None if batch.documents is None else document_numbers(batch)
+        logs = torch.log_softmax(logits(model, state, tokens, positions, drop, documents), -1)
         loss = -(logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * mask).sum() / mask.sum()
         adam.zero_grad()
         loss.backward()
@@ -64,6 +72,15 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
         adam.step()
         cosine.step()
         yield loss.item(), norm
+
+
+def document_numbers(batch: Batch) -> Tensor:
+    """The number of each token's document, in its micro-batch, [B, S]."""
+    assert batch.documents is not None
+    num_rows, length = batch.tokens.shape[1:]
+    places = torch.arange(num_rows * length)
+    numbers = [(places.unsqueeze(1) >= bounds.cpu()).sum(1) for bounds, _ in batch.documents]
+    return torch.cat(numbers).view(-1, length)
 
 
 def _norm(model: ModelConfig, part: State, name: str, x: Tensor) -> Tensor:
@@ -78,7 +95,9 @@ def _linear(part: State, name: str, x: Tensor) -> Tensor:
     return y + part[f"{name}.bias"] if f"{name}.bias" in part else y
 
 
-def _attend(model: ModelConfig, part: State, x_BSD: Tensor, positions_BS: Tensor) -> Tensor:
+def _attend(
+    model: ModelConfig, part: State, x_BSD: Tensor, positions_BS: Tensor, documents_BS: Tensor | None
+) -> Tensor:
     size = model.hidden_size // model.num_heads
     q, k, v = (_linear(part, f"attn.{name}", x_BSD).unflatten(-1, (-1, size)) for name in "qkv")  # [B, S, N, H]
     if model.qk_norm:
@@ -89,7 +108,11 @@ def _attend(model: ModelConfig, part: State, x_BSD: Tensor, positions_BS: Tensor
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     scores_BNST = torch.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(size)
     future = torch.ones(scores_BNST.shape[-2:], dtype=torch.bool).triu(1)
-    weights_BNST = torch.softmax(scores_BNST.masked_fill(future, -math.inf), -1)
+    scores_BNST = scores_BNST.masked_fill(future, -math.inf)
+    if documents_BS is not None:
+        others_BST = documents_BS.unsqueeze(2) != documents_BS.unsqueeze(1)
+        scores_BNST = scores_BNST.masked_fill(others_BST.unsqueeze(1), -math.inf)
+    weights_BNST = torch.softmax(scores_BNST, -1)
     return _linear(part, "attn.out", torch.einsum("bnst,btnh->bsnh", weights_BNST, v).flatten(2))
 
 

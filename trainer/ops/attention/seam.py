@@ -36,6 +36,11 @@ class Mask:
         """Return the causal mask of rows of one length, one after the other."""
         return cls(None, None, length, length)
 
+    @classmethod
+    def of_documents(cls, bounds: Tensor, longest: int) -> "Mask":
+        """Return the causal mask of documents with these int32 bounds, [0, ..., T], the longest of so many tokens."""
+        return cls(bounds, bounds, longest, longest)
+
     @property
     def is_self(self) -> bool:
         """Return whether queries and keys are known to be the same tokens, without a look into device memory."""
