@@ -30,7 +30,7 @@ KINDS = {  # the first whose pattern is in a kernel's name
     "RMSNorm": r"::(backward|forward)<|add_partials",
     "AdamW, norm, clip": r"multi_tensor",
     "loss": r"SoftMax|exp_kernel|reduce_kernel",
-    "SwiGLU": r"silu",
+    "SwiGLU": r"activation_|silu",
     "other elementwise": r"elementwise",
 }
 

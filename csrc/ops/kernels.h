@@ -21,6 +21,10 @@ struct Kernels {
                        int64_t end);
   void (*rope_backward)(int dtype, const op_heads& heads, const op_head_gradients& gradients, const void* qkv,
                         void* dqkv, void* dweights, int64_t begin, int64_t end);
+  // `y` of the backward may be null; it may be dy, and dx may be x.
+  void (*activation_forward)(int dtype, int activation, const void* x, void* y, int64_t num_rows, int64_t num_cols);
+  void (*activation_backward)(int dtype, int activation, const void* dy, const void* x, void* dx, void* y,
+                              int64_t num_rows, int64_t num_cols);
   // Rows [begin, end).
   void (*cross_entropy_forward)(int dtype, const op_logits& logits, void* sums, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(int dtype, const op_logits& logits, const void* factors, int64_t begin, int64_t end);

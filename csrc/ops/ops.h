@@ -90,6 +90,19 @@ OP_API int op_cross_entropy_backward(int dtype, const struct op_logits* logits, 
 OP_API int op_cross_entropy_forward_cuda(int dtype, const struct op_logits* logits, void* sums, void* stream);
 OP_API int op_cross_entropy_backward_cuda(int dtype, const struct op_logits* logits, const void* factors, void* stream);
 
+// y [num_rows, num_cols] of packed rows x: SwiGLU, silu(gate) * up, takes rows of num_cols of gate, then as many of up;
+// GELU, in its tanh form, rows of num_cols. The result of an element depends on no other.
+enum op_activation { OP_SWIGLU = 0, OP_GELU = 1 };
+OP_API int op_activation_forward(int dtype, int activation, const void* x, void* y, int64_t num_rows, int64_t num_cols,
+                                 int num_threads);
+// dx has the rows of x, and y is written again. `dx` may be x itself, `y` dy itself; `y` may be null.
+OP_API int op_activation_backward(int dtype, int activation, const void* dy, const void* x, void* dx, void* y,
+                                  int64_t num_rows, int64_t num_cols, int num_threads);
+OP_API int op_activation_forward_cuda(int dtype, int activation, const void* x, void* y, int64_t num_rows,
+                                      int64_t num_cols, void* stream);
+OP_API int op_activation_backward_cuda(int dtype, int activation, const void* dy, const void* x, void* dx, void* y,
+                                       int64_t num_rows, int64_t num_cols, void* stream);
+
 // Which elements a dropout drops, and where x [num_samples, num_positions, num_features] is in the global tensor.
 // The mask of an element is a function of (seed, step, layer, site) and of its global sample, position and feature.
 struct op_mask {

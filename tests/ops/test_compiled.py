@@ -2,6 +2,7 @@
 
 import torch
 
+from trainer.ops.activation import SWIGLU, activate
 from trainer.ops.dropout import dropout
 from trainer.ops.rmsnorm import rms_norm
 from trainer.ops.rope import rope, rope_turns
@@ -32,3 +33,11 @@ def test_rope() -> None:
 
     qkv = torch.randn(4, 32)
     torch.testing.assert_close(torch.compile(form, backend="eager", fullgraph=True)(qkv), form(qkv))
+
+
+def test_swiglu() -> None:
+    def form(x: torch.Tensor) -> torch.Tensor:
+        return activate(2 * x, SWIGLU) + 1
+
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(torch.compile(form, backend="eager", fullgraph=True)(x), form(x))

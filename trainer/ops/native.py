@@ -23,6 +23,8 @@ _ROPE_BACKWARD = (INT, *[POINTER] * 6)
 _CROSS_ENTROPY = (INT, POINTER, POINTER)
 _ADAMW = (INT, POINTER, POINTER, INT64, POINTER, POINTER, POINTER)
 _SQUARED_NORMS = (INT, POINTER, INT64, POINTER, INT64, POINTER, POINTER)
+_ACTIVATION_FORWARD = (INT, INT, POINTER, POINTER, INT64, INT64)
+_ACTIVATION_BACKWARD = (INT, INT, *[POINTER] * 4, INT64, INT64)
 _DROPOUT = (INT, POINTER, POINTER, INT64, INT64, INT64, POINTER)
 PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_error_text": (TEXT, INT),
@@ -39,6 +41,8 @@ PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_cross_entropy_backward": (INT, *_CROSS_ENTROPY, INT),
     "op_adamw": (INT, *_ADAMW, INT),
     "op_squared_norms": (INT, *_SQUARED_NORMS, INT),
+    "op_activation_forward": (INT, *_ACTIVATION_FORWARD, INT),
+    "op_activation_backward": (INT, *_ACTIVATION_BACKWARD, INT),
     "op_dropout": (INT, *_DROPOUT, INT),
     "op_philox": (None, POINTER, POINTER, POINTER),
     "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
@@ -54,6 +58,8 @@ CUDA_PROTOTYPES: Prototypes = {
     "op_cross_entropy_backward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
     "op_adamw_cuda": (INT, *_ADAMW, POINTER),
     "op_squared_norms_cuda": (INT, *_SQUARED_NORMS, POINTER),
+    "op_activation_forward_cuda": (INT, *_ACTIVATION_FORWARD, POINTER),
+    "op_activation_backward_cuda": (INT, *_ACTIVATION_BACKWARD, POINTER),
     "op_dropout_cuda": (INT, *_DROPOUT, POINTER),
 }
 

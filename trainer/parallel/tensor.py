@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.linear.linear import add_bias, linear
+from trainer.linear.linear import MakeX, add_bias, linear
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
 from trainer.parallel.collectives import copy_to, reduce_from
@@ -23,9 +23,12 @@ def column_linear(x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]],
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def row_linear(x_TK: Tensor, weight: Weight, bias: Weight | None, group: Group) -> Tensor:
-    """Return all outputs, [T, D], of this rank's inputs, the same on all ranks; the bias is added after the sum."""
+def row_linear(x_TK: Tensor, weight: Weight, bias: Weight | None, group: Group, make_x: MakeX | None = None) -> Tensor:
+    """Return all outputs, [T, D], of this rank's inputs, the same on all ranks; the bias is added after the sum.
+
+    `make_x` makes the inputs, as in `linear`.
+    """
     if group.size == 1:
-        return linear(x_TK, weight, bias)
-    y_TD = reduce_from(linear(x_TK, weight), group)
+        return linear(x_TK, weight, bias, make_x=make_x)
+    y_TD = reduce_from(linear(x_TK, weight, make_x=make_x), group)
     return y_TD if bias is None else add_bias(y_TD, bias)

@@ -96,13 +96,13 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
 def activation_bytes(config: Config, pp: int) -> int:
     """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
 
-    A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and the inside of
-    the MLP: 2 tensors of it, 4 with SwiGLU. The last stage also keeps the logits.
+    A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and what the MLP's
+    nonlinearity reads, which SwiGLU makes twice as wide. The last stage also keeps the logits.
     """
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
     q_size, kv_size = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
-    inside = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size
+    inside = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
     layer = 4 * model.hidden_size + (2 * q_size + 2 * kv_size + inside) // parallel.tp
     if train.recompute == "full":
         layer = model.hidden_size

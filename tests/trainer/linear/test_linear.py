@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from tests.trainer.support.weights import handle
 from trainer.linear.gemm import add_product
-from trainer.linear.linear import add_bias, linear, split_linear
+from trainer.linear.linear import add_bias, linear
+from trainer.ops.activation import ACTIVATIONS, SWIGLU, Activation, activate
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -31,19 +32,54 @@ def test_gradients_are_those_of_leaves(has_bias: bool) -> None:
         torch.testing.assert_close(bias_gradient, leaves[1].grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_parts_of_a_split_linear_are_columns_of_the_whole(has_bias: bool) -> None:
-    x, values, bias_values, dy = random(7, 3), random(6, 3, seed=1), random(6, seed=2), random(7, 6, seed=3)
-    results = []
-    for is_split in (True, False):
+def test_an_op_that_makes_x_again_is_the_op_and_a_linear(
+    has_bias: bool, activation: Activation, dtype: torch.dtype
+) -> None:
+    values, bias_values, dy = (
+        random(5, 12, dtype=dtype, seed=1),
+        random(5, dtype=dtype, seed=2),
+        random(7, 5, dtype=dtype),
+    )
+    packed, results, kept = random(7, 12 * activation.num_parts, dtype=dtype), [], []
+    for is_one in (True, False):
         (weight, gradient), (bias, bias_gradient) = handle(values), handle(bias_values)
-        own_x, own_bias = x.clone().requires_grad_(), bias if has_bias else None
+        own_bias = bias if has_bias else None
+        sums = torch.zeros_like(packed)
         for _ in range(2):  # the second adds
-            y = torch.cat(split_linear(own_x, weight, own_bias, 2), 1) if is_split else linear(own_x, weight, own_bias)
+            x = packed.clone().requires_grad_()
+            if is_one:
+                y = linear(x, weight, own_bias, make_x=activation)
+            else:
+                y = linear(activate(x, activation), weight, own_bias)
+            saved = [each.shape for each in y.grad_fn.saved_tensors]
             y.backward(dy)
-        results.append([y, own_x.grad, gradient] + [bias_gradient] * has_bias)
-    for split, whole in zip(*results, strict=True):
-        torch.testing.assert_close(split, whole)
+            sums += x.grad
+        kept.append(saved)
+        results.append([y, sums, gradient] + [bias_gradient] * has_bias)
+    assert kept == [[packed.shape], [(7, 12)]], "the product is not saved"
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_backward_that_wrote_over_what_was_saved_runs_once() -> None:
+    (weight, _), x = handle(random(5, 12)), random(7, 24).requires_grad_()
+    loss = linear(1 * x, weight, make_x=SWIGLU).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@torch.no_grad()
+def test_without_gradients_nothing_is_overwritten() -> None:
+    (weight, _), x = handle(random(5, 12)), random(7, 24)
+    before = x.clone()
+    torch.testing.assert_close(linear(x, weight, make_x=SWIGLU), activate(x, SWIGLU) @ weight.values.T)
+    assert torch.equal(x, before)
+    with torch.inference_mode():
+        assert linear(x.clone(), weight, make_x=SWIGLU).shape == (7, 5)
 
 
 def test_a_bias_after_a_sum_has_its_gradient() -> None:

@@ -22,6 +22,7 @@ from trainer.model import chunk, head, mlp
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import lookup
 from trainer.model.head import Head
+from trainer.ops.activation import Activation
 from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
 from trainer.parallel.collectives import _ReduceFrom, reduce_from
@@ -116,8 +117,10 @@ def swapped(real: Any, name: str, num_stages: int, num_microbatches: int, rank: 
     return [action._replace(microbatch=swap.get(action.microbatch, action.microbatch)) for action in actions]
 
 
-def bias_before_the_sum(real: Any, x: torch.Tensor, weight: Weight, bias: Weight, group: Group) -> torch.Tensor:
-    return reduce_from(linear(x, weight, bias), group)
+def bias_before_the_sum(
+    real: Any, x: torch.Tensor, weight: Weight, bias: Weight, group: Group, make_x: Any
+) -> torch.Tensor:
+    return reduce_from(linear(x, weight, bias, make_x=make_x), group)
 
 
 def own_norm(real: Any, self: Group, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -186,6 +189,11 @@ def narrow_angles(real: Any, positions: torch.Tensor, size: int, theta: float, d
     return real(positions, size, theta, torch.float32).to(dtype)
 
 
+def gradient_for_product(real: Any, self: Activation, dy: torch.Tensor, x: torch.Tensor) -> Any:
+    own = dy.clone()
+    return real(self, dy, x)[0], own
+
+
 FAULTS = [
     Fault("QK-norm gradients are not summed over tp", TP, wrapping(engine, "parameter_table", no_partial_rows)),
     Fault("gradients of cut inputs are not summed over tp", TP, wrapping(tensor, "copy_to", lambda real, x, group: x)),
@@ -223,6 +231,8 @@ FAULTS = [
           wrapping(Verdict, "judge", lambda real, *args: torch.ones_like(real(*args)))),
     Fault("norms and biases decay", None, wrapping(engine, "parameter_table", every_row_decays)),
     Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", lambda real, self: None)),
+    Fault("down's gradient is made of its input's gradient", None,
+          wrapping(Activation, "backward", gradient_for_product)),
     Fault("rotary angles are of float32", None, wrapping(chunk, "rope_turns", narrow_angles),
           model={"position": "rope"}),
 ]  # fmt: skip
