@@ -136,6 +136,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Find the steps that read a document": write_config,
     "See what a run repeats": write_config,
     "Ask in a program": write_config,
+    "Train on packed rows": write_config,
+    "Keep attention inside documents of rows that are cut": write_config,
     "Resume under another layout": write_config,
     "Read each byte once": write_config,
     "Save to two places": write_config,
