@@ -52,7 +52,7 @@ def test_equals_the_float64_reference(shape: tuple[int, ...], dtype: torch.dtype
     before = native.csrc_calls()
     got = results(x, weight, dy)
     after = native.csrc_calls()
-    for op in ("rmsnorm_forward", "rmsnorm_backward"):
+    for op in ("add_rmsnorm_forward", "add_rmsnorm_backward"):
         assert after[op] == before.get(op, 0) + 1, f"the native {op} ran"
     want = results(x.cpu().double(), weight.cpu().double(), dy.cpu().double(), form=rms_norm_reference)
     for name, a, b in zip(("y", "dx", "dweight"), got, want, strict=True):

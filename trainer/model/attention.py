@@ -49,7 +49,7 @@ class Attention:
         norms = self.norms
         if norms and norms[0].bias is not None:  # LayerNorm, which the fused op has not
             parts = self._split(qkv_TC)
-            qkv_TC = torch.cat([norms[0](parts[0]), norms[1](parts[1]), parts[2]], 1).flatten(1)
+            qkv_TC = torch.cat([norms[0](parts[0])[0], norms[1](parts[1])[0], parts[2]], 1).flatten(1)
             norms = []
         if batch.turns_TH is None and not norms:
             return self._split(qkv_TC)

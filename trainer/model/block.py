@@ -30,8 +30,15 @@ class Block:
         self.norm2 = Norm(model, store, f"{prefix}.norm2")
         self.mlp = MLP(model, store, f"{prefix}.mlp", group)
 
-    def __call__(self, x_TD: Tensor, batch: MicroBatch) -> Tensor:
-        branch_TD = self.attention(self.norm1(x_TD), batch)
-        x_TD = x_TD + batch.drop(branch_TD, layer=self.number, site=SITE_ATTENTION)
-        branch_TD = self.mlp(self.norm2(x_TD))
-        return x_TD + batch.drop(branch_TD, layer=self.number, site=SITE_MLP)
+    def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and the branch that is yet to be added to it, as it takes them.
+
+        Whoever comes next adds the two: a norm in its own pass, or else the end of the stage.
+        """
+        return self.after_norm(*self.norm1(x_TD, branch_TD), batch)
+
+    def after_norm(self, h_TD: Tensor, x_TD: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the same from the stream x and its norm h."""
+        branch_TD = batch.drop(self.attention(h_TD, batch), layer=self.number, site=SITE_ATTENTION)
+        h_TD, x_TD = self.norm2(x_TD, branch_TD)
+        return x_TD, batch.drop(self.mlp(h_TD), layer=self.number, site=SITE_MLP)

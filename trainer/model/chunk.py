@@ -33,24 +33,32 @@ class Chunk:
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [T]."""
-        x_TD = self.hidden(received_TD, batch)
-        return x_TD if self.head is None else self.head.losses(x_TD, batch.labels_T)
+        x_TD, branch_TD = self.hidden(received_TD, batch)
+        if self.head is not None:
+            return self.head.losses(x_TD, branch_TD, batch.labels_T)
+        return x_TD if branch_TD is None else x_TD + branch_TD
 
-    def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Return the residual stream after this stage's layers."""
+    def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
         x_TD = self._embedded(batch) if received_TD is None else received_TD
+        branch_TD: Tensor | None = None
         model = self.config.model
         if model.position == "rope":
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
             batch = replace(batch, turns_TH=turns_at(batch.positions_T, frequencies_H, x_TD.dtype))
         for block in self.blocks:
-            x_TD = recompute(block, x_TD, batch) if self.config.train.recompute == "full" else block(x_TD, batch)
-        return x_TD
+            if self.config.train.recompute == "full":
+                x_TD, branch_TD = recompute(block, x_TD, branch_TD, batch)
+            else:
+                x_TD, branch_TD = block(x_TD, branch_TD, batch)
+        return x_TD, branch_TD
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the logits of the whole vocabulary of each row's last token, for a model on one pipeline stage."""
         assert self.head is not None, "the last stage has the head"
-        return self.head.logits(self.hidden(None, batch)[batch.seq_length - 1 :: batch.seq_length])
+        last = slice(batch.seq_length - 1, None, batch.seq_length)
+        x_TD, branch_TD = self.hidden(None, batch)
+        return self.head.logits(x_TD[last], None if branch_TD is None else branch_TD[last])
 
     def _embedded(self, batch: MicroBatch) -> Tensor:
         x_TD = embed_tokens(batch.tokens_T, self.embed, self.mesh.tp)

@@ -24,15 +24,15 @@ class Head:
         self.first_row = group.index * num_rows
         self.num_true_rows = max(min(model.vocab_size - self.first_row, num_rows), 0)
 
-    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+    def losses(self, x_TD: Tensor, branch_TD: Tensor | None, labels_T: Tensor) -> Tensor:
         """Return the loss of each token, [T], the same on all ranks of the group; in training with the z-loss."""
-        logits_TV = linear(copy_to(self.norm(x_TD), self.group), self.matrix)
+        logits_TV = linear(copy_to(self.norm(x_TD, branch_TD)[0], self.group), self.matrix)
         return vocab_cross_entropy(
             logits_TV, labels_T, first_row=self.first_row, num_true_rows=self.num_true_rows, group=self.group,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
         )  # fmt: skip
 
-    def logits(self, x_TD: Tensor) -> Tensor:
+    def logits(self, x_TD: Tensor, branch_TD: Tensor | None) -> Tensor:
         """Return the logits of the whole vocabulary, [T, vocabulary]."""
-        rows_RTV = self.group.all_gather_rows(linear(self.norm(x_TD), self.matrix))
+        rows_RTV = self.group.all_gather_rows(linear(self.norm(x_TD, branch_TD)[0], self.matrix))
         return rows_RTV.movedim(0, 1).flatten(1)[:, : self.vocab_size]

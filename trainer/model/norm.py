@@ -8,7 +8,7 @@ from torch import Tensor
 from trainer.config import ModelConfig
 from trainer.linear.weight import Weight, add_or_write
 from trainer.ops.dtypes import wide_dtype
-from trainer.ops.rmsnorm import rms_norm_backward, rms_norm_forward
+from trainer.ops.rmsnorm import add_rms_norm
 from trainer.store.store import ParameterStore
 
 
@@ -19,29 +19,21 @@ class Norm:
         self.eps = model.norm_eps
         self.weight, self.bias = store.weight(f"{name}.weight"), store.weight_if_any(f"{name}.bias")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return _RmsNorm.apply(x, self.weight, self.eps)
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+    def __call__(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of the residual stream x and a branch, if there is one, and that sum.
 
+        The norm is that of the rounded sum: it has the same bits if the sum comes from another stage.
+        """
+        if self.bias is not None:
+            x = x if branch is None else x + branch
+            return _LayerNorm.apply(x, self.weight, self.bias, self.eps), x
+        weight, epoch = self.weight, self.weight.epoch
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, eps: float) -> Tensor:
-        x = x.contiguous()
-        y, rstd = rms_norm_forward(x, weight.values, eps)
-        ctx.save_for_backward(x, rstd)
-        ctx.weight, ctx.epoch = weight, weight.epoch
-        return y
+        def take_gradient(gradient: Tensor) -> None:
+            weight.check(epoch)
+            weight.add_gradient(add_or_write(gradient))
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        ctx.weight.check(ctx.epoch)
-        dx, dweight = rms_norm_backward(dy.contiguous(), x, ctx.weight.values, rstd)
-        ctx.weight.add_gradient(add_or_write(dweight))
-        return dx, None, None
+        return add_rms_norm(x, branch, weight.values, self.eps, take_gradient)
 
 
 class _LayerNorm(torch.autograd.Function):

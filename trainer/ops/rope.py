@@ -128,10 +128,6 @@ def _check(qkv: Tensor, turns: Tensor | None, num_heads: int, num_kv_heads: int,
             )
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def rope_forward(
     qkv_TC: Tensor, turns_TH: Tensor | None, counts: tuple[int, int], norm: QkNorm | None, *, in_place: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,15 +160,15 @@ def rope_backward(
     if norm is not None:
         dweights = dqkv.new_empty(2, size, dtype=wide_dtype(dqkv.dtype))
         sums = dweights.new_empty(native.partials("rope", dqkv, ctypes.byref(heads)), 2 * size)
-    inputs = ctypes.byref(heads), ctypes.byref(pointers), _pointer(qkv_TC)
-    native.call("rope_backward", dqkv, *inputs, dqkv.data_ptr(), _pointer(dweights), _pointer(sums))
+    inputs = ctypes.byref(heads), ctypes.byref(pointers), native.pointer(qkv_TC)
+    native.call("rope_backward", dqkv, *inputs, dqkv.data_ptr(), native.pointer(dweights), native.pointer(sums))
     return dqkv, dweights
 
 
 def _heads(qkv: Tensor, turns: Tensor | None, counts: tuple[int, int], norm: QkNorm | None) -> _Heads:
     size = qkv.shape[1] // (counts[0] + 2 * counts[1])
     weights, eps = ((None, None), 0.0) if norm is None else ((norm.q_weight, norm.k_weight), norm.eps)
-    return _Heads(len(qkv), *counts, size, *map(_pointer, (turns, *weights)), eps)
+    return _Heads(len(qkv), *counts, size, *map(native.pointer, (turns, *weights)), eps)
 
 
 class _Rope(torch.autograd.Function):
