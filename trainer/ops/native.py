@@ -107,7 +107,7 @@ def call(op: str, tensor: torch.Tensor, *arguments: Any) -> None:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a tensor's first element; None, which is null in C, if there is no tensor."""
+    """Return the address of a tensor's first element; None, which C takes as null, for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
