@@ -75,15 +75,18 @@ class ByMetric:
 @contextmanager
 def opened(url: str) -> "Iterator[CheckpointReader]":
     """Yield a reader of the checkpoint that a URL means; where damage ends the block, a hint points to other steps."""
+    from ckptkit.foreign.hf_folder import open_source
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.runs.run import Run
 
     return_large_frees()
-    source = Run(url)
+    source = open_source(url)
     try:
         with source.open(source.resolve()) as reader:
             yield reader
     except CheckFailed as damage:
+        if not isinstance(source, Run):
+            raise
         raise pointing_to_other_steps(damage, source) from damage
 
 

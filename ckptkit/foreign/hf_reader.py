@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ckptkit.foreign.hf_folder import FILES, HfFolder
+from ckptkit.foreign.hf_contents import FILES, Contents
+from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes, copy_many
 from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.reader import CheckpointReader
@@ -17,6 +18,7 @@ from ckptkit.model.chunk_table import ChunkTable, Ints
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.plan.load_plan import LoadPlan
 from ckptkit.plan.stored import StoredChunks
+from threefold.storage import Storage
 
 
 class HfReader(CheckpointReader):
@@ -25,10 +27,9 @@ class HfReader(CheckpointReader):
     Memory beside what is read into: the largest turned tensor twice, and that of GPT-2's fused q, k and v once more.
     """
 
-    def __init__(self, folder: HfFolder, *, num_threads: int = 4) -> None:
-        super().__init__(folder.storage, 0, num_threads=num_threads, root=folder.root(0))
-        self.url = folder.url
-        contents = folder.contents
+    def __init__(self, storage: Storage, contents: Contents, root: Root, url: str) -> None:
+        super().__init__(storage, root.step, root=root)
+        self.url = url
         self._sizes = {**contents.weights, **contents.files}
         self._names = list(self._sizes)
         self._rows = {row.name: row for row in contents.rows}

@@ -7,7 +7,6 @@ the same bytes. The values are those of the folder, bit for bit.
 from collections.abc import Callable
 
 from ckptkit.foreign.hf_folder import HfFolder
-from ckptkit.foreign.hf_reader import HfReader
 from ckptkit.format.keys import ROOT_KEY
 from ckptkit.format.root import attempt_of_head
 from ckptkit.loading.roots import root_info
@@ -30,7 +29,7 @@ def import_folder(
     UserError if the step is there already, unless the same call made it. With `dry_run` all is checked, nothing is
     written.
     """
-    with HfReader(folder) as reader:
+    with folder.open(step) as reader:
         if not dry_run and root_info(storage, step) is None:
             _remove_leftovers(storage, step, folder.attempt)
         return reshard(

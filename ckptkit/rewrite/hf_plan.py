@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.families import Family, ModelTable, Row, family_for
-from ckptkit.foreign.hf_folder import CONFIG, FILES, INDEX, WEIGHTS, carried, foreign_shape, model_of, read_json
+from ckptkit.foreign.hf_contents import CONFIG, FILES, INDEX, WEIGHTS, carried, foreign_shape, model_of, read_json
 from ckptkit.format.root import Root
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo

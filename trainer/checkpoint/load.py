@@ -8,14 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptkit import Exchange, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
+from ckptkit import Exchange, HfFolder, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
 from threefold.errors import UserError, listed
-from trainer.checkpoint.mapping import DTYPE_NAMES, MASTER, restored_pieces, tensor_table
+from trainer.checkpoint.mapping import FILES, MASTER, READ_DTYPES, restored_pieces, tensor_table
 from trainer.config import Config
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
-UNSEEN_IN_SHAPES = ("num_heads", "num_kv_heads", "norm", "position", "activation")  # of the model's configuration
+UNSEEN_IN_SHAPES = (
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "norm",
+    "position",
+    "activation",
+)  # of the model's configuration
 
 
 @contextmanager
@@ -34,17 +41,20 @@ def open_exchange(ranks: Ranks, config: Config) -> Iterator[Exchange | None]:
         yield None
 
 
-def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None = None) -> Root:
+def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Exchange | None = None) -> Root:
     """Read one step into the engine, together with the other ranks of an exchange, which all call this.
 
-    An engine that only infers takes parameters of another dtype, converted; one that trains refuses them. CheckFailed
-    if the step is damaged, UserError with a report of each tensor if it is of another model.
+    An engine that only infers takes parameters of another dtype, converted; one that trains takes them so from a step
+    without optimizer state, and refuses them from others. CheckFailed if the step is damaged, UserError with a report
+    of each tensor if it is of another model.
     """
     with run.open(step, exchange) as reader:
         root = reader.root
         on_all(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))
-        pieces, tensors = restored_pieces(engine.store, root.tensors), expected_tensors(engine, root)
-        if engine.with_optimizer:
+        is_whole = engine.with_optimizer and has_optimizer(root)
+        pieces = restored_pieces(engine.store, root.tensors, with_moments=is_whole)
+        tensors = expected_tensors(engine, root, with_moments=is_whole)
+        if is_whole:
             restore_from(reader, pieces, tensors=tensors)
         else:
             tensors = [dataclasses.replace(info, dtype=stored_dtype(root, info)) for info in tensors]
@@ -53,18 +63,28 @@ def restore_step(engine: Engine, run: Run, step: int, exchange: Exchange | None 
             for live, read in zip(pieces, stored, strict=True):
                 if read is not live:
                     live.data.copy_(read.data)
+            if engine.with_optimizer:  # which a damaged step may have filled
+                engine.store.clear_moments()
         return root
 
 
-def expected_tensors(engine: Engine, root: Root) -> list[TensorInfo]:
-    """Return what a checkpoint of the engine's model holds, parameters under the names that the root has them under."""
+def has_optimizer(root: Root) -> bool:
+    """Return whether a step holds optimizer state: an imported model has parameters alone."""
+    return any(name.startswith("optim.") for name in root.tensors)
+
+
+def expected_tensors(engine: Engine, root: Root, *, with_moments: bool) -> list[TensorInfo]:
+    """Return what a checkpoint of the engine's model holds, parameters under the names that the root has them under.
+
+    Files of an imported model are expected as they are.
+    """
     prefix = MASTER if MASTER + "embed.weight" in root.tensors else ""
-    infos = []
+    infos = [info for name, info in root.tensors.items() if name.startswith(FILES)]
     for info in tensor_table(engine.table, engine.dtype):
         name = info.name.removeprefix(MASTER)
         if name in engine.table:
             infos.append(dataclasses.replace(info, name=prefix + name))
-        elif engine.with_optimizer:
+        elif with_moments:
             infos.append(info)
     return infos
 
@@ -75,13 +95,13 @@ def stored_dtype(root: Root, info: TensorInfo) -> str:
     Else the one that is wanted.
     """
     found = root.tensors.get(info.name)
-    return found.dtype if found is not None and found.dtype in DTYPE_NAMES.values() else info.dtype
+    return found.dtype if found is not None and found.dtype in READ_DTYPES.values() else info.dtype
 
 
 def in_dtypes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[Piece]:
     """Return the pieces in their tensors' dtypes: those of another one with memory of their own."""
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    wanted = {info.name: dtypes[info.dtype] for info in tensors}
+    dtypes = {name: dtype for dtype, name in READ_DTYPES.items()}
+    wanted = {info.name: dtypes[info.dtype] for info in tensors if info.dtype in dtypes}
     return [
         piece
         if piece.data.dtype == wanted[piece.name]
@@ -100,7 +120,7 @@ def refuse_another_model(engine: Engine, root: Root, where: str) -> None:
     ]
     for name, info in root.tensors.items():
         row = engine.table.get(name.removeprefix(MASTER))
-        is_parameter = not name.removeprefix(MASTER).startswith("optim.")
+        is_parameter = not name.removeprefix(MASTER).startswith(("optim.", FILES))
         if is_parameter and (row is None or (row.placement.tied_to and not info.placement.tied_to)):
             faults.append(f"{name}: {info.dtype} {list(info.shape)}, which the configured model has not")
     if faults:

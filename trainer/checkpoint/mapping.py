@@ -13,6 +13,8 @@ from trainer.store.plan import Segment
 from trainer.store.store import ParameterStore
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32"}
+READ_DTYPES = DTYPE_NAMES | {torch.bfloat16: "BF16", torch.float16: "F16"}  # of parameters that are converted
+FILES = "files/"  # how names of tensors begin that hold the files of an imported model
 MASTER, MOMENTS = "optim.master/", ("optim.exp_avg/", "optim.exp_avg_sq/")
 
 

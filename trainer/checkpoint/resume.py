@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ckptkit import Exchange, Root, Run, Tiers, first_sound
+from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source
 from threefold.errors import CheckFailed, UserError
-from trainer.checkpoint.load import open_exchange, restore_step
+from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation, environment
 from trainer.checkpoint.rewind import rewind, rewind_target
@@ -48,8 +48,12 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
     resumed = ranks.on_all(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
     if tiers is not None and target is not None:
         ranks.say(ranks.on_all(lambda: rewind(tiers, root.step) if ranks.rank == 0 else ""))
-    changes = differences(root, config, ranks.device)
-    ranks.say(f"resumed from step {root.step} of {url}")
+    if has_optimizer(root):
+        changes = differences(root, config, ranks.device)
+        ranks.say(f"resumed from step {root.step} of {url}")
+    else:
+        changes = model_differences(root, config)
+        ranks.say(f"starts from the parameters of {url}, which holds no optimizer state")
     if changes:
         ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
     newest = ranks.broadcast(
@@ -110,7 +114,7 @@ def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> 
 
 def steps_of(url: str) -> Iterator[Candidate]:
     """Return (run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
-    run = Run(url)
+    run = open_source(url)
     return ((run.url, step) for step in run.newest_first())
 
 
@@ -139,7 +143,7 @@ def restore_any(
             if url == own.url:  # each node from where it finds the step
                 root = own.restore(engine, step)
             else:
-                root = restore_step(engine, Run(url), step, exchange)
+                root = restore_step(engine, open_source(url), step, exchange)
         except (UserError, OSError) as caught:
             error = caught
         faults = ranks.faults(error)
@@ -161,7 +165,12 @@ def restore_any(
 
 
 def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
-    """Return what a root records of the run; UserError if it was not saved by this trainer."""
+    """Return what a root records of the run; UserError if it was not saved by this trainer.
+
+    A step without optimizer state, an imported model, is where a run begins.
+    """
+    if not has_optimizer(root):
+        return Resumed(Progress(root.step), url=url, is_own=is_own)
     try:
         metadata = root.metadata
         validation = None
@@ -172,6 +181,12 @@ def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
         return Resumed(progress, float(metadata["loss"]), url, is_own, ops=ops)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
+
+
+def model_differences(root: Root, config: Config) -> list[str]:
+    """Return which settings of the model are others than an imported one was made with."""
+    made, now = root.metadata.get("config", {}).get("model", {}), dataclasses.asdict(config.model)
+    return [f"model.{name} {value} -> {now[name]}" for name, value in made.items() if now.get(name, value) != value]
 
 
 def differences(root: Root, config: Config, device: torch.device) -> list[str]:

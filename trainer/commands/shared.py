@@ -21,7 +21,7 @@ ELSEWHERE = (
 class OfCheckpoint:
     """Options of a verb that reads a checkpoint."""
 
-    checkpoint: str = argument("CKPT", "run URL (its newest committed step) or step URL")
+    checkpoint: str = argument("CKPT", "run URL (its newest committed step) or step URL, or hf:FOLDER")
     config: str | None = argument("CONFIG.toml", "default: the run's own, from the checkpoint", None)
     flags: Settings = settings(Config, hidden=ELSEWHERE)
 

@@ -20,7 +20,8 @@ class CheckpointConfig:
         repeats=True,
     )
     load: str = option(
-        "", "run or step URL that seeds the run while `save` holds no step; with rewind a step of `save`",
+        "", "run or step URL, or hf:FOLDER of Hugging Face, that seeds the run while `save` holds no step; with rewind "
+        "a step of `save`",
         flags=["--load"],
     )  # fmt: skip
     rewind: bool = option(

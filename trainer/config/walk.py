@@ -7,6 +7,7 @@ short ones. All faults are reported at once.
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit import HfFolder, open_source
 from threefold import options
 from threefold.flags import Settings
 from threefold.options import Fault, merge, raise_faults, walk
@@ -21,10 +22,25 @@ HINT = f"{SAMPLE} documents every key; so does: trainer train --help"
 def load_config(path: str | None, overrides: Settings | None = None, *, world_size: int | None = 1) -> Config:
     """Return the checked configuration of a run on `world_size` ranks; None means as many as its layout asks for.
 
-    Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Raises one UserError that lists
-    all faults.
+    Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Where checkpoint.load is a
+    Hugging Face folder, `[model]` begins as its model. Raises one UserError that lists all faults.
     """
-    return config_from(read_toml(path) if path else {}, overrides, source=path or "flags", world_size=world_size)
+    tables = with_model(read_toml(path) if path else {}, overrides or {})
+    return config_from(tables, overrides, source=path or "flags", world_size=world_size)
+
+
+def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
+    """Return the tables with the model of the Hugging Face folder that checkpoint.load names, if it names one.
+
+    Keys that the tables set themselves stay.
+    """
+    saving, given = tables.get("checkpoint"), overrides.get("checkpoint.load")
+    load = given.text if given is not None else saving.get("load") if isinstance(saving, dict) else None
+    source = open_source(load) if isinstance(load, str) and load else None
+    model = tables.get("model", {})
+    if not isinstance(source, HfFolder) or not isinstance(model, dict):
+        return tables
+    return {**tables, "model": {**source.root(source.resolve()).metadata["config"]["model"], **model}}
 
 
 def config_from(

@@ -7,10 +7,10 @@ over: one process holds all of the model unless flags say otherwise.
 import dataclasses
 from typing import Any
 
-from ckptkit import Root, Run
+from ckptkit import HfFolder, Root, Run, open_source
 from threefold.flags import Settings
 from threefold.storage import Storage
-from trainer.checkpoint.load import restore_step
+from trainer.checkpoint.load import has_optimizer, restore_step
 from trainer.config import Config
 from trainer.config.walk import config_from, read_toml
 from trainer.engine import Engine
@@ -24,7 +24,7 @@ OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of 
 class Checkpoint:
     """A committed step and the configuration to read it with."""
 
-    run: Run
+    run: Run | HfFolder
     root: Root
     config: Config
 
@@ -36,10 +36,13 @@ class Checkpoint:
 
 def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, world_size: int) -> Checkpoint:
     """Find the step that `url` means and the configuration for it; touches no tensor and no process group."""
-    run = Run(url)
+    run = open_source(url)
     step = run.resolve()
     root = run.root(step)
-    tables: dict[str, Any] = read_toml(config_path) if config_path else dict(root.metadata.get("config", {}))
+    own = dict(root.metadata.get("config", {}))
+    tables: dict[str, Any] = read_toml(config_path) if config_path else own
+    if not has_optimizer(root) and isinstance(tables.get("model", {}), dict):  # an imported model
+        tables["model"] = {**own.get("model", {}), **tables.get("model", {})}
     tables = {name: table for name, table in tables.items() if name not in OTHER_TABLES}
     if isinstance(tables.get("train"), dict):  # what depends on the tables left out
         tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}

@@ -123,6 +123,12 @@ class ParameterStore:
         for weight in self._weights.values():
             weight.updated()
 
+    def clear_moments(self) -> None:
+        """Set the moments to zero, as they are before the first step."""
+        for bucket in self.buckets:
+            bucket.exp_avg.zero_()
+            bucket.exp_avg_sq.zero_()
+
     def gather(self) -> None:
         """Bring the parameters of all holders up to date with those of their owners."""
         for bucket in self.buckets:

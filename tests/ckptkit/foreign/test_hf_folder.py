@@ -27,7 +27,7 @@ def read(reader: HfReader, name: str, box: Box) -> np.ndarray:
 def test_boxes_of_plain_fused_and_turned_tensors(tmp_path: Path) -> None:
     tensors = {name: each.numpy() for name, each in write_folder(tmp_path / "gpt2", "gpt2").items()}
     fused = tensors["transformer.h.1.attn.c_attn.weight"]
-    with HfReader(HfFolder(f"hf:{tmp_path}/gpt2")) as reader:
+    with HfFolder(f"hf:{tmp_path}/gpt2").open(0) as reader:
         for number, name in enumerate("qkv"):
             box = Box((8, 4), (16, 20))
             found = read(reader, f"layers.1.attn.{name}.weight", box)
@@ -64,7 +64,7 @@ def test_names_without_the_prefix_and_buffers_are_known(tmp_path: Path) -> None:
     save_file(plain, tmp_path / "model" / "model.safetensors")
     folder = HfFolder(str(tmp_path / "model"))
     assert folder.root(0).metadata["hugging_face"]["prefix"] == ""
-    with HfReader(folder) as reader:
+    with folder.open(0) as reader:
         assert (read(reader, "norm.bias", Box((0,), (HIDDEN,))) == plain["ln_f.bias"].numpy()).all()
 
 

@@ -1,0 +1,61 @@
+"""Make tiny models and their logits with `transformers`: once for each family, never by a test.
+
+    python tests/golden/make_hugging_face.py tests/golden/hugging-face    # a folder that is not there yet
+
+Each folder is what save_pretrained wrote, with random weights; logits.json has tokens, the logits after each row, and
+the versions that computed them in float32.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+SHAPE = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+GPT2 = {"vocab_size": 31, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+MODELS = {
+    "llama": ("llama", SHAPE | {"rope_parameters": LLAMA3}),
+    "llama-linear": ("llama", SHAPE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0},
+                                       "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", SHAPE | {"sliding_window": None}),
+    "qwen2": ("qwen2", SHAPE | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", SHAPE | {"head_dim": 8}),
+    "gpt2": ("gpt2", GPT2),
+}  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    """Write a folder for each model."""
+    torch.manual_seed(0)
+    for name, (model_type, settings) in MODELS.items():
+        model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **settings))
+        with torch.no_grad():
+            for values in model.parameters():
+                values.normal_(0, 0.3)
+        model.save_pretrained(folder / name)
+        tokens = torch.randint(31, (3, 24))
+        with torch.no_grad():
+            logits = model.eval()(tokens).logits[:, -1]
+        made_with = {"transformers": transformers.__version__, "torch": torch.__version__}
+        text = json.dumps({"made_with": made_with, "tokens": tokens.tolist(), "logits": logits.tolist()})
+        (folder / name / "logits.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
