@@ -22,6 +22,7 @@ from ckptkit.model.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
 from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.hf_folders import write_folder
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import SMALL, save_whole
 from tests.datakit.conftest import ranks_of, write_jsonl, write_ranks
@@ -106,6 +107,16 @@ def write_config(folder: Path) -> None:
     )
 
 
+def write_model(folder: Path) -> None:
+    """A Hugging Face model of the tokenizer's vocabulary, and the configuration of a run from it."""
+    write_folder(folder / "model", "qwen3", vocab_size=500)
+    shutil.copy(folder / "tok.json", folder / "model" / "tokenizer.json")
+    (folder / "tune.toml").write_text(
+        "[data]\nstores = ['store']\n[data.valid]\nstores = ['store']\nnum_samples = 4\n"
+        "[train]\ntrain_steps = 6\nseq_length = 32\ndevice = 'cpu'\n"
+    )
+
+
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
@@ -140,6 +151,10 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Keep attention inside documents of rows that are cut": write_config,
     "Resume under another layout": write_config,
     "Read each byte once": write_config,
+    "Bring a model into a run": write_model,
+    "Train from a model": write_model,
+    "Evaluate a model, and let it speak": write_model,
+    "Make a folder of a run": write_model,
     "Save to two places": write_config,
     "Memory as the first tier": write_config,
     "Each node's own disk": write_config,

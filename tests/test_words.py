@@ -40,6 +40,7 @@ HARD = {  # terms that no page but the glossary uses before it links or defines 
 }  # fmt: skip
 MEANS_ANOTHER = {  # pages where a word is other people's, or plain
     ("archive.md", "piece"), ("convert.md", "chunk"), ("preprocess.md", "rank"), ("token-store.md", "chunk"),
+    ("hugging-face.md", "window"),
 }  # fmt: skip
 WRITTEN_SO = ["ARCHITECTURE.md", "docs/glossary.md", "docs/concepts/*.md", "docs/decisions/*.md"]
 MAX_WORDS = 25

@@ -59,6 +59,8 @@ ckptkit copy run copied
 ckptkit copy run s3://bucket/run
 ckptkit reshard run resharded --tp 2
 ckptkit diff run resharded
+ckptkit export run exported --to hf
+ckptkit import exported imported --from hf
 ckptkit inspect run --stats --html stats.html
 ckptkit rollback run/step-000000001 --dry-run
 ckptkit rm run/step-000000001 --dry-run

@@ -49,9 +49,14 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("gpt2", {"num_files": 2}),
 ]
+SLOW_KINDS = {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("model_type", "kind"), KINDS, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [pytest.param(*kind, marks=[pytest.mark.slow] * (number in SLOW_KINDS)) for number, kind in enumerate(KINDS)],
+    ids=lambda each: str(each)[:30],
+)
 def test_a_folder_comes_back_with_its_tensors_and_files(
     tmp_path: Path, model_type: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +155,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(new_file.NewFile, "publish", dying)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_the_same_call_ends_with_the_same_bytes(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_folder(source, "gpt2", num_files=2)

@@ -46,8 +46,9 @@ def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
 def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
     """Names and shapes of the tensors of a folder."""
     shapes: dict[str, list[int]] = {}
+    vocab = config["vocab_size"]
     if config["model_type"] == "gpt2":
-        shapes = {"transformer.wte.weight": [VOCAB, HIDDEN], "transformer.wpe.weight": [40, HIDDEN]}
+        shapes = {"transformer.wte.weight": [vocab, HIDDEN], "transformer.wpe.weight": [40, HIDDEN]}
         for layer in range(2):
             at = f"transformer.h.{layer}"
             shapes |= {f"{at}.{norm}.{kind}": [HIDDEN] for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
@@ -58,7 +59,7 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
         return shapes | {"transformer.ln_f.weight": [HIDDEN], "transformer.ln_f.bias": [HIDDEN]}
     head = config.get("head_dim") or HIDDEN // HEADS
     q, kv = HEADS * head, KV_HEADS * head
-    shapes["model.embed_tokens.weight"] = [VOCAB, HIDDEN]
+    shapes["model.embed_tokens.weight"] = [vocab, HIDDEN]
     for layer in range(2):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.input_layernorm.weight": [HIDDEN], f"{at}.post_attention_layernorm.weight": [HIDDEN]}
@@ -73,7 +74,7 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
         if config["model_type"] == "qwen3":
             shapes |= {f"{at}.self_attn.{name}_norm.weight": [head] for name in "qk"}
     shapes["model.norm.weight"] = [HIDDEN]
-    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": [VOCAB, HIDDEN]}
+    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": [vocab, HIDDEN]}
 
 
 def write_folder(
