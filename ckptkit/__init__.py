@@ -12,6 +12,8 @@ Programs import these names and no submodule:
 - checkpoints as files: copy_step, reshard, hash_checkpoint, verify_checkpoint, diff_checkpoints, Tolerance,
   tensor_statistics;
 - plans without a save, for experts: Partition, ChunkTable, plan_save, plan_files, Cover, Part, PartIndex.
+
+ckptkit.torch, which is imported by its own name, saves and loads the state of any PyTorch program.
 """
 
 from threefold import __version__ as __version__

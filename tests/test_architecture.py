@@ -20,8 +20,8 @@ BELOW = {"threefold": set(), "datakit": {"threefold"}, "ckptkit": {"threefold"},
 # folders of a kit from the lowest to the highest, with files beside them; other files are above all
 FOLDERS = {
     "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "closing", "storage"],
-    "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "check",
-                "foreign", "rewrite", "commands"],
+    "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
+                "check", "foreign", "rewrite", "commands"],
     "datakit": ["files", "text", "tokenization", "store", "packing", "stream", "dedup", "preprocessing", "archives",
                 "foreign", "reports", "commands"],
     "trainer": [
@@ -33,8 +33,9 @@ FOLDERS = {
 # a folder that imports a higher one: "the folder -> the higher one"
 UPWARD: set[str] = set()
 CYCLES: set[str] = set()  # the first module of each
-# what names torch outside trainer: the first inside functions, the second is imported by nothing else
-TORCH_FILES = {"ckptkit/io/torch_tensors.py", "datakit/torch.py"}
+# what names torch outside trainer: the first inside functions, the others are imported by nothing else of their kit
+TORCH_PLACES = ("ckptkit/io/torch_tensors.py", "ckptkit/torch/", "datakit/torch.py")
+TORCH_DOORS = {"ckptkit.torch", "datakit.torch"}
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 8
 LONG_FILES = {
     "tests/ckptkit/saving/test_checkpointer.py",
@@ -136,8 +137,11 @@ def test_a_kit_imports_only_what_is_below_it(kit: str) -> None:
     for path in sources(kit):
         tops = {name.split(".")[0] for name in imports(path)}
         assert tops & set(KITS) - {kit} <= BELOW[kit], f"{place(path)} imports {sorted(tops & set(KITS))}"
-        assert kit == "trainer" or "torch" not in tops or place(path) in TORCH_FILES, f"{place(path)} imports torch"
-        assert "datakit.torch" not in imports(path), f"{place(path)} imports datakit.torch"
+        may_import_torch = kit == "trainer" or place(path).startswith(TORCH_PLACES)
+        assert may_import_torch or "torch" not in tops, f"{place(path)} imports torch"
+        if kit != "trainer" and not place(path).startswith("ckptkit/torch/"):
+            doors = {".".join(name.split(".")[:2]) for name in imports(path)} & TORCH_DOORS
+            assert not doors, f"{place(path)} imports {sorted(doors)}"
 
 
 def test_a_folder_imports_only_folders_below_it() -> None:
@@ -170,15 +174,15 @@ def test_cycles_are_found() -> None:
 
 
 def test_kits_are_entered_by_their_door() -> None:
-    """Other kits and programs import public names of the top packages alone."""
+    """Other kits and programs import public names of the top packages, and of their doors for PyTorch, alone."""
     for top in (*KITS, *PROGRAMS):
         for path in sources(top):
             found = {name for name in imports(path) if name.startswith(("datakit.", "ckptkit."))}
             for node in ast.walk(tree(path)):
-                if isinstance(node, ast.ImportFrom) and node.module in ("ckptkit", "datakit"):
+                if isinstance(node, ast.ImportFrom) and node.module in {"ckptkit", "datakit", *TORCH_DOORS}:
                     public = import_module(node.module).__all__
                     found |= {f"{node.module}.{each.name}" for each in node.names if each.name not in public}
-            inner = {name for name in found if name.split(".")[0] != top}
+            inner = {name for name in found - TORCH_DOORS if name.split(".")[0] != top}
             assert not inner, f"{place(path)} imports {sorted(inner)}: take the names from the package itself"
 
 

@@ -1,4 +1,4 @@
-"""The one file of ckptkit that names torch, inside functions: arrays and tensors as bytes, copies from and to devices.
+"""The one file below ckptkit.torch that names torch, in functions: arrays and tensors as bytes, copies to and fro.
 
 bfloat16 has no numpy dtype: in numpy arrays it travels as uint16, and float8 as uint8.
 """

@@ -32,7 +32,7 @@ def restore_newest(
     together = exchange or Alone()
     say = report if together.rank == 0 else lambda line: None
     _, root = first_sound(
-        _candidates(url, together),
+        committed_candidates(url, together),
         lambda candidate: restore(*candidate, pieces, tensors=tensors, exchange=exchange),
         strict=strict,
         report=say,
@@ -67,7 +67,7 @@ def first_sound(
             report(f"{line}; falling back from step {step} to {other}")
 
 
-def _candidates(url: str, exchange: Exchange) -> Iterator[Candidate]:
+def committed_candidates(url: str, exchange: Exchange) -> Iterator[Candidate]:
     """Yield the committed steps that an address means, newest first; the first rank looks, the others hear of each."""
     found = _committed(url) if exchange.rank == 0 else iter(())
     while step := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ckptkit import Alone, Exchange, outcomes
+from ckptkit.torch import GroupExchange
 from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
-from trainer.job.exchange import JobExchange
 from trainer.job.failure import record
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
-        self.exchange: Exchange = JobExchange() if self.world_size > 1 else Alone()
+        self.exchange: Exchange = GroupExchange() if self.world_size > 1 else Alone()
 
     def __enter__(self) -> "Ranks":
         return self

@@ -20,11 +20,11 @@ LAYOUTS = {0: ("tp1", 0), 1: ("tp2", 1)}  # rank 2 wants nothing
 
 
 def restore_together(rank: int, url: str) -> int:
-    from trainer.job.exchange import JobExchange
+    from ckptkit.torch import GroupExchange
 
     layout, place = LAYOUTS.get(rank, ("tp1", -1))
     pieces = pieces_of(BIG, ParallelLayout.parse(layout), place) if place >= 0 else []
-    with CheckpointReader(open_storage(url), 1, exchange=JobExchange()) as reader:
+    with CheckpointReader(open_storage(url), 1, exchange=GroupExchange()) as reader:
         restore_from(reader, pieces, tensors=BIG)
         if pieces:
             assert_restored(pieces, pieces_of(BIG, ParallelLayout.parse(layout), place, values(BIG)))
@@ -32,9 +32,9 @@ def restore_together(rank: int, url: str) -> int:
 
 
 def talk(rank: int) -> bool:
-    from trainer.job.exchange import JobExchange
+    from ckptkit.torch import GroupExchange
 
-    exchange = JobExchange()
+    exchange = GroupExchange()
     assert exchange.all_gather(b"x" * rank) == [b"x" * r for r in range(3)]
     for number in (0, 3, 50_000):
         got = exchange.all_to_all([np.full(number * to, rank, np.uint8).data for to in range(3)])

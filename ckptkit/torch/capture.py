@@ -1,0 +1,120 @@
+"""Capture: a program's state taken apart: a tree of values for each key, and the tensors by path; nothing is copied."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.io.blocks import xxh3_64
+from ckptkit.torch.boxes import STORED, Held, held, is_dtensor, local_of
+from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, optimizer_state, rng_state
+from ckptkit.torch.tree import Encoder, Node, part
+from threefold.errors import UserError
+
+SEEN_BYTES = 1 << 20  # a CPU tensor of a loader up to this size is compared between ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor: the live one, how it is stored, whether all ranks that hold a part have the same values in it.
+
+    `same_as` is the path of an earlier tensor that is this one, "" for none, None where it cannot be seen.
+    """
+
+    tensor: torch.Tensor
+    held: Held
+    is_equal: bool
+    same_as: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is under one key of the state. `is_own`: each rank's may be another, as that of a data loader."""
+
+    tree: bytes
+    leaves: dict[str, Leaf]
+    is_own: bool
+    digest: str
+
+
+@dataclass
+class _Seen:
+    """The tensors of all keys that were seen so far, by object and by memory."""
+
+    paths: dict[object, str] = field(default_factory=dict)
+
+    def same_as(self, path: str, tensor: torch.Tensor, stored: Held) -> str | None:
+        local = local_of(tensor)
+        keys: list[object] = [(id(tensor), stored.shape)]
+        if local.numel():
+            keys.append((local.data_ptr(), local.stride(), local.device, stored.dtype, stored.shape, stored.parts))
+        found = next((self.paths[key] for key in keys if key in self.paths), "" if local.numel() else None)
+        for key in keys:
+            self.paths.setdefault(key, path)
+        return found
+
+
+def check_keys(state: Any) -> None:
+    """Raise UserError if a state is not a dict by names."""
+    if not isinstance(state, Mapping) or not all(type(key) is str and key for key in state):
+        raise UserError(
+            f"a state is a dict of names, not {type(state).__name__}" if not isinstance(state, Mapping)
+            else f"the names in a state are strings, not {next(k for k in state if type(k) is not str or not k)!r}",
+            hint='pass {"model": model, "optimizer": optimizer}',
+        )  # fmt: skip
+    if RNG in state and state[RNG] is not True:
+        raise UserError(f"state[{RNG!r}] is {state[RNG]!r}", hint='"rng": True keeps the random states of all ranks')
+
+
+def capture(state: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return what each key of a state holds; UserError names the path of what no checkpoint can hold."""
+    check_keys(state)
+    try:
+        names, seen = ParameterNames(state), _Seen()
+        return {key: _entry(key, value, names, seen) for key, value in state.items()}
+    except RecursionError:
+        raise UserError("a state is nested too deep, or holds itself", hint="let no dict or list hold itself") from None
+
+
+def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen) -> Entry:
+    optimizers: list[str] = []
+
+    def expand(path: str, each: Any) -> tuple[bool, Any]:
+        if isinstance(each, nn.Module):
+            return True, module_state(path, each)
+        if isinstance(each, Optimizer):
+            optimizers.append(f"{path}/")
+            return True, optimizer_state(each, names.of(path, each))
+        return (True, each.state_dict()) if is_stateful(each) else (False, None)
+
+    is_rng = key == RNG
+    is_own = is_rng or (is_stateful(value) and not isinstance(value, nn.Module | Optimizer))
+    encoder = Encoder(expand)
+    node: Node = encoder.node(part(key), rng_state() if is_rng else value)
+    tree = json.dumps(node, separators=(",", ":")).encode()
+    leaves, seen_bytes = {}, [tree]
+    for path, each in encoder.arrays.items():
+        tensor = tensor_of(each)
+        stored = held(path, tensor)
+        is_equal = is_dtensor(tensor) or isinstance(tensor, nn.Parameter) or path.startswith(tuple(optimizers))
+        same_as = "" if is_own or each is not tensor else seen.same_as(path, tensor, stored)
+        leaves[path] = Leaf(tensor, stored, is_equal and not is_own, same_as)
+        if is_own and not is_dtensor(tensor) and tensor.is_cpu and tensor.nbytes <= SEEN_BYTES:
+            seen_bytes.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return Entry(tree, leaves, is_own, f"{xxh3_64(b''.join(seen_bytes)):016x}")
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """Return a tensor as it is, a copy of an array as one: of bytes if no stored dtype is the array's."""
+    if isinstance(array, torch.Tensor):
+        return array
+    copied = np.array(array, order="C")
+    if copied.dtype.isnative and copied.dtype.name in STORED:
+        return torch.from_numpy(copied)
+    raw = np.frombuffer(copied.tobytes(), np.uint8).copy()
+    return torch.from_numpy(raw.reshape(*copied.shape, copied.dtype.itemsize))

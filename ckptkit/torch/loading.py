@@ -1,0 +1,308 @@
+"""Loading: match a program's state with a saved one, path by path, then fill it in place.
+
+All is compared first, and refused in one report before anything of the program changes: `Match` notes which memory is
+filled from which tensor, and what is to be done once it is.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.model.box import Box, Piece
+from ckptkit.torch.boxes import STORED, Held, Part, as_stored, held, local_of, region
+from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, own_name, set_rng_state
+from ckptkit.torch.saved import Saved, SavedKey
+from ckptkit.torch.tree import Encoder, Node, decoded, fields, leaves, made, part
+from threefold.errors import UserError
+
+TORCH_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2} | {
+    stored: getattr(torch, name) for name, stored in STORED.items() if not name.startswith("float8")
+}
+
+
+class Match:
+    """What one rank of a load fills: `pieces`, then `finish`. `missing`, `faults` and `wanted` are paths.
+
+    `wanted` is what the program asked for, among it what the checkpoint lacks.
+    """
+
+    def __init__(self, saved: Saved, state: Mapping[str, Any]) -> None:
+        self.pieces: list[Piece] = []
+        self.missing: list[str] = []
+        self.faults: list[str] = []
+        self.wanted: set[str] = set()
+        self.held_back: list[str] = []  # of other ranks alone: an error unless the load is not strict
+        self.lacks_rng = False
+        self._saved, self._names = saved, ParameterNames(state)
+        self._state: Any = state
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._after: list[Callable[[], object]] = []
+        self._filled: set[object] = set()
+        self.available: set[str] = set()  # what the checkpoint has under the keys that are asked for
+        for key, target in state.items():
+            found = saved.key(key)
+            if key == RNG:
+                self._match_rng(found)
+            elif found is None:
+                self.missing.append(part(key))
+            else:
+                self._match_key(key, target, found)
+
+    def finish(self) -> None:
+        """Bring what was read to where it belongs, once all pieces are filled."""
+        with torch.no_grad():
+            for live, read in self._copies:
+                live.copy_(read)
+            for act in self._after:
+                act()
+
+    def _match_key(self, key: str, target: Any, found: SavedKey) -> None:
+        path = part(key)
+        self._base, self._path = found.base, path
+        if found.fault:
+            self.held_back.append(found.fault)
+        self.available |= set(leaves(path, found.node))
+        value = self._fill(path, target, found.node)
+        if value is not target:
+            self._after.append(lambda: self._state.__setitem__(key, value()))
+
+    def _match_rng(self, found: SavedKey | None) -> None:
+        self.lacks_rng = found is None
+        if found is not None:
+            self._base, self._path = found.base, RNG
+            value = decoded(RNG, found.node, self._new)
+            self._after.append(lambda: set_rng_state(made(value)))
+
+    def _fill(self, path: str, target: Any, node: Node) -> Any:
+        """Return the target if it is filled in place, else a function that makes what takes its place."""
+        if isinstance(target, torch.Tensor):
+            self._fill_tensor(path, target, node)
+        elif isinstance(target, nn.Module):
+            self._fill_module(path, target, node)
+        elif isinstance(target, Optimizer):
+            self._fill_optimizer(path, target, node)
+        elif is_stateful(target):
+            self._fill_stateful(path, target, node)
+        elif isinstance(target, dict) and target:
+            self._fill_dict(path, target, node)
+        elif isinstance(target, list) and isinstance(node, list) and _holds_objects(target):
+            if len(target) != len(node):
+                self.faults.append(f"{path}: {len(node)} items in the checkpoint, {len(target)} here")
+            for number, (each, its) in enumerate(zip(target, node, strict=False)):
+                self._put(f"{path}/#{number}", target, number, its, each)
+            self.wanted.add(path)
+        else:
+            self.wanted |= {path, *leaves(path, node)}
+            value = decoded(path, node, self._new)
+            return lambda: made(value)
+        return target
+
+    def _set(self, parent: Any, key: Any, value: Any) -> None:
+        self._after.append(lambda: parent.__setitem__(key, made(value)))
+
+    def _put(self, path: str, parent: Any, key: Any, node: Node, target: Any) -> None:
+        value = self._fill(path, target, node)
+        if value is not target:
+            self._after.append(lambda: parent.__setitem__(key, value()))
+
+    def _fill_dict(self, path: str, target: dict[Any, Any], node: Node) -> None:
+        items = fields(node)
+        if items is None:
+            self.faults.append(f"{path}: not a dict in the checkpoint")
+            return
+        for key, each in target.items():
+            inner = f"{path}/{part(key)}"
+            if key in items:
+                self._put(inner, target, key, items[key], each)
+            else:
+                self.missing.append(inner)
+
+    def _fill_module(self, path: str, module: nn.Module, node: Node) -> None:
+        items = fields(node) or {}
+        for name, live in module_state(path, module).items():
+            inner = f"{path}/{part(name)}"
+            if name not in items:
+                self.missing.append(inner)
+            elif isinstance(live, torch.Tensor):
+                self._fill_tensor(inner, live, items[name])
+            else:
+                self._fill_extra(inner, module, name, items[name])
+
+    def _fill_extra(self, path: str, module: nn.Module, name: str, node: Node) -> None:
+        """Set a module's extra state, which is not a tensor."""
+        owner = next(
+            each for inner, each in module.named_modules() if own_name(module, inner) == name.rpartition(".")[0]
+        )
+        self.wanted |= {path, *leaves(path, node)}
+        value = decoded(path, node, self._new)
+        self._after.append(lambda: owner.set_extra_state(made(value)))
+
+    def _fill_optimizer(self, path: str, optimizer: Optimizer, node: Node) -> None:
+        items = fields(node) or {}
+        names = self._names.of(path, optimizer)
+        states = fields(items.get("state")) or {}
+        groups = items.get("param_groups")
+        saved_groups = groups["groups"] if isinstance(groups, dict) and "groups" in groups else []
+        group_of = {name: number for number, (members, _) in enumerate(saved_groups) for name in members}
+        self.wanted.add(f"{path}/param_groups")
+        for group in optimizer.param_groups:
+            own = [names[id(each)] for each in group["params"]]
+            absent = [name for name in own if name not in group_of]
+            self.missing += [f"{path}/state/{part(name)}" for name in absent]
+            found = {group_of[name] for name in own if name in group_of}
+            if len(found) > 1:
+                self.faults.append(f"{path}: {own[0]} and others of its group were in {len(found)} groups")
+            if found and not absent:
+                members, options = saved_groups[found.pop()]
+                inner = f"{path}/param_groups/{part(members[0])}"
+                self._fill_options(inner, group, options)
+            for name, parameter in zip(own, group["params"], strict=True):
+                if name in group_of:
+                    self._fill_state(f"{path}/state/{part(name)}", optimizer, group, parameter, states.get(name))
+
+    def _fill_options(self, path: str, group: dict[str, Any], node: Node) -> None:
+        for key, each in (fields(node) or {}).items():
+            inner, live = f"{path}/{part(key)}", group.get(key)
+            if isinstance(live, torch.Tensor) and isinstance(each, dict) and "tensor" in each:
+                self._fill_tensor(inner, live, each)
+            else:
+                value = decoded(inner, each, self._new)
+                self._set(group, key, value)
+
+    def _fill_state(
+        self, path: str, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, node: Node
+    ) -> None:
+        """Fill the state of one parameter; make what it does not have yet, drop what the checkpoint has not."""
+        live = optimizer.state.get(parameter) or {}
+        self.wanted |= set(leaves(path, node)) if node is not None else set()
+        if node is None:
+            self._after.append(lambda: optimizer.state.pop(parameter, None))
+            return
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        state: dict[Any, Any] = {}
+        for key, each in (fields(node) or {}).items():
+            inner, old = f"{path}/{part(key)}", live.get(key)
+            if isinstance(each, dict) and "tensor" in each:
+                shape = self._shape(inner, each["tensor"])
+                dtype = getattr(torch, each["tensor"])
+                if not isinstance(old, torch.Tensor) or old.dtype != dtype:
+                    if shape == tuple(parameter.shape):
+                        old = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    else:
+                        device = parameter.device if shape or on_device else torch.device("cpu")
+                        old = torch.zeros(shape or (), dtype=dtype, device=device)
+                self._fill_tensor(inner, old, each)
+                state[key] = old
+            else:
+                state[key] = decoded(inner, each, self._new)
+        self._set(optimizer.state, parameter, state)
+
+    def _fill_stateful(self, path: str, target: Any, node: Node) -> None:
+        """Have an object load its own state: in its own tensors where it shows some, else in new ones."""
+        self.wanted |= {path, *leaves(path, node)}
+        live = _tensors(path, target, node)
+
+        def array(inner: str, each: Node) -> Any:
+            tensor = live.get(inner)
+            if tensor is None or not self._fits(inner, tensor, each):
+                return self._new(inner, each)
+            self._fill_tensor(inner, tensor, each)
+            return tensor
+
+        value = decoded(path, node, array)
+        self._after.append(lambda: target.load_state_dict(made(value)))
+
+    def _name(self, path: str) -> str:
+        return self._base + path[len(self._path) :]
+
+    def _shape(self, path: str, dtype: str) -> tuple[int, ...] | None:
+        info = self._saved.root.tensors.get(self._name(path))
+        if info is None:
+            return None
+        return info.shape if dtype in STORED else info.shape[:-1]
+
+    def _fits(self, path: str, tensor: torch.Tensor, node: Node) -> bool:
+        dtype = node.get("tensor") if isinstance(node, dict) else None
+        is_same = dtype == str(tensor.dtype).removeprefix("torch.")
+        return is_same and self._shape(path, str(dtype)) == tuple(tensor.shape)
+
+    def _fill_tensor(self, path: str, tensor: torch.Tensor, node: Node) -> None:
+        """Note what of a tensor is here to be filled; one that is tied to another is filled once."""
+        self.wanted |= {path, *leaves(path, node)}
+        if not self._fits(path, tensor, node):
+            dtype = node.get("tensor") if isinstance(node, dict) else None
+            shape = None if dtype is None else self._shape(path, dtype)
+            found = "not a tensor" if shape is None else f"{dtype} {list(shape)}"
+            wanted = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            self.faults.append(f"{path}: {found} in the checkpoint, {wanted} here")
+            return
+        stored, local = held(path, tensor), local_of(tensor)
+        memory = (local.data_ptr(), local.stride(), stored) if local.numel() else id(tensor)
+        if memory in self._filled:
+            return
+        self._filled.add(memory)
+        self._read(self._name(path), local, stored)
+
+    def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
+        is_plain = str(local.dtype).removeprefix("torch.") in STORED
+        for each in stored.parts:
+            if is_plain:
+                live = region(local, each)
+                data = live if live.is_contiguous() else torch.empty_like(live, memory_format=torch.contiguous_format)
+                if data is not live:
+                    self._copies.append((live, data))
+            else:
+                shown = as_stored(torch.empty_like(local, memory_format=torch.contiguous_format))
+                data = torch.empty_like(region(shown, each), memory_format=torch.contiguous_format)
+                narrow = region(local.unsqueeze(-1), _but_last(each))
+                self._copies.append((narrow, data.view(local.dtype)))
+            self.pieces.append(Piece.whole(name, each.box, data.view(-1)))
+
+    def _new(self, path: str, node: Node) -> Callable[[], Any]:
+        """Return a function that makes the tensor or array that a path holds, once it is read."""
+        name = self._name(path)
+        info = self._saved.root.tensors[name]
+        data = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="cpu")
+        self.pieces.append(Piece.whole(name, Box((0,) * len(info.shape), info.shape), data.view(-1)))
+        [(tag, dtype)] = node.items()
+        if tag == "tensor":
+            kind = getattr(torch, dtype)
+            return lambda: data if data.dtype == kind else data.view(kind).squeeze(-1)
+        kind = np.dtype(dtype)
+        if kind.isnative and kind.name in STORED:
+            return lambda: data.numpy()
+        shape = info.shape[:-1]
+        return lambda: np.frombuffer(data.numpy().tobytes(), kind, math.prod(shape)).reshape(shape).copy()
+
+
+def _holds_objects(values: list[Any]) -> bool:
+    """Return whether a list has what is filled in place: tensors, modules and the like, at any depth of dicts."""
+    return any(
+        isinstance(each, torch.Tensor | nn.Module | Optimizer)
+        or is_stateful(each)
+        or (isinstance(each, dict) and _holds_objects(list(each.values())))
+        for each in values
+    )
+
+
+def _but_last(each: Part) -> Part:
+    """Return a part of bytes as that of its elements, with a last dim of one."""
+    box = Box((*each.box.offset[:-1], 0), (*each.box.shape[:-1], 1))
+    return Part(box, (*each.at[:-1], 0))
+
+
+def _tensors(path: str, target: Any, node: Node) -> Mapping[str, Any]:
+    """Return the tensors that an object shows in its state, by path; none if the checkpoint has none of it."""
+    found: list[str] = []
+    decoded(path, node, lambda inner, _: found.append(inner))
+    encoder = Encoder(lambda inner, value: (False, None))
+    if found:
+        with contextlib.suppress(UserError):  # of what else the state has
+            encoder.node(path, target.state_dict())
+    return {inner: each for inner, each in encoder.arrays.items() if isinstance(each, torch.Tensor)}

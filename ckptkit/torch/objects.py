@@ -1,0 +1,133 @@
+"""Objects: what modules, optimizers and others with a state_dict hold, under names that no wrapper changes.
+
+The names are those of torch.distributed.checkpoint.state_dict: of a module inside DDP, torch.compile or a checkpoint
+wrapper they are the module's own; an optimizer's state is by the names of the parameters. With several modules in the
+state an optimizer takes the names of the first that has all its parameters, else those of all, `key.name`.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from threefold.errors import UserError
+
+RNG = "rng"
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether an object saves and loads itself by state_dict and load_state_dict."""
+    kind = type(value)
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def own_name(module: nn.Module, name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers put into it."""
+    words, current = [], module
+    for word in name.split("."):
+        is_ddp = isinstance(current, nn.parallel.DistributedDataParallel) and word == "module"
+        if not is_ddp and word not in WRAPPERS:
+            words.append(word)
+        current = getattr(current, word, None)  # type: ignore[assignment]
+    return ".".join(words)
+
+
+def module_state(path: str, module: nn.Module) -> dict[str, Any]:
+    """Return a module's parameters, buffers and extra states by name: the live tensors themselves."""
+    if any(type(each).__name__ == "FullyShardedDataParallel" for each in module.modules()):
+        raise UserError(
+            f"{path} is sharded by FullyShardedDataParallel, whose flat parameters have no names",
+            hint="shard it by torch.distributed.fsdp.fully_shard",
+        )
+    state = module.state_dict(keep_vars=True)
+    return {own_name(module, name): value for name, value in state.items()}
+
+
+class ParameterNames:
+    """The names of all parameters that the modules and tensors of a program's state hold."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._modules: list[tuple[str, dict[int, str]]] = []
+        self._loose: dict[int, str] = {}
+        for path, value in _objects("", state):
+            if isinstance(value, nn.Module):
+                named = {id(each): own_name(value, name) for name, each in value.named_parameters()}
+                self._modules.append((path, named))
+            elif isinstance(value, torch.Tensor):
+                self._loose[id(value)] = path
+
+    def of(self, path: str, optimizer: Optimizer) -> dict[int, str]:
+        """Return the name of each of an optimizer's parameters, by id; UserError if one is in no module."""
+        parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        for _, named in self._modules:
+            if parameters.keys() <= named.keys():
+                return {key: named[key] for key in parameters}
+        names = dict(self._loose)
+        for module, named in reversed(self._modules):
+            names |= {key: f"{module}.{name}" for key, name in named.items()}
+        unknown = [tuple(each.shape) for key, each in parameters.items() if key not in names]
+        if unknown:
+            raise UserError(
+                f"{path}: {len(unknown)} of its {len(parameters)} parameters are in no module of the state, one of "
+                f"shape {list(unknown[0])}",
+                hint='pass the module beside it: {"model": model, "optimizer": optimizer}; make the optimizer after '
+                "fully_shard and parallelize_module",
+            )
+        return {key: names[key] for key in parameters}
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state and groups by the names of its parameters: the live tensors themselves."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+    state = {names[id(each)]: dict(optimizer.state[each]) for each in parameters if optimizer.state.get(each)}
+    return {"state": state, "param_groups": groups}
+
+
+def optimizers_in(state: Mapping[str, Any]) -> list[Optimizer]:
+    """Return the optimizers of a program's state."""
+    return [value for _, value in _objects("", state) if isinstance(value, Optimizer)]
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of this process's random generators: Python's, numpy's, torch's, and the current GPU's."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, np.array(words, np.int64), gauss],
+        "numpy": [name, np.array(keys, np.int64), *(int(each) for each in rest[:2]), float(rest[2])],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set the random generators of this process; a GPU's only where there is one."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _objects(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what dicts, lists and tuples hold, with its dotted path."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, each in items:
+        yield from _objects(f"{path}.{key}" if path else str(key), each)

@@ -1,0 +1,21 @@
+"""LoadReport: what a load found."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The step that was loaded, what was saved as its metrics, and what did not match.
+
+    `missing` names what the program has and the checkpoint lacks, which keeps its values; `unexpected` what the
+    checkpoint has under the same keys and no rank asked for. Both are empty of a strict load.
+    `ranks_without_rng` are those that had no random state in the checkpoint and keep their own.
+    """
+
+    step: int
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    ranks_without_rng: tuple[int, ...] = ()

@@ -1,0 +1,260 @@
+"""Run: a run that any PyTorch program saves to and loads from."""
+
+import json
+import math
+import secrets
+import zlib
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ckptkit.format.keys import check_step, step_folder
+from ckptkit.handoff.report import SaveReport
+from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore_from
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.runs.fallback import committed_candidates, first_sound
+from ckptkit.runs.run import Run as AnyRun
+from ckptkit.saving.checkpointer import Checkpointer
+from ckptkit.saving.options import CheckpointerOptions
+from ckptkit.torch.capture import check_keys
+from ckptkit.torch.exchange import GroupExchange, open_exchange
+from ckptkit.torch.loading import Match
+from ckptkit.torch.objects import optimizers_in
+from ckptkit.torch.report import LoadReport
+from ckptkit.torch.saved import Saved
+from ckptkit.torch.saving import METADATA, Plan, SavePlanner
+from threefold.cli import log
+from threefold.closing import Closing
+from threefold.errors import StorageError, UserError, listed
+
+State = Mapping[str, Any]
+DEFAULTS = CheckpointerOptions()
+
+
+class Run(AnyRun, Closing):
+    """A run at a URL, with `save`, `load`, `wait` and `close` for the state of a PyTorch program.
+
+    A state is a dict by names of modules, optimizers, objects with state_dict and load_state_dict, tensors, DTensors,
+    and of numbers, strings, bytes, arrays, lists and dicts of these; `"rng": True` is the random state of each rank.
+    All ranks of torch.distributed call `save` and `load` together, in one order and with one step. Use it in a `with`,
+    or close it: that waits for the last save. The thread that made it calls its methods.
+    """
+
+    def __init__(self, url: Any, options: CheckpointerOptions = DEFAULTS) -> None:
+        super().__init__(url)
+        self._options = options
+        self._exchange: Exchange | None = None
+        self._planner: SavePlanner | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._ended: list[SaveReport] = []  # that `wait` is to return
+        self._hooks: dict[int, Any] = {}
+
+    def save(
+        self, step: int, state: State, metrics: Mapping[str, float] | None = None, *, overlap: bool = False
+    ) -> float:
+        """Copy this rank's state, which the writer process then saves as a step; return the seconds until it is copied.
+
+        `metrics` are recorded in the root, where `ckptkit ls`, `best` and retention find them; the first rank's count.
+        With `overlap` parameters and optimizer states are copied beside the next forward and backward, and the
+        optimizers of the state wait for that before their next step. Raise UserError for what no checkpoint can hold,
+        StorageError after `max_failed_saves` failures in a row; another failure is logged, and raised by `wait`.
+        """
+        exchange = self._opened_exchange()
+        if self._planner is None:
+            self._planner = SavePlanner(exchange)
+        self.wait_until_copied()
+        recorded: dict[str, Any] = {}
+
+        def check() -> None:
+            self._check(step, state, overlap=overlap)
+            recorded.update(_recorded(metrics or {}))
+
+        plan = self._planner.plan(step, state, secrets.token_hex(8), check)
+        checkpointer = self._opened_checkpointer(exchange, plan.token)
+        if overlap:
+            plan = _with_copies(plan)
+            self._hook(optimizers_in(state))
+        seconds = checkpointer.save(
+            step, plan.pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
+            metadata={**recorded, **plan.metadata}, overlap=overlap,
+        )  # fmt: skip
+        self._keep(checkpointer.poll())
+        return seconds
+
+    def load(self, state: State, step: int | None = None, *, strict: bool = True) -> LoadReport:
+        """Fill a state in place from a committed step, by default the newest that is sound, and report what was found.
+
+        A save of this Run that still runs is waited for first.
+        Keys of the checkpoint that `state` leaves out are left alone. Raise UserError, before anything is changed, with
+        all names that are missing, unexpected or of another shape or dtype; with strict=False the first two are in the
+        report alone. Optimizers get the states that they do not have yet.
+        """
+        exchange = self._opened_exchange()
+        if self._checkpointer is not None:
+            self._keep(self._checkpointer.wait())
+        on_all(exchange, lambda: check_keys(state))
+        candidates: Iterable[tuple[str, int]] = (
+            committed_candidates(self._address(), exchange) if step is None else [(self.url, step)]
+        )
+        say = log if exchange.rank == 0 else lambda line: None
+        _, report = first_sound(
+            candidates, lambda candidate: self._load(state, candidate[1], exchange, strict), strict=False, report=say
+        )
+        return report
+
+    def wait_until_copied(self) -> float:
+        """Wait until the copies of a save with `overlap` are made; return the seconds that took."""
+        return self._checkpointer.join() if self._checkpointer is not None else 0.0
+
+    def wait(self) -> list[SaveReport]:
+        """Wait until no save runs; return how the saves since the last call ended, StorageError if one failed."""
+        reports, self._ended = self._ended, []
+        return _sound([*reports, *(self._checkpointer.wait() if self._checkpointer is not None else ())])
+
+    def close(self) -> None:
+        """Wait for the running save and end the writer process; StorageError if a save failed that was not reported."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        checkpointer, self._checkpointer = self._checkpointer, None
+        reports, self._ended = self._ended, []
+        reports += checkpointer.close() if checkpointer is not None else []
+        if isinstance(self._exchange, GroupExchange):
+            self._exchange.close()
+        self._exchange = self._planner = None
+        _sound(reports)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Close; after an error a failed save is logged, so that the error is what is raised."""
+        try:
+            self.close()
+        except StorageError as failure:
+            if kind is None:
+                raise
+            log(str(failure))
+
+    def _opened_exchange(self) -> Exchange:
+        if self._exchange is None:
+            self._exchange = open_exchange()
+        return self._exchange
+
+    def _opened_checkpointer(self, exchange: Exchange, token: str) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = on_all(
+                exchange,
+                lambda: Checkpointer(
+                    self.url, rank=exchange.rank, world_size=exchange.size, attempt=token, options=self._options
+                ),
+            )
+        return self._checkpointer
+
+    def _address(self) -> str:
+        return self.url if self.named is None else f"{self.url}/{step_folder(self.named)}"
+
+    def _check(self, step: int, state: State, *, overlap: bool) -> None:
+        """Raise UserError for arguments that no save can have."""
+        if self.named is not None:
+            text = f"{self.url} is saved to as a run, not as its step {self.named}"
+            raise UserError(text, hint=f"Run({self.url!r})")
+        check_keys(state)
+        check_step(step)
+        if overlap and not optimizers_in(state):
+            raise UserError(
+                "overlap=True waits for the copies in an optimizer's step, and the state has no optimizer",
+                hint='pass {"model": model, "optimizer": optimizer}, or leave overlap out',
+            )
+
+    def _hook(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        def wait(*_: Any) -> None:
+            self.wait_until_copied()
+
+        for each in optimizers:
+            if id(each) not in self._hooks:
+                self._hooks[id(each)] = each.register_step_pre_hook(wait)
+
+    def _keep(self, reports: list[SaveReport]) -> None:
+        """Keep reports for `wait`; the first rank logs failures."""
+        self._ended += reports
+        for report in reports:
+            if not report.ok and (self._exchange or Alone()).rank == 0:
+                log(f"warning: step {report.step} was not saved: {report.error}")
+
+    def _load(self, state: State, step: int, exchange: Exchange, strict: bool) -> LoadReport:
+        root = self.root(step, exchange)
+        with CheckpointReader(self.storage, step, root=root) as reader:
+            saved = on_all(exchange, lambda: Saved(reader, exchange.rank, exchange.size))
+            match = on_all(exchange, lambda: Match(saved, state))
+            report = _compared(exchange, saved, match, strict=strict)
+            on_all(exchange, lambda: restore_from(reader, match.pieces))
+            on_all(exchange, match.finish)
+        if report.ranks_without_rng and exchange.rank == 0:
+            numbers = ", ".join(map(str, report.ranks_without_rng))
+            log(f"warning: ranks {numbers} have no random state in step {step} of {self.url} and keep their own: "
+                f"{saved.world_size} ranks saved it")  # fmt: skip
+        return report
+
+
+def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:
+    """Return what all ranks together found; the same UserError on all if it is not to be loaded."""
+    mine = {
+        "missing": match.missing, "faults": match.faults, "wanted": sorted(match.wanted),
+        "available": sorted(match.available), "held_back": match.held_back, "lacks_rng": match.lacks_rng,
+    }  # fmt: skip
+    packed = zlib.compress(json.dumps(mine).encode(), 1)
+    heard = [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]
+
+    def union(name: str) -> dict[str, None]:
+        return dict.fromkeys(item for each in heard for item in each[name])
+
+    wanted = union("wanted")
+    missing = tuple(union("missing"))
+    unexpected = tuple(name for name in union("available") if name not in wanted)
+    faults = [*union("faults")]
+    if strict:
+        faults = [
+            *(f"missing in the checkpoint: {name}" for name in missing),
+            *(f"not in the program: {name}" for name in unexpected),
+            *faults, *union("held_back"),
+        ]  # fmt: skip
+    if faults:
+        held_back = union("held_back")
+        only_loose = strict and not union("faults")
+        hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {saved.url}"
+        if held_back and only_loose and not missing and not unexpected:
+            hint = "leave the key out, or take the first rank's by strict=False"
+        raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)
+    lacking = tuple(rank for rank, each in enumerate(heard) if each["lacks_rng"])
+    return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking)
+
+
+def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as plain numbers; UserError for what is not a number."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
+        if type(name) is not str or name == METADATA or not isinstance(number, Real):
+            text = f"the metric {name!r} is {value!r}, not a number under a name of its own"
+            raise UserError(text, hint='metrics={"val_loss": 2.1}')
+        found[name] = number if isinstance(number, bool | int) else float(number)
+    return found
+
+
+def _with_copies(plan: Plan) -> Plan:
+    """Return a plan whose pieces may be copied later: what changes before an optimizer's step is copied now."""
+    pieces = [
+        piece if is_live else type(piece)(piece.name, piece.box, piece.start, piece.stop, piece.data.clone())
+        for piece, is_live in zip(plan.pieces, plan.live, strict=True)
+    ]
+    return Plan(pieces, plan.live, plan.table, plan.metadata, plan.token)
+
+
+def _sound(reports: list[SaveReport]) -> list[SaveReport]:
+    """Return reports, StorageError if a save failed; one that was skipped has not failed."""
+    failed = [f"step {each.step}: {each.error}" for each in reports if not each.ok and not each.skipped]
+    if failed:
+        raise StorageError(f"{len(failed)} of {len(reports)} saves failed:{listed(failed)}")
+    return reports

@@ -1,0 +1,91 @@
+"""Saved: what a checkpoint of a PyTorch program holds: the trees of its keys, as this rank is to see them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit.format.root import Root
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore_from
+from ckptkit.model.box import Box, Piece
+from ckptkit.torch.objects import RNG
+from ckptkit.torch.saving import METADATA, STATE_NAME, VERSION, base_of
+from ckptkit.torch.tree import Node, merged, part
+from threefold.errors import CheckFailed, UserError
+
+
+@dataclass(frozen=True)
+class SavedKey:
+    """The tree of one key, what the names of its tensors begin with, and what of it is another rank's alone."""
+
+    node: Node
+    base: str
+    fault: str = ""
+
+
+class Saved:
+    """The keys of a checkpoint; `rank` and `world_size` are those of the program that loads."""
+
+    def __init__(self, reader: CheckpointReader, rank: int, world_size: int) -> None:
+        """Read the trees; UserError if ckptkit.torch did not save them."""
+        root = reader.root
+        described = root.metadata.get(METADATA)
+        if not isinstance(described, Mapping):
+            raise UserError(
+                f"{reader.url} was not saved by ckptkit.torch", hint=f"see what it holds: ckptkit inspect {reader.url}"
+            )
+        if described.get("version") != VERSION:
+            text = f"{reader.url} has state of version {described.get('version')!r}, this program reads {VERSION}"
+            raise UserError(text, hint="pip install -U threefold")
+        self.url, self.root = reader.url, root
+        self.world_size = int(described["world_size"])
+        self._owners: Mapping[str, list[int | None]] = described["owners"]
+        self._own, self._rank, self._is_same_size = set(described["own"]), rank, world_size == self.world_size
+        self._trees = _trees(reader, root)
+        self.keys = list(described["keys"])
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the save was given as metrics."""
+        return {name: value for name, value in self.root.metadata.items() if name != METADATA}
+
+    def key(self, name: str) -> SavedKey | None:
+        """Return what a key holds for this rank; None if the checkpoint lacks it, or for random states this rank's."""
+        owners = self._owners.get(name, [0] if self._owners.get(name) is None else [])
+        by_rank = {rank: tree[name] for rank, tree in self._trees.items() if name in tree}
+        if not by_rank:
+            return None
+        if name == RNG:
+            node = by_rank.get(self._rank)
+            return None if node is None else SavedKey(node, base_of(RNG, self._rank))
+        mine = owners[self._rank] if self._rank < len(owners) else None
+        first = next(iter(by_rank)) if mine is None or mine not in by_rank else mine
+        if name in self._own:
+            fault = "" if self._is_same_size else self._of_ranks(name)
+            return SavedKey(by_rank[first], base_of(name, first), fault)
+        conflicts: list[str] = []
+        others = [tree for rank, tree in by_rank.items() if rank != first]
+        node = merged(part(name), [by_rank[first], *others], conflicts)
+        fault = self._of_ranks(conflicts[0]) if conflicts and not self._is_same_size else ""
+        return SavedKey(node, part(name), fault)
+
+    def _of_ranks(self, path: str) -> str:
+        return f"{path}: each of the {self.world_size} ranks that saved it had its own"
+
+
+def _trees(reader: CheckpointReader, root: Root) -> dict[int, dict[str, Node]]:
+    """Return the trees that each rank wrote, by rank."""
+    numbers = sorted(
+        int(name.removeprefix(STATE_NAME)) for name in root.tensors if name.removeprefix(STATE_NAME).isdecimal()
+    )
+    memory = {number: np.empty(root.tensors[f"{STATE_NAME}{number}"].shape, np.uint8) for number in numbers}
+    restore_from(reader, [
+        Piece.whole(f"{STATE_NAME}{number}", Box((0,), (len(data),)), data) for number, data in memory.items()
+    ])  # fmt: skip
+    try:
+        return {number: dict(json.loads(data.tobytes())) for number, data in memory.items()}
+    except (TypeError, ValueError) as error:
+        raise CheckFailed(f"{reader.url} holds a tree of values that is not JSON: {error}") from None

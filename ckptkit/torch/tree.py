@@ -1,0 +1,199 @@
+"""Tree: what a program keeps beside its tensors, as JSON that keeps types, order and keys; nothing is pickled.
+
+None, booleans, numbers, strings and lists are JSON as they are. All else is an object of one tag: `dict` (of pairs, so
+that the key 3 stays an int), `tuple`, `groups` (of an optimizer), `bytes`, `complex`, `scalar` (of numpy). What is
+stored beside the tree, under its path, is `tensor` or `array`. A path joins keys by "/": loader/workers/#0/seed.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from threefold.errors import UserError
+
+Node = Any  # JSON
+Arrays = dict[str, Any]  # tensors and arrays by path
+KEYS = (str, int, float, bool, type(None))
+HINTS = {
+    "set": "a set has no order: pass sorted(...) of it",
+    "frozenset": "a set has no order: pass sorted(...) of it",
+    "function": "leave it out, or save what it is made of",
+    "builtin_function_or_method": "leave it out, or save what it is made of",
+    "method": "leave it out, or save what it is made of",
+    "BytesIO": "pass its getvalue()",
+    "Generator": "pass its get_state() or bit_generator.state",
+    "PosixPath": "pass str(path)",
+    "DataLoader": "pass what has state_dict(), such as torchdata's StatefulDataLoader or datakit.torch.StreamDataset",
+    "device": "pass str(device)",
+    "dtype": "pass str(dtype)",
+}
+ANY_HINT = "pass numbers, strings, lists, dicts and tensors, or an object with state_dict() and load_state_dict()"
+
+
+def part(key: object) -> str:
+    """Return a key as a part of a path: text as it is, but for "/" and "%"; another key as # and JSON."""
+    if type(key) is not str:
+        return f"#{json.dumps(key)}"
+    text = key.replace("%", "%25").replace("/", "%2F")
+    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("#", "@") else text
+
+
+class Encoder:
+    """Encodes values; collects tensors and arrays by path. `expand` replaces objects it knows by what they hold."""
+
+    def __init__(self, expand: Callable[[str, Any], tuple[bool, Any]]) -> None:
+        self.arrays: Arrays = {}
+        self._expand = expand
+
+    def node(self, path: str, value: Any) -> Node:
+        """Return the tree of a value; UserError names the path of what cannot be stored."""
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            self.arrays[path] = value
+            return {"tensor": str(value.dtype).removeprefix("torch.")}
+        was_known, found = self._expand(path, value)
+        if was_known:
+            return self.node(path, found)
+        if kind is list:
+            return self._items(path, value)
+        if kind is tuple or kind is torch.Size:
+            return {"tuple": self._items(path, value)}
+        if isinstance(value, dict):
+            return self._dict(path, value)
+        if isinstance(value, bytes | bytearray):
+            return {"bytes": base64.b64encode(value).decode()}
+        if kind is complex:
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+            if isinstance(value, np.generic):
+                return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+            self.arrays[path] = value
+            return {"array": value.dtype.str}
+        raise self._refusal(path, value)
+
+    def _items(self, path: str, values: Any) -> list[Node]:
+        return [self.node(f"{path}/#{number}", value) for number, value in enumerate(values)]
+
+    def _dict(self, path: str, value: dict[Any, Any]) -> Node:
+        pairs = []
+        groups = groups_of(value)
+        for key, item in value.items():
+            if type(key) not in KEYS:
+                text = f"{path} has the key {key!r} of type {type(key).__name__}"
+                raise UserError(text, hint="let keys be strings or numbers")
+            if groups is not None and key == "param_groups":
+                node: Node = {"groups": [self._group(f"{path}/param_groups", group) for group in groups]}
+            else:
+                node = self.node(f"{path}/{part(key)}", item)
+            pairs.append([key, node])
+        return {"dict": pairs}
+
+    def _group(self, path: str, group: dict[str, Any]) -> list[Node]:
+        names = list(group["params"])
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        return [names, self._dict(f"{path}/{part(names[0] if names else '')}", options)]
+
+    def _refusal(self, path: str, value: Any) -> UserError:
+        kind = type(value)
+        hint = HINTS.get(kind.__name__, ANY_HINT)
+        if isinstance(value, tuple):
+            hint = "pass tuple(...) of it, or its _asdict()"
+        elif isinstance(value, int | float | str):
+            hint = f"pass it as a plain {next(b.__name__ for b in (int, float, str) if isinstance(value, b))}"
+        elif hasattr(kind, "__dataclass_fields__"):
+            hint = "pass dataclasses.asdict(...) of it"
+        elif hasattr(value, "dtype"):
+            hint = "an array of objects or of fields is not stored: pass its columns, or a list"
+        return UserError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint holds", hint=hint)
+
+
+def groups_of(value: dict[Any, Any]) -> list[dict[str, Any]] | None:
+    """Return the parameter groups of a dict that is an optimizer's state, else None."""
+    groups = value.get("param_groups")
+    if value.keys() != {"state", "param_groups"} or type(groups) is not list:
+        return None
+    is_named = all(
+        isinstance(each, dict) and all(type(name) in (str, int) for name in each.get("params", [0.0]))
+        for each in groups
+    )
+    return groups if is_named else None
+
+
+def decoded(path: str, node: Node, array: Callable[[str, Node], Any]) -> Any:
+    """Return the value of a tree; `array` returns what is stored under a path."""
+    if isinstance(node, list):
+        return [decoded(f"{path}/#{number}", each, array) for number, each in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    [(tag, body)] = node.items()
+    if tag == "dict":
+        return {key: decoded(f"{path}/{part(key)}", each, array) for key, each in body}
+    if tag == "tuple":
+        return tuple(decoded(path, body, array))
+    if tag == "groups":
+        return [
+            {**decoded(f"{path}/{part(names[0] if names else '')}", options, array), "params": list(names)}
+            for names, options in body
+        ]
+    if tag == "bytes":
+        return base64.b64decode(body)
+    if tag == "complex":
+        return complex(*body)
+    if tag == "scalar":
+        return np.frombuffer(base64.b64decode(body[1]), np.dtype(body[0]))[0]
+    return array(path, node)
+
+
+def made(value: Any) -> Any:
+    """Return a decoded value with what its functions make in their places."""
+    if isinstance(value, dict):
+        return {key: made(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(made(each) for each in value)
+    return value() if callable(value) else value
+
+
+def fields(node: Node) -> dict[Any, Node] | None:
+    """Return the items of a tree that is a dict, else None."""
+    return dict(map(tuple, node["dict"])) if isinstance(node, dict) and "dict" in node else None
+
+
+def leaves(path: str, node: Node) -> Iterator[str]:
+    """Yield the paths at which a tree has values, dicts alone opened."""
+    items = fields(node)
+    if items is None:
+        yield path
+    else:
+        for key, each in items.items():
+            yield from leaves(f"{path}/{part(key)}", each)
+
+
+def merged(path: str, nodes: list[Node], conflicts: list[str]) -> Node:
+    """Return the union of trees of several ranks: of a value that they do not agree on the first one's.
+
+    The paths of those are added to `conflicts`.
+    """
+    first, *others = nodes
+    if all(each == first for each in others):
+        return first
+    opened = [fields(each) for each in nodes]
+    dicts = [each for each in opened if each is not None]
+    if len(dicts) == len(nodes):
+        keys = dict.fromkeys((type(key), key) for each in dicts for key in each)
+        return {
+            "dict": [
+                [key, merged(f"{path}/{part(key)}", [each[key] for each in dicts if key in each], conflicts)]
+                for _, key in keys
+            ]
+        }
+    if all(isinstance(each, dict) and "groups" in each for each in nodes):
+        found = {json.dumps(names): [names, options] for each in reversed(nodes) for names, options in each["groups"]}
+        return {"groups": list(reversed(found.values()))}
+    conflicts.append(path)
+    return first
