@@ -62,6 +62,16 @@ def test_other_stages_for_untied_heads_and_at_most_two_terms_a_sum(first: str, s
     assert_equal(config("llama", first), config("llama", second))
 
 
+@pytest.mark.slow
+def test_other_stages_in_bf16() -> None:
+    """A stage's end rounds the residual stream's sum, and its gradient, as the norm inside a stage does."""
+    one, other = (
+        replace(each, train=replace(each.train, precision="bf16"))
+        for each in (config("llama", "tp1"), config("llama", "pp2"))
+    )
+    assert_equal(one, other)
+
+
 @pytest.mark.parametrize(("first", "second"), [("tp1", "pp2"), ("dp4", "dp4-pp2")])
 def test_other_stages_are_near_where_sums_have_another_order(first: str, second: str) -> None:
     (numbers, weights), (other_numbers, other_weights) = (outcome(config("gpt2", each)) for each in (first, second))
