@@ -9,7 +9,8 @@ Programs import these names and no other submodule:
 - batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
   name, has datasets of them for PyTorch's DataLoader;
 - from samples to documents and back: blame, where;
-- a run's stream in its TOML file: RunStream, StreamConfig, BlendConfig, StepConfig.
+- a run's stream in its TOML file: RunStream, StreamConfig, MixtureConfig, BlendConfig, StepConfig;
+- a stream that changes along the way: Segment, Mixture, StreamRecord, Recorded.
 
 No folder imports one that comes later: files, text, tokenization, store, packing, stream, dedup, preprocessing,
 archives, foreign, reports.

@@ -21,10 +21,15 @@ from datakit.stream.batch import HostBatch as HostBatch
 from datakit.stream.blend import Blend as Blend
 from datakit.stream.cursor import Cursor as Cursor
 from datakit.stream.loader import Loader as Loader
+from datakit.stream.mixture import Mixture as Mixture
+from datakit.stream.mixture import Segment as Segment
+from datakit.stream.mixture_config import MixtureConfig as MixtureConfig
 from datakit.stream.stream_config import BlendConfig as BlendConfig
 from datakit.stream.stream_config import RunStream as RunStream
 from datakit.stream.stream_config import StepConfig as StepConfig
 from datakit.stream.stream_config import StreamConfig as StreamConfig
+from datakit.stream.stream_record import Recorded as Recorded
+from datakit.stream.stream_record import StreamRecord as StreamRecord
 from datakit.tokenization.encoder import Encoder as Encoder
 from datakit.tokenization.encoder import choose_backend as choose_backend
 from datakit.tokenization.encoder import open_encoder as open_encoder

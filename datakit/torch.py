@@ -8,7 +8,6 @@ rows, micro-batch 3 of rank 1 is samples 28 to 31. A Loader with any number of m
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -58,7 +57,7 @@ class _MicroBatches:
         if host.cu_seqlens is not None:
             bounds, batch["max_seqlen"] = host.documents()
             batch["cu_seqlens"] = torch.from_numpy(bounds)
-        batch["cursor"] = replace(self._start, num_samples=first + loader.global_batch_size).to_json()
+        batch["cursor"] = loader.cursor_at(first + loader.global_batch_size).to_json()
         return batch
 
 
@@ -76,13 +75,15 @@ class StreamDataset(_MicroBatches, IterableDataset[Batch]):
         info = get_worker_info()
         return self._share(0, 1) if info is None else self._share(info.id, info.num_workers)
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the cursor after what was read in this process, in the protocol of torchdata's StatefulDataLoader.
+
+        The stream's record is in it too: if the stream was changed, the error of `load_state_dict` shows where.
 
         Of a worker it is the cursor of its next round, in which each worker makes one micro-batch. What the workers of
         a plain DataLoader read is in their batches' "cursor" alone.
         """
-        return replace(self._start, num_samples=self._num_samples).to_json()
+        return self._loader.state_at(self._num_samples)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Begin at the cursor of `state_dict` or of a batch; UserError if that is of another stream."""

@@ -2,8 +2,9 @@
 
 A field's type and its Option say all that is known of it: what fits, its help and its flags. One walker reads any such
 class, whether it holds the flags of one verb or the nested tables of a configuration, and reports every fault at once.
-Types are int, float, str, bool, Literal, `X | None`, tuples of these, and dataclasses: a table, or in a tuple an array
-of tables. Nothing heavy is imported here: every --help reads this file.
+Types are int, float, str, bool, Literal, `X | None`, tuples of these or of tuples, `dict[str, X]` (a table with any
+keys), and dataclasses: a table, or in a tuple an array of tables. Nothing heavy is imported here: every --help reads
+this file.
 """
 
 import dataclasses
@@ -211,10 +212,20 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
             texts = [value.text, *value.more] if isinstance(value, FlagText) else [value]
             value = [text for text in texts if text]
         elif isinstance(value, FlagText):
-            value = [FlagText(text.strip(), value.flag) for text in value.text.split(",") if text.strip()]
+            texts = [text.strip() for text in value.text.split(",") if text.strip()]
+            is_nested = typing.get_origin(item) is tuple  # A:B
+            value = [
+                [FlagText(part, value.flag) for part in text.split(":")] if is_nested else FlagText(text, value.flag)
+                for text in texts
+            ]
         if not isinstance(value, list | tuple):
-            raise Mismatch(f"a list of {KINDS[item]}")
+            raise Mismatch(f"a list of {KINDS.get(item, 'lists')}")
         return tuple(convert(element, item, described) for element in value)
+    if typing.get_origin(annotation) is dict:
+        _, item = typing.get_args(annotation)
+        if not isinstance(value, Mapping):
+            raise Mismatch(f"a table of names, each with {KINDS[item]}")
+        return {str(key): convert(element, item, described) for key, element in value.items()}
     text = value.text if isinstance(value, FlagText) else value
     if described.parse is not None and isinstance(text, str):
         try:

@@ -1,6 +1,7 @@
 """What a rank reads: token stores blended into steps of micro-batches, as tensors on its device."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from datakit import Blend, BlendConfig, Cursor, HostBatch, Loader, TokenStore, open_tokenizer
+from datakit import Blend, Cursor, HostBatch, Loader, Recorded, TokenStore, open_tokenizer
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.engine import Batch
@@ -16,9 +17,14 @@ from trainer.engine import Batch
 Int64s = npt.NDArray[np.int64]
 
 
-def open_blend(part: BlendConfig, config: Config, *, name: str) -> Blend:
-    """Return the blend of `[data]` or `[data.valid]`."""
-    return part.open(config.train, table=name)
+def open_blend(config: Config, recorded: Recorded | None = None) -> Blend:
+    """Return the blend of `[data]`: what a run goes on with, or, with nothing recorded, a draft to check it by."""
+    return config.data.open(config.train, table="data", recorded=recorded, is_draft=recorded is None)
+
+
+def open_valid_blend(config: Config) -> Blend:
+    """Return the blend of `[data.valid]`."""
+    return config.data.valid.open(config.train, table="data.valid")
 
 
 def with_vocabulary(config: Config) -> Config:
@@ -26,7 +32,8 @@ def with_vocabulary(config: Config) -> Config:
     faults: list[str] = []
     fingerprints: dict[str, str] = {}
     vocab_size = config.model.vocab_size
-    for path in (*config.data.stores, *config.data.valid.stores):
+    trained_on = [path for path, weight in config.data.plan.final.items() if weight or os.path.exists(path)]
+    for path in (*trained_on, *config.data.valid.stores):
         identity = TokenStore.open(path).manifest.tokenizer
         fingerprints[path] = identity.fingerprint
         vocab_size = vocab_size or identity.vocab_size
@@ -45,18 +52,23 @@ def with_vocabulary(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
-def open_loader(blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str, Any] | None) -> Loader:
+def open_loader(
+    blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str, Any] | None, recorded: Recorded | None = None
+) -> Loader:
     """Return the training stream of one data-parallel rank.
 
-    UserError if the blend does not continue the cursor's.
+    UserError if the blend does not continue the cursor's; what is recorded shows where it differs.
     """
+    start = None if cursor is None else Cursor.from_json(cursor)
+    if start is not None and recorded is not None:
+        blend.check(start, recorded.record)
     return Loader(
         blend,
         config.train.micro_batch_size,
         config.train.gradient_accumulation_steps,
         dp_rank,
         config.parallel.dp,
-        None if cursor is None else Cursor.from_json(cursor),
+        start,
         config.data.batch_options,
     )
 

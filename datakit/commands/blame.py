@@ -38,20 +38,19 @@ def run(options: Options) -> None:
     tokens, and the file and line they came from. It is computed from configuration and stores alone.
     """
     from datakit.reports.provenance import blame
-    from datakit.stream.stream_config import RunStream
 
-    stream = RunStream.read(options.config, options.flags)
     if options.step is None and options.sample is None:
         raise UserError("nothing says which samples", hint=f"datakit blame {options.config} --step 1")
-    blend = stream.open()
+    stream, blend = options.open()
     samples = _samples(stream, blend, options)
     passages = blame(blend, samples)
     texts = _texts(blend, passages, options.tokenizer)
     found = _places(blend, samples)
-    for (sample, _, document, start, stop), origin, text in zip(
+    for (sample, source, document, start, stop), origin, text in zip(
         passages.rows(), passages.origins(blend), texts, strict=True
     ):
-        read = {"document": document, "start": start, "stop": stop, **asdict(origin), "text": text}
+        masked = blend.is_masked(sample, source, document)
+        read = {"document": document, "start": start, "stop": stop, **asdict(origin), "masked": masked, "text": text}
         found[sample - samples.start]["documents"].append(read)
     if options.json:
         print_json({"step": options.step, "seq_length": blend.seq_length, "samples": found}, masks=False)
@@ -110,6 +109,7 @@ def _print(samples: list[dict[str, Any]], step: int | None) -> None:
             print_line(
                 f"  document {read['document']:,}, tokens {read['start']:,} to {read['stop']:,}: "
                 f"{read['path'] or 'no source'}, line {read['line']:,}, byte {read['offset_bytes']:,}"
+                f"{', loss masked' if read['masked'] else ''}"
             )
             if read["text"] is not None:
                 print_line(f"    {read['text']!r}")

@@ -2,11 +2,15 @@
 
 import sys
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from datakit.commands.shared import OfRun
 from threefold.cli import print_json
 from threefold.console import print_table
 from threefold.options import option
+
+if TYPE_CHECKING:
+    from datakit.stream.mixture import Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +27,10 @@ def run(options: Options) -> None:
     that repeat what was read before. It is computed from configuration and stores alone.
     """
     from datakit.reports.shares import require_plot, shares, write_plot
-    from datakit.stream.stream_config import RunStream
 
-    stream = RunStream.read(options.config, options.flags)
     if options.plot:
         require_plot(options.plot)
-    blend = stream.open()
+    stream, blend = options.open()
     last, batch = stream.num_steps(blend), stream.train.global_batch_size
     found = shares(blend, last * batch)
     num_tokens = sum(share.tokens_read for share in found)
@@ -37,7 +39,8 @@ def run(options: Options) -> None:
         print(f"wrote {options.plot}", file=sys.stderr)
     if options.json:
         totals = {"last_step": last, "num_samples": last * batch, "tokens_read": num_tokens}
-        print_json({**totals, "stores": [asdict(share) for share in found]})
+        segments = [_segment(each) for each in blend.segments]
+        print_json({**totals, "stores": [asdict(share) for share in found], "segments": segments})
         return
     print(f"{last:,} steps of {batch:,} samples of {blend.seq_length:,} tokens: {num_tokens:,} tokens")
     rows = [
@@ -47,5 +50,21 @@ def run(options: Options) -> None:
         )
         for share in found
     ]  # fmt: skip
+    for segment in blend.segments[1:]:
+        step = segment.from_sample // batch + 1
+        print(f"from sample {segment.from_sample:,}, in step {step:,}: {', '.join(_texts(segment))}")
     columns = ("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store")
     print_table(columns, rows, left={"store"})
+
+
+def _segment(segment: "Segment") -> dict[str, Any]:
+    """Return a segment for JSON, with the number of its masked documents: there may be many."""
+    num_masked = None if segment.masked is None else len(segment.masked)
+    return {**asdict(segment), "masked": num_masked}
+
+
+def _texts(segment: "Segment") -> list[str]:
+    """Return what a segment changes."""
+    skipped = [f"samples {first:,} to {stop:,} are skipped" for first, stop in segment.skip]
+    weights = ["other weights"] if segment.weights else []
+    return weights + skipped + ([] if segment.masked is None else [f"{len(segment.masked):,} documents masked"])

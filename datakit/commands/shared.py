@@ -11,6 +11,7 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from datakit.store.token_store import TokenStore
+    from datakit.stream.blend import Blend
 
 INPUT_HELP = (
     "files, folders, globs or URLs of such, of .jsonl, .ndjson, .json (one object a line) or .txt, plain, .gz, .zst, "
@@ -63,7 +64,19 @@ class OfRun(Reporting):
     """Options of a verb on the stream of a run."""
 
     config: str = argument("CONFIG.toml", "the run's configuration; what is read of it is also a flag, below")
+    recorded: str | None = option(
+        None,
+        "the root.json of a checkpoint of the run: stores that are gone, and steps, are as it has them",
+        metavar="FILE",
+    )
     flags: Settings = settings(RunStream)
+
+    def open(self) -> tuple[RunStream, "Blend"]:
+        """Return the stream's part of the configuration, and the blend that the run reads."""
+        from datakit.stream.stream_record import Recorded
+
+        stream = RunStream.read(self.config, self.flags)
+        return stream, stream.open(Recorded.read(self.recorded) if self.recorded else None)
 
 
 def default_workers() -> int:

@@ -26,10 +26,7 @@ def run(options: Options) -> None:
     """List the steps and samples at which a run read, or will read, a document, up to the run's last step. It is
     computed from configuration and stores alone.
     """
-    from datakit.stream.stream_config import RunStream
-
-    stream = RunStream.read(options.config, options.flags)
-    blend = stream.open()
+    stream, blend = options.open()
     sources, document = _document(blend, options.document)
     last = stream.num_steps(blend)
     reads = _reads(stream, blend, sources, document, last)

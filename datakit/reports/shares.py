@@ -19,7 +19,7 @@ _MAX_NAMED = 20  # lines that a legend can hold
 class Share:
     """What the first samples of a stream read of one store.
 
-    `weight` is that of the first segment, all weights being 1 together. Of packed rows, which differ,
+    `weight` is that in force at the last of them, all weights being 1 together. Of packed rows, which differ,
     `tokens_read` is what so many read on average. `epochs` is how often its rows are read, and
     `repeated_samples` counts the samples whose row was read before.
     """
@@ -36,7 +36,7 @@ class Share:
 
 def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
     """Return the share of each store in the stream's first samples."""
-    weights = blend.segments[0].weights
+    weights = blend.mixture.weights_at(max(num_samples - 1, 0))
     found = []
     for store, weight, rows, count in zip(
         blend.stores, weights, blend.rows.tolist(), blend.counts(num_samples).tolist()

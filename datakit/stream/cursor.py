@@ -1,6 +1,5 @@
 """Cursor: the complete resume state of a stream, a few hundred bytes that know nothing of ranks or batch sizes."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -15,17 +14,19 @@ class Stream(Protocol):
     seed: int
     seq_length: int
 
-    @property
-    def segments(self) -> Sequence[object]:
-        """The weights and where they begin."""
+    def num_begun(self, num_samples: int) -> int:
+        """Return how many changes the first samples depend on."""
 
-    def digest(self) -> str:
-        """Return the digest of what the stream depends on."""
+    def digest(self, num_changes: int) -> str:
+        """Return the digest of what the stream depends on up to the end of the first changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How many samples were consumed, of which stream: its seed, row length, and a digest of its blend segments."""
+    """How many samples were consumed, of which stream: its seed, row length, and a digest of what these depend on.
+
+    That is `num_segments` changes of the stream, the first weights among them: those that begin later may change still.
+    """
 
     num_samples: int
     seed: int
@@ -36,7 +37,8 @@ class Cursor:
     @classmethod
     def start(cls, blend: Stream, num_samples: int = 0) -> "Cursor":
         """Return the cursor of a blend after its first samples."""
-        return cls(num_samples, blend.seed, blend.seq_length, len(blend.segments), blend.digest())
+        num_segments = blend.num_begun(num_samples)
+        return cls(num_samples, blend.seed, blend.seq_length, num_segments, blend.digest(num_segments))
 
     def to_json(self) -> dict[str, int | str]:
         """Return a JSON object of less than 1 KB."""

@@ -10,7 +10,7 @@ memory by itself, in the caller's memory (pinned, say) if the caller asks by `pr
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from datakit.store.shard import Int64s
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
+from datakit.stream.stream_record import StreamRecord
 from threefold.closing import Closing
 from threefold.errors import UserError
 
@@ -75,16 +76,29 @@ class Loader(Closing):
     @property
     def cursor(self) -> Cursor:
         """Return the cursor after the steps that were handed out."""
-        return Cursor.start(self._blend, self._num_samples)
+        return self.cursor_at(self._num_samples)
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return the cursor as a JSON object, under the name that torchdata's protocol has for it."""
-        return self.cursor.to_json()
+    def cursor_at(self, num_samples: int) -> Cursor:
+        """Return the cursor after the stream's first samples."""
+        return Cursor.start(self._blend, num_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return cursor and stream record as a JSON object, under the name that torchdata's protocol has for it."""
+        return self.state_at(self._num_samples)
+
+    def state_at(self, num_samples: int) -> dict[str, Any]:
+        """Return what `state_dict` returns after the stream's first samples."""
+        return self.cursor_at(num_samples).to_json() | {"stream": self._record}
+
+    @cached_property
+    def _record(self) -> dict[str, Any]:
+        return self._blend.record.to_json()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on at the cursor of `state_dict`; UserError if that is of another stream."""
+        """Go on at the cursor of `state_dict`; UserError if that is of another stream: a stream record shows how."""
         cursor = Cursor.from_json(state)
-        self._blend.check(cursor)
+        recorded = state.get("stream")
+        self._blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
         self._num_samples, self._ahead = cursor.num_samples, None
 
     def __len__(self) -> int:

@@ -5,11 +5,14 @@ key that is not here is the trainer's, which refuses unknown ones. Every `--help
 so numpy is imported by methods alone.
 """
 
+import os
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from datakit.stream.mixture_config import MixtureConfig, Plan, plan, segments
 from threefold.errors import UserError
 from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from datakit.store.token_store import TokenStore
     from datakit.stream.batch import BatchOptions
     from datakit.stream.blend import Blend
+    from datakit.stream.stream_record import Recorded
 
 SAMPLE = "examples/gpt-small.toml"
 
@@ -55,23 +59,30 @@ class BlendConfig:
             found.append(({f"{table}.indices", f"{table}.packing"}, text))
         return found
 
-    def open_store(self, number: int, seq_length: int) -> "TokenStore":
-        """Return one of the stores, whose rows are as `packing` says."""
+    def open_store(self, number: int, path: str, seq_length: int) -> "TokenStore":
+        """Return a store, whose rows are as `packing` says; those that join later keep their index in themselves."""
         from datakit.packing.packed_store import open_store
 
-        index = self.indices[number] if self.indices else None
-        return open_store(self.stores[number], packing=self.packing, seq_length=seq_length, index=index)
+        index = self.indices[number] if number < len(self.indices) else None
+        return open_store(path, packing=self.packing, seq_length=seq_length, index=index)
+
+    def check(self, table: str) -> None:
+        """Raise UserError if there are no stores, or if this table has faults."""
+        if not self.stores:
+            hint = f"--{table}.stores DIR, made by datakit preprocess"
+            raise UserError(f"{table}.stores names no token store", hint=hint)
+        raise_faults(f"[{table}]", self.faults(table), hint=f"{SAMPLE} documents every key")
 
     def open(self, steps: StepConfig, *, table: str) -> "Blend":
         """Return the blend of the stores; UserError if there are none, or weights for more or fewer."""
         from datakit.stream.blend import Blend
 
-        if not self.stores:
-            hint = f"--{table}.stores DIR, made by datakit preprocess"
-            raise UserError(f"{table}.stores names no token store", hint=hint)
-        raise_faults(f"[{table}]", self.faults(table), hint=f"{SAMPLE} documents every key")
+        self.check(table)
         weights = self.weights or (1.0,) * len(self.stores)
-        sources = [(self.open_store(number, steps.seq_length), weight) for number, weight in enumerate(weights)]
+        sources = [
+            (self.open_store(number, path, steps.seq_length), weight)
+            for number, (path, weight) in enumerate(zip(self.stores, weights, strict=True))
+        ]
         return Blend(sources, seq_length=steps.seq_length, seed=steps.seed)
 
 
@@ -83,6 +94,68 @@ class StreamConfig(BlendConfig):
     reset_positions: bool = option(False, "count positions from 0 after each end of document")
     document_mask: bool = option(False, "let attention not cross documents")
     max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
+    mixture: tuple[MixtureConfig, ...] = option((), "what changes from a sample on: [[data.mixture]] in the file")
+
+    @property
+    def plan(self) -> Plan:
+        """The sources of the stream and their weights, of a table without faults."""
+        return plan(self.stores, self.weights, self.mixture, "data")[0]
+
+    def faults(self, table: str) -> list[Fault]:
+        """Return the faults between the fields of this table."""
+        found = BlendConfig.faults(self, table)
+        return found or plan(self.stores, self.weights, self.mixture, table)[1]
+
+    def open(
+        self, steps: StepConfig, *, table: str, recorded: "Recorded | None" = None, is_draft: bool = False
+    ) -> "Blend":
+        """Return the blend of the stores and of all mixtures.
+
+        `recorded` is what the run recorded last: with it a store that is read no more may be gone, and a step stays the
+        sample that it was. A draft, which is to be checked and not read, does without both. UserError as of
+        BlendConfig, and for a store that is gone and still read.
+        """
+        from datakit.stream.blend import Blend
+        from datakit.stream.gone_store import GoneStore
+        from datakit.stream.stream_record import Recorded
+
+        self.check(table)
+        known, found = recorded or Recorded(None, 0, 0), self.plan
+        stores = [self._store(number, found, known, steps, is_draft=is_draft) for number in range(len(found.sources))]
+        later = segments(found, self.mixture, lambda step: known.sample_of(step, steps.global_batch_size), table)
+        if is_draft:  # which samples steps are is not known
+            later = [replace(each, from_sample=1 + number, skip=()) for number, each in enumerate(later)]
+        sources = list(zip(stores, found.weights[0], strict=True))
+        blend = Blend(sources, seq_length=steps.seq_length, seed=steps.seed, later=later)
+        gone = [number for number, store in enumerate(stores) if isinstance(store, GoneStore)]
+        for number in gone if not is_draft else ():
+            sample = blend.mixture.reads_from(number, known.num_samples)
+            if sample is not None:
+                path, first = found.sources[number], max(known.num_samples, 1)
+                raise UserError(
+                    f"the token store {path} is gone, and read from sample {sample} on",
+                    hint=f'bring it back, or append [[data.mixture]], from_sample = {first}, remove = ["{path}"]',
+                )
+        return blend
+
+    def _store(
+        self, number: int, found: Plan, recorded: "Recorded", steps: StepConfig, *, is_draft: bool
+    ) -> "TokenStore":
+        """Return an open store, or what is known of it if its folder is gone."""
+        from datakit.stream.gone_store import GoneStore
+
+        path = found.sources[number]
+        source = recorded.source(path)
+        if os.path.exists(path) or (source is None and found.weights[-1][number]):
+            return self.open_store(number, path, steps.seq_length)
+        if source is not None:
+            return GoneStore(Path(path), source.fingerprint, source.rows * steps.seq_length + 1, self.packing)
+        if not is_draft:
+            raise UserError(
+                f"the token store {path} is gone, and nothing here says how much of it was read",
+                hint="a checkpoint of the run does: resume it, or --recorded RUN/step-000000100/root.json for datakit",
+            )
+        return GoneStore(Path(path), "", steps.seq_length + 1, self.packing)
 
     @property
     def batch_options(self) -> "BatchOptions":
@@ -113,9 +186,9 @@ class RunStream:
         raise_faults(path, found or run.data.faults("data"), hint=f"{SAMPLE} documents every key")
         return run
 
-    def open(self) -> "Blend":
-        """Return the blend that the run reads."""
-        return self.data.open(self.train, table="data")
+    def open(self, recorded: "Recorded | None" = None) -> "Blend":
+        """Return the blend that the run reads; `recorded` is what a checkpoint of it says of its stream."""
+        return self.data.open(self.train, table="data", recorded=recorded)
 
     def num_steps(self, blend: "Blend") -> int:
         """Return the last step of the run: `train_steps`, or the step that ends epoch `max_epochs` of a store."""

@@ -77,7 +77,7 @@ def test_a_run_on_packed_stores_trains_on_their_rows(job_config: Path, tmp_path:
     assert call("train", path, *flags) == 0
 
     config = with_vocabulary(load_config(str(path), {"train.precision": "fp64", "train.train_steps": 2}))
-    blend = open_blend(config.data, config, name="data")
+    blend = open_blend(config)
     host = blend.batch(range(16), BatchOptions(mask_eod_loss=True)).reshaped(8, 2, 32, first_sample=0)
     assert host.cu_seqlens is not None
     assert len(host.cu_seqlens) > 17, "several documents a row, or padding"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from datakit import Recorded, StreamRecord
 from trainer.config import Config
 from trainer.store.lr import learning_rate
 
@@ -25,13 +26,15 @@ class Validation:
 class Progress:
     """How far a run is after `step` steps: tokens read, and the data stream's cursor as JSON (None at its start).
 
-    `validation` is the last one since the save before, so that a step is judged by a loss of its own.
+    `validation` is the last one since the save before, so that a step is judged by a loss of its own. `stream` is
+    the stream's record, as JSON: the cursor has its digest.
     """
 
     step: int = 0
     tokens: int = 0
     cursor: Mapping[str, Any] | None = None
     validation: Validation | None = None
+    stream: Mapping[str, Any] | None = None
 
     def metadata(self, config: Config, loss: float, device: torch.device, ops: Mapping[str, str]) -> dict[str, Any]:
         """Return what a checkpoint's root records beside the tensors; `ops` are the forms of ops in use."""
@@ -39,6 +42,7 @@ class Progress:
         return {
             "cursor": self.cursor,
             "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
+            **({"stream": self.stream} if self.stream else {}),
             "tokens": self.tokens,
             "loss": loss,
             **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
@@ -64,6 +68,13 @@ class Resumed:
     is_own: bool = False
     newest: Mapping[str, int] = field(default_factory=dict)
     ops: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def recorded(self) -> Recorded:
+        """What the run recorded of its stream."""
+        cursor, stream = self.progress.cursor, self.progress.stream
+        known = None if stream is None else StreamRecord.from_json(stream)
+        return Recorded(known, self.progress.step, int(cursor["num_samples"]) if cursor else 0)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -176,7 +176,8 @@ def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
         validation = None
         if metadata.get("val_loss") is not None:
             validation = Validation(int(metadata["val_step"]), float(metadata["val_loss"]))
-        progress = Progress(root.step, int(metadata["tokens"]), dict(metadata["cursor"]), validation)
+        cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
+        progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream)
         ops = {str(op): str(name) for op, name in metadata.get("ops", {}).items()}
         return Resumed(progress, float(metadata["loss"]), url, is_own, ops=ops)
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -13,7 +13,7 @@ from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
 from trainer.config.resolve import kv_replicas, layout_of, tiers_of
-from trainer.data import open_blend, with_vocabulary
+from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import groups_needed
 from trainer.model.table import local_runs, parameter_table
@@ -52,9 +52,9 @@ class RankMemory:
 def print_plan(config: Config) -> int:
     """Open the stores, print the facts of a run and the memory of a rank of each pipeline stage; return 0."""
     config = with_vocabulary(config)
-    blend = open_blend(config.data, config, name="data")
+    blend = open_blend(config)
     if config.train.eval_interval:
-        open_blend(config.data.valid, config, name="data.valid")
+        open_valid_blend(config)
     cuda = config.train.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     facts = banner(config, device, blend, tiers_of(config))

@@ -8,7 +8,7 @@ import numpy as np
 
 from datakit import HostBatch
 from trainer.config import Config
-from trainer.data import Int64s, open_blend, to_device, token_fault, with_vocabulary
+from trainer.data import Int64s, open_valid_blend, to_device, token_fault, with_vocabulary
 from trainer.engine import Batch, Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import ProcessMesh
@@ -30,7 +30,7 @@ class Evaluation:
 
     def __init__(self, config: Config, engine: Engine, mesh: ProcessMesh) -> None:
         self._config, self._engine, self._mesh = config, engine, mesh
-        self._blend = open_blend(config.data.valid, config, name="data.valid")
+        self._blend = open_valid_blend(config)
         for first in self._firsts:
             samples = self._samples(first)
             fault = token_fault(self._host(samples), samples, self._blend, config.model.vocab_size)

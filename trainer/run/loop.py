@@ -52,7 +52,7 @@ class Run:
     def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
         self.config, self.ranks, self._stop = config, ranks, stop
-        blend = ranks.on_all(lambda: open_blend(config.data, config, name="data"))
+        blend = ranks.on_all(lambda: open_blend(config))
         self.mesh = mesh_of(config, ranks.rank, ranks.device)
         self.engine = ranks.on_all(lambda: Engine(config, self.mesh))
         tiers = tiers_here(ranks, config)
@@ -61,8 +61,10 @@ class Run:
         resumed = resume(ranks, self.engine, config, tiers)
         self._choose_ops(resumed.ops)
         self.progress, self._loss = resumed.progress, resumed.loss
-        dp_rank = self.mesh.coords.dp
-        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, self.progress.cursor))
+        if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone
+            blend = ranks.on_all(lambda: open_blend(config, resumed.recorded))
+        self._record, dp_rank = blend.record.to_json(), self.mesh.coords.dp
+        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, self.progress.cursor, resumed.recorded))
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         self._log = ranks.on_all(self._open_log)
         if resumed.url:
@@ -112,6 +114,7 @@ class Run:
             self.progress.tokens + self.config.train.global_batch_size * self.config.train.seq_length,
             self._loader.cursor.to_json(),
             validation,
+            self._record,
         )
         self._report()
         self._started = _Started(self.progress, stats, fault, data_wait_s)
@@ -212,7 +215,7 @@ class Run:
 
     def _announce(self, epochs: tuple[int, ...]) -> None:
         """Report that stores were read whole once more."""
-        for path, before, after in zip(self.config.data.stores, self._epochs, epochs, strict=True):
+        for path, before, after in zip(self.config.data.plan.sources, self._epochs, epochs, strict=True):
             if after > before:
                 self._log.event("epoch", self.progress.step, store=path, epochs=after)
                 self._log.say(f"step {self.progress.step}: epoch {after} of {path} is read")

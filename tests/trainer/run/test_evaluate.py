@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from datakit import BatchOptions
 from tests.trainer.support.training import ROOT, call, lines
-from trainer.data import open_blend
+from trainer.data import open_valid_blend
 from trainer.job.ranks import Ranks
 from trainer.run.evaluate import Evaluation
 from trainer.run.inference import TrainedModel, open_checkpoint
@@ -62,7 +62,7 @@ def test_it_is_the_mean_of_the_token_losses(trained: Path) -> None:
     with Ranks("cpu", timeout_s=60) as ranks:
         model = TrainedModel(checkpoint, ranks)
         found = Evaluation(config, model.engine, model.mesh).run()
-    blend = open_blend(config.data.valid, config, name="data.valid")
+    blend = open_valid_blend(config)
     host = blend.batch(np.arange(10), BatchOptions(mask_eod_loss=True))
     assert 0 < host.loss_mask.sum() < host.loss_mask.size
     tokens, labels = torch.from_numpy(host.tokens), torch.from_numpy(host.labels)

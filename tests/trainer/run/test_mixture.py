@@ -1,0 +1,114 @@
+"""A run whose mixture changes on the way reads what `blame` lists, on any number of ranks, and refuses another past."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datakit import Recorded, RunStream, blame
+from tests.trainer.support.training import CONFIG, Job, call, curve, write_stores
+from trainer.engine import Batch, Engine
+from trainer.verdict import PendingStats
+
+CHANGE = """
+[[data.mixture]]
+from_sample = 40
+add = {{ "{folder}/more/train" = 2.0 }}
+skip = [[48, 60]]
+[[data.mixture]]
+from_step = 5
+remove = ["{folder}/train"]
+mask_documents = "{folder}/bad.txt"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two stores, and a list of documents of them."""
+    (tmp_path / "more").mkdir()
+    write_stores(tmp_path)
+    write_stores(tmp_path / "more", seed=1)
+    (tmp_path / "bad.txt").write_text("".join(f"{tmp_path}/more/train:{number}\n" for number in range(0, 300, 7)))
+    return tmp_path
+
+
+def config(folder: Path, change: str = "") -> Path:
+    path = folder / "job.toml"
+    path.write_text((CONFIG + change).format(folder=folder))
+    return path
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """What the engine is given, step by step."""
+    found: list[Batch] = []
+    start_step = Engine.start_step
+
+    def watched(engine: Engine, step: int, batch: Batch, **options: object) -> PendingStats:
+        columns = [getattr(batch, name).clone() for name in ("tokens", "labels", "positions", "loss_mask")]
+        found.append(Batch(*columns, batch.first_sample))
+        return start_step(engine, step, batch, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "start_step", watched)
+    return found
+
+
+def test_a_run_goes_on_with_another_mixture(
+    folder: Path, batches: list[Batch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "run"
+    assert call("train", config(folder), "--train-steps", 2, "--save", run) == 0
+    edited = ("--data.stores", f"{folder}/train,{folder}/more/train", "--data.weights", "1,2")
+    assert call("train", config(folder), "--train-steps", 4, "--save", run, *edited) == 2
+    message = capsys.readouterr().err
+    assert f"segment 0: the share of {folder}/train was 1, is 0.333333" in message
+    assert "hint: keep what was, and append [[data.mixture]] with from_sample = 32 and the change" in message
+    assert call("train", config(folder, CHANGE), "--train-steps", 4, "--save", run) == 0
+    (folder / "train").rename(folder / "gone")
+    assert call("train", config(folder, CHANGE), "--train-steps", 6, "--save", run) == 0
+    root = run / "step-000000006" / "root.json"
+    segments = json.loads(root.read_text())["metadata"]["stream"]["segments"]
+    assert [each["from_sample"] for each in segments] == [0, 40, 64]
+    (folder / "gone").rename(folder / "train")
+    stream = RunStream.read(str(folder / "job.toml"))
+    blend = stream.open(Recorded.read(str(root)))
+    assert [batch.first_sample for batch in batches] == [16 * step for step in range(6)]
+    masked = 0.0
+    for step, batch in enumerate(batches, 1):
+        samples = stream.samples(step)
+        wanted = blend.batch(samples, stream.data.batch_options)
+        assert (batch.tokens.numpy().reshape(-1, 32) == wanted.tokens).all()
+        assert (batch.loss_mask.numpy().reshape(-1, 32) == wanted.loss_mask).all()
+        masked += float(((wanted.loss_mask == 0) & (wanted.tokens != 60)).sum())
+        passages = blame(blend, samples).rows()
+        read = [blend.stores[source].document(document)[start:stop] for _, source, document, start, stop in passages]
+        assert (np.concatenate(read).reshape(16, 33)[:, :32] == wanted.tokens).all()
+    assert masked > 0
+    assert {source for _, source, *_ in passages} == {1}
+
+
+@pytest.mark.slow
+def test_a_store_that_is_still_read_may_not_be_gone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder / "run"
+    assert call("train", config(folder), "--train-steps", 2, "--save", run) == 0
+    shutil.rmtree(folder / "train")
+    later = '[[data.mixture]]\nfrom_step = 4\nadd = {{ "{folder}/more/train" = 1.0 }}\nremove = ["{folder}/train"]\n'
+    assert call("train", config(folder, later), "--save", run) == 2
+    message = capsys.readouterr().err
+    assert f"error: the token store {folder}/train is gone, and read from sample 32 on" in message
+    assert "hint: bring it back, or append [[data.mixture]], from_sample = 32" in message
+
+
+@pytest.mark.slow
+def test_with_other_ranks_the_loss_is_that_of_one_process(folder: Path, tmp_path: Path) -> None:
+    path, flags = config(folder, CHANGE), ("--train.precision", "fp64", "--train-steps", 7)
+    Job(1, path, *flags, metrics=folder / "one.jsonl").run()
+    words = (path, *flags[:2], "--save", tmp_path / "run")
+    Job(2, *words, "--train-steps", 3, metrics=folder / "many.jsonl").run()
+    Job(4, *words, "--tp", 2, "--train-steps", 5, metrics=folder / "many.jsonl").run()
+    Job(1, *words, "--train-steps", 7, metrics=folder / "many.jsonl").run()
+    one, many = curve(folder / "one.jsonl"), curve(folder / "many.jsonl")
+    assert list(many) == list(one) == list(range(1, 8))
+    assert many == pytest.approx(one, rel=1e-10)
