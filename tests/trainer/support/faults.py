@@ -185,8 +185,8 @@ def own_maximum(real: Any, self: Group, tensor: torch.Tensor, op: str = "sum") -
     return tensor if op == "max" else real(self, tensor, op)
 
 
-def narrow_angles(real: Any, positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Any:
-    return real(positions, size, theta, torch.float32).to(dtype)
+def narrow_angles(real: Any, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Any:
+    return real(positions, frequencies, torch.float32).to(dtype)
 
 
 def gradient_for_product(real: Any, self: Activation, dy: torch.Tensor, x: torch.Tensor) -> Any:
@@ -233,6 +233,6 @@ FAULTS = [
     Fault("gradients are not zeroed between steps", None, wrapping(Weight, "begin_step", lambda real, self: None)),
     Fault("down's gradient is made of its input's gradient", None,
           wrapping(Activation, "backward", gradient_for_product)),
-    Fault("rotary angles are of float32", None, wrapping(chunk, "rope_turns", narrow_angles),
+    Fault("rotary angles are of float32", None, wrapping(chunk, "turns_at", narrow_angles),
           model={"position": "rope"}),
 ]  # fmt: skip
