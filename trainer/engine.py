@@ -17,6 +17,7 @@ from trainer.model.chunk import Chunk
 from trainer.model.microbatch import DropoutKey, MicroBatch
 from trainer.model.op_choices import OpChoices, choose_attention
 from trainer.model.table import local_runs, parameter_table
+from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import Action
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
@@ -55,7 +56,8 @@ class Engine:
         self.table = parameter_table(config)
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
         sharded, bucket_bytes = config.parallel.zero_stage > 0, config.parallel.bucket_mib << 20
-        options = StoreOptions(self.dtype, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer)
+        self.moments = torch.bfloat16 if config.optim.moments == "bf16" else wide_dtype(self.dtype)
+        options = StoreOptions(self.dtype, self.moments, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer)
         self.store = ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = OpChoices(choose_attention(config, mesh, self.dtype, None, by_timing=False))

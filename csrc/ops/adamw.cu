@@ -22,10 +22,11 @@ __device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ double root(double a) { return __dsqrt_rn(a); }
 
 // A chunk's elements, and the numbers of the step in the arithmetic's type.
-template <class Number>
+template <class Number, class Moment>
 struct Chunk {
   const Number* gradient;
-  Number *exp_avg, *exp_avg_sq, *master;
+  Moment *exp_avg, *exp_avg_sq;
+  Number* master;
   Bf16* published;
   int count;
   Number scale, keep, gradient_share, beta2, square_share, step_size, inverse_root, eps;
@@ -45,13 +46,13 @@ __device__ __forceinline__ T* global(Pointer pointer, int64_t begin) {
   return static_cast<T*>(pointer) + begin;
 }
 
-template <class Number>
-__device__ __forceinline__ Chunk<Number> chunk_of(const op_interval& interval, const op_chunk& chunk,
-                                                  const AdamwNumbers& numbers, double factor) {
-  Chunk<Number> made;
+template <class Number, class Moment>
+__device__ __forceinline__ Chunk<Number, Moment> chunk_of(const op_interval& interval, const op_chunk& chunk,
+                                                          const AdamwNumbers& numbers, double factor) {
+  Chunk<Number, Moment> made;
   made.gradient = global<const Number>(interval.gradient, chunk.begin);
-  made.exp_avg = global<Number>(interval.exp_avg, chunk.begin);
-  made.exp_avg_sq = global<Number>(interval.exp_avg_sq, chunk.begin);
+  made.exp_avg = global<Moment>(interval.exp_avg, chunk.begin);
+  made.exp_avg_sq = global<Moment>(interval.exp_avg_sq, chunk.begin);
   made.master = global<Number>(interval.master, chunk.begin);
   made.published = interval.published ? static_cast<Bf16*>(interval.published) + chunk.begin : nullptr;
   made.count = static_cast<int>(chunk.end - chunk.begin);
@@ -67,15 +68,17 @@ __device__ __forceinline__ Chunk<Number> chunk_of(const op_interval& interval, c
 }
 
 // Updates packs of kSize elements, from element `begin` on; a thread has two under way at once.
-template <class Number, int kSize>
-__device__ __forceinline__ void update_packs(const Chunk<Number>& chunk, int begin, int num_packs) {
+template <int kSize, class Number, class Moment>
+__device__ __forceinline__ void update_packs(const Chunk<Number, Moment>& chunk, int begin, int num_packs) {
   using Elements = Pack<Number, kSize>;
+  using Moments = Pack<Moment, kSize>;
   const auto gradient = reinterpret_cast<const Elements*>(chunk.gradient + begin);
-  const auto exp_avg = reinterpret_cast<Elements*>(chunk.exp_avg + begin);
-  const auto exp_avg_sq = reinterpret_cast<Elements*>(chunk.exp_avg_sq + begin);
+  const auto exp_avg = reinterpret_cast<Moments*>(chunk.exp_avg + begin);
+  const auto exp_avg_sq = reinterpret_cast<Moments*>(chunk.exp_avg_sq + begin);
   const auto master = reinterpret_cast<Elements*>(chunk.master + begin);
   for (int first = threadIdx.x; first < num_packs; first += 2 * kThreads) {
-    Elements g[2], m[2], v[2], p[2];
+    Elements g[2], p[2];
+    Moments m[2], v[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int pack = first + j * kThreads;
@@ -85,8 +88,12 @@ __device__ __forceinline__ void update_packs(const Chunk<Number>& chunk, int beg
     for (int j = 0; j < 2; ++j) {
       const int pack = first + j * kThreads;
       if (pack >= num_packs) break;
+      Number first_moments[kSize], second_moments[kSize];
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) chunk.update(g[j].v[e], m[j].v[e], v[j].v[e], p[j].v[e]);
+      for (int e = 0; e < kSize; ++e) first_moments[e] = m[j].get(e), second_moments[e] = v[j].get(e);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) chunk.update(g[j].v[e], first_moments[e], second_moments[e], p[j].v[e]);
+      m[j].set(first_moments), v[j].set(second_moments);
       exp_avg[pack] = m[j], exp_avg_sq[pack] = v[j], master[pack] = p[j];
       if constexpr (sizeof(Number) == sizeof(float)) {
         if (chunk.published) {
@@ -104,22 +111,23 @@ __device__ __forceinline__ bool is_aligned(Pointer pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-template <class Number>
+template <class Number, class Moment>
 __global__ void __launch_bounds__(kThreads, 4)
     adamw(const op_interval* __restrict__ intervals, const op_chunk* __restrict__ chunks, AdamwNumbers numbers,
           const double* __restrict__ factor, const float* __restrict__ is_bad) {
   constexpr int kSize = kPackSize<Number>;
   const bool is_good = !(*is_bad > 0);
   const op_chunk bounds = chunks[blockIdx.x];
-  const Chunk<Number> chunk = chunk_of<Number>(intervals[bounds.interval], bounds, numbers, *factor);
+  const auto chunk = chunk_of<Number, Moment>(intervals[bounds.interval], bounds, numbers, *factor);
   if (!is_good) return;
   int done = 0;
-  if (is_aligned(chunk.gradient, 16) && is_aligned(chunk.exp_avg, 16) && is_aligned(chunk.exp_avg_sq, 16) &&
-      is_aligned(chunk.master, 16) && is_aligned(chunk.published, sizeof(Bf16) * kSize)) {
-    update_packs<Number, kSize>(chunk, 0, chunk.count / kSize);
+  constexpr size_t kMomentBytes = sizeof(Moment) * kSize;
+  if (is_aligned(chunk.gradient, 16) && is_aligned(chunk.exp_avg, kMomentBytes) &&
+      is_aligned(chunk.exp_avg_sq, kMomentBytes) && is_aligned(chunk.master, 16) && is_aligned(chunk.published, sizeof(Bf16) * kSize)) {
+    update_packs<kSize>(chunk, 0, chunk.count / kSize);
     done = chunk.count / kSize * kSize;
   }
-  update_packs<Number, 1>(chunk, done, chunk.count - done);
+  update_packs<1>(chunk, done, chunk.count - done);
 }
 
 // The sum of the block's values, in one order; thread 0 has it.
@@ -189,9 +197,11 @@ __global__ void __launch_bounds__(kThreads)
 
 int op_adamw_cuda(int dtype, const op_interval* intervals, const op_chunk* chunks, int64_t num_chunks,
                   const op_adamw_step* step, const double* factor, const float* is_bad, void* stream) {
-  if ((dtype != OP_F64 && dtype != OP_F32) || num_chunks < 0 || num_chunks > INT32_MAX) return OP_BAD_ARGUMENT;
+  if (!is_adamw_dtype(dtype, step->moments) || num_chunks < 0 || num_chunks > INT32_MAX) return OP_BAD_ARGUMENT;
   if (num_chunks == 0) return 0;
-  const auto run = dtype == OP_F64 ? adamw<double> : adamw<float>;
+  const auto run = dtype == OP_F64              ? adamw<double, double>
+                   : step->moments == OP_BF16 ? adamw<float, Bf16>
+                                              : adamw<float, float>;
   run<<<static_cast<unsigned>(num_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       intervals, chunks, adamw_numbers(*step), factor, is_bad);
   return launch_status();

@@ -1,7 +1,7 @@
 """AdamW against float64 and torch's own, its promises about bits, and the squared norms that go before it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from trainer.ops.adamw import CHUNK, Interval, IntervalTable, adamw_reference
 
 OPTIM = OptimConfig(beta1=0.9, beta2=0.95, weight_decay=0.1)
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6}
+KINDS = [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
+of_every_kind = pytest.mark.parametrize(("dtype", "moments"), KINDS, ids=str)
 SIZES = (1, 3, 64, 1000, 4099, CHUNK, CHUNK + 1, 3 * CHUNK - 5)
 POISON = 77.0
 STATES = ("gradient", "exp_avg", "exp_avg_sq", "master", "published")
@@ -24,7 +26,15 @@ STATES = ("gradient", "exp_avg", "exp_avg_sq", "master", "published")
 class Case:
     """Intervals in buffers with poisoned elements around them; `shift` moves them off their alignment."""
 
-    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: str = "cpu", *, shift: int = 0) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        device: str = "cpu",
+        *,
+        shift: int = 0,
+        moments: torch.dtype | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(sum(sizes))
         self.buffers: list[Tensor] = []
         self.intervals = []
@@ -32,7 +42,8 @@ class Case:
             values = torch.randn(4, size, generator=generator, dtype=torch.float64)
             values[1:3] *= 0.1
             values[2].square_()
-            kinds = [dtype] * 4 + [torch.bfloat16] * (dtype == torch.float32)
+            kept = moments or dtype
+            kinds = [dtype, kept, kept, dtype] + [torch.bfloat16] * (dtype == torch.float32)
             states = []
             for kind, value in zip(kinds, [*values, torch.full((size,), POISON)], strict=False):
                 self.buffers.append(torch.full((size + 16,), POISON, dtype=kind, device=device))
@@ -117,7 +128,7 @@ def test_equals_torch(beta1: float, device: str) -> None:
         torch.testing.assert_close(each.master, copy.master, rtol=1e-13, atol=1e-15)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
     shift=st.integers(0, 8),
@@ -161,23 +172,42 @@ def test_bits_do_not_depend_on_the_instruction_set(dtype: torch.dtype, every_sim
         assert torch.equal(norms, found[0][1])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@of_every_kind
 @pytest.mark.parametrize("shift", [0, 1, 4])
-def test_the_bits_of_a_device_are_the_cpus(dtype: torch.dtype, shift: int, device: str) -> None:
-    case, on_cpu = Case(SIZES, dtype, device, shift=shift), Case(SIZES, dtype)
+def test_the_bits_of_a_device_are_the_cpus(dtype: torch.dtype, moments: torch.dtype, shift: int, device: str) -> None:
+    case, on_cpu = Case(SIZES, dtype, device, shift=shift, moments=moments), Case(SIZES, dtype, moments=moments)
     for step in range(3):
         case.step(step, factor=0.4)
         on_cpu.step(step, factor=0.4)
     assert_same_bits(case, on_cpu)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_bad_step_changes_no_bit(dtype: torch.dtype, device: str) -> None:
-    case, untouched = Case(SIZES, dtype, device), Case(SIZES, dtype, device)
+@of_every_kind
+def test_a_bad_step_changes_no_bit(dtype: torch.dtype, moments: torch.dtype, device: str) -> None:
+    case, untouched = (Case(SIZES, dtype, device, moments=moments) for _ in range(2))
     case.step(factor=float("nan"), is_bad=1.0)
     assert_same_bits(case, untouched)
     case.step(factor=0.5)
     assert not torch.equal(case.intervals[0].master, untouched.intervals[0].master)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_bf16_moments_are_rounded_once_a_step(shift: int, device: str) -> None:
+    case = Case(SIZES, torch.float32, device, shift=shift, moments=torch.bfloat16)
+    for step in range(3):
+        wide = Case(SIZES, torch.float32, device)
+        wide.intervals = [
+            replace(each, **{name: state.float() for name, state in named_states(each) if name != "published"})
+            for each in case.intervals
+        ]
+        wide.intervals = [replace(each, master=each.master.clone(), published=None) for each in wide.intervals]
+        wide.step(step, factor=0.4)
+        case.step(step, factor=0.4)
+        for got, exact in zip(case.intervals, wide.intervals, strict=True):
+            assert torch.equal(got.master, exact.master)
+            assert torch.equal(got.exp_avg, exact.exp_avg.bfloat16())
+            assert torch.equal(got.exp_avg_sq, exact.exp_avg_sq.bfloat16())
+    case.assert_the_rest_is_untouched()
 
 
 def test_tiny_and_zero_gradients(device: str) -> None:
@@ -247,9 +277,11 @@ def test_intervals_that_do_not_fit_are_named() -> None:
     with pytest.raises(UserError, match=r"with strides \(2,\)"):
         IntervalTable([replace(each, **{name: getattr(each, name)[::2] for name in STATES[:-1]})])
     wide = Case((8,), torch.float64).intervals[0]
-    with pytest.raises(UserError, match="a float64 master is published as it is"):
+    with pytest.raises(UserError, match="a float64 master has float64 moments, and is published as it is"):
         IntervalTable([replace(wide, published=wide.master.bfloat16())])
-    assert {field.name for field in fields(Interval)} >= set(STATES)
+    halves = {name: getattr(each, name).half() for name in ("exp_avg", "exp_avg_sq")}
+    with pytest.raises(UserError, match=r"moments are of torch.float32 or bfloat16, not of torch.float16"):
+        IntervalTable([replace(each, **halves)])
 
 
 @pytest.mark.cuda

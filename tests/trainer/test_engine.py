@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from ckptkit import TensorInfo
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.global_state import assembled, copied, fill
 from tests.trainer.support.parity import MODELS, make_engine
@@ -16,7 +17,7 @@ from threefold.errors import UserError
 from trainer.checkpoint.mapping import restored_pieces, saved_pieces, tensor_table
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
-from trainer.engine import Batch, StepStats
+from trainer.engine import Batch, Engine, StepStats
 from trainer.mesh.group import Network
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 61, 12, 8, 2, 6
@@ -39,6 +40,10 @@ def small_config(model: str, layout: ParallelLayout, *, precision: str = "fp64",
         ),
     )  # fmt: skip
     return resolve(config, layout.world_size)
+
+
+def table_of(engine: Engine) -> list[TensorInfo]:
+    return tensor_table(engine.table, engine.dtype, engine.moments)
 
 
 def batches(dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
@@ -66,13 +71,11 @@ def train_part(
     """Run `steps` on one rank, from `state` where given; its statistics, pieces and table afterwards."""
     engine = make_engine(rank, config, network=network)
     if state is not None:
-        fill(
-            restored_pieces(engine.store, {info.name: info for info in tensor_table(engine.table, engine.dtype)}), state
-        )
+        fill(restored_pieces(engine.store, {info.name: info for info in table_of(engine)}), state)
         engine.store.publish()
     own = list(batches(engine.mesh.dp.index, engine.mesh.dp.size))
     stats = [engine.train_step(step, own[step]) for step in steps]
-    return stats, copied(saved_pieces(engine.store)), tensor_table(engine.table, engine.dtype)
+    return stats, copied(saved_pieces(engine.store)), table_of(engine)
 
 
 def state_of(results: list[tuple[list[StepStats], list[Any], Any]]) -> dict[str, torch.Tensor]:
@@ -84,7 +87,7 @@ def state_of(results: list[tuple[list[StepStats], list[Any], Any]]) -> dict[str,
 def test_one_process_trains_as_plain_torch_does(model: str) -> None:
     config = small_config(model, ParallelLayout())
     engine = make_engine(0, config)
-    start = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
+    start = assembled(table_of(engine), copied(saved_pieces(engine.store)))
     plain = {name: value for name, value in start.items() if not name.startswith("optim.")}
     steps = list(batches())
     for step, (loss, norm) in enumerate(train(config, plain, steps)):
@@ -92,7 +95,7 @@ def test_one_process_trains_as_plain_torch_does(model: str) -> None:
         assert (stats.loss, stats.grad_norm) == pytest.approx((loss, norm), rel=1e-11), f"step {step}"
         assert stats.num_tokens == int(steps[step].loss_mask.sum())
         assert norm > config.optim.clip
-    trained = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
+    trained = assembled(table_of(engine), copied(saved_pieces(engine.store)))
     for name, value in plain.items():
         torch.testing.assert_close(trained[name], value.detach(), rtol=1e-9, atol=1e-12)
     tokens = steps[0].tokens[0]
@@ -117,22 +120,18 @@ def pieces_of_layouts(rank: int, model: str, precision: str, *, network: Network
     for layout, zero_stage in LAYOUTS_OF_FOUR:
         config = small_config(model, layout, precision=precision, zero_stage=zero_stage)
         engine = make_engine(rank, config, network=network)
-        results.append((copied(saved_pieces(engine.store)), tensor_table(engine.table, engine.dtype)))
+        results.append((copied(saved_pieces(engine.store)), table_of(engine)))
     return results
 
 
 @pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt2", "fp64")])
 def test_every_layout_starts_from_the_same_bits_and_saves_each_element_once(model: str, precision: str) -> None:
     engine = make_engine(0, small_config(model, ParallelLayout(), precision=precision))
-    expected = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
+    expected = assembled(table_of(engine), copied(saved_pieces(engine.store)))
     by_rank = run_threads(4, pieces_of_layouts, model, precision)
     for number, (layout, _) in enumerate(LAYOUTS_OF_FOUR):
-        assert all(results[number][1] == tensor_table(engine.table, engine.dtype) for results in by_rank), (
-            "one table on all ranks"
-        )
-        state = assembled(
-            tensor_table(engine.table, engine.dtype), [piece for results in by_rank for piece in results[number][0]]
-        )
+        assert all(results[number][1] == table_of(engine) for results in by_rank), "one table on all ranks"
+        state = assembled(table_of(engine), [piece for results in by_rank for piece in results[number][0]])
         assert all(torch.equal(state[name], expected[name]) for name in expected), layout
 
 
@@ -149,8 +148,10 @@ def test_state_moves_between_layouts_and_training_goes_on(model: str) -> None:
         assert (back.loss, back.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)
 
 
-def test_the_same_layout_continues_bit_for_bit() -> None:
+@pytest.mark.parametrize("moments", ["wide", "bf16"])
+def test_the_same_layout_continues_bit_for_bit(moments: Literal["wide", "bf16"]) -> None:
     config = small_config("gpt2", ParallelLayout(), precision="bf16")
+    config = replace(config, optim=replace(config.optim, moments=moments))
     whole, half = train_part(0, config, None, range(NUM_STEPS)), train_part(0, config, None, range(2))
     rest = train_part(0, config, state_of([half]), range(2, NUM_STEPS))
     assert [(s.loss, s.grad_norm) for s in rest[0]] == [(s.loss, s.grad_norm) for s in whole[0][2:]]

@@ -80,7 +80,7 @@ def expected_tensors(engine: Engine, root: Root, *, with_moments: bool) -> list[
     """
     prefix = MASTER if MASTER + "embed.weight" in root.tensors else ""
     infos = [info for name, info in root.tensors.items() if name.startswith(FILES)]
-    for info in tensor_table(engine.table, engine.dtype):
+    for info in tensor_table(engine.table, engine.dtype, engine.moments):
         name = info.name.removeprefix(MASTER)
         if name in engine.table:
             infos.append(dataclasses.replace(info, name=prefix + name))

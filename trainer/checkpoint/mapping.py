@@ -12,18 +12,21 @@ from trainer.store.parameter import Parameter
 from trainer.store.plan import Segment
 from trainer.store.store import ParameterStore
 
+# dtypes of the arithmetic's state; moments may be of bf16
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32"}
 READ_DTYPES = DTYPE_NAMES | {torch.bfloat16: "BF16", torch.float16: "F16"}  # of parameters that are converted
 FILES = "files/"  # how names of tensors begin that hold the files of an imported model
 MASTER, MOMENTS = "optim.master/", ("optim.exp_avg/", "optim.exp_avg_sq/")
 
 
-def tensor_table(table: Mapping[str, Parameter], dtype: torch.dtype) -> list[TensorInfo]:
+def tensor_table(
+    table: Mapping[str, Parameter], dtype: torch.dtype, moments: torch.dtype | None = None
+) -> list[TensorInfo]:
     """Return the global tensors of a run in `dtype`, the same on every rank: parameters and moments.
 
-    For bf16 the parameters are their fp32 masters.
+    For bf16 the parameters are their fp32 masters. Without `moments` these are of the masters' dtype.
     """
-    master = _master_prefix(dtype)
+    master, wide = _master_prefix(dtype), DTYPE_NAMES[wide_dtype(dtype)]
     infos = []
     for prefix in (master, *MOMENTS):
         for name, row in table.items():
@@ -32,7 +35,8 @@ def tensor_table(table: Mapping[str, Parameter], dtype: torch.dtype) -> list[Ten
                 if prefix != master:
                     continue
                 placement = replace(placement, tied_to=prefix + placement.tied_to)
-            infos.append(TensorInfo(prefix + name, DTYPE_NAMES[wide_dtype(dtype)], row.shape, placement))
+            kind = "BF16" if moments == torch.bfloat16 and prefix != master else wide
+            infos.append(TensorInfo(prefix + name, kind, row.shape, placement))
     return infos
 
 

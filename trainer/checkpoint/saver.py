@@ -47,7 +47,10 @@ class Saver:
         save = config.checkpoint
         self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
         # views of memory that the run keeps: made once, so that a save compares no structure again
-        self._pieces, self._tensors = saved_pieces(engine.store), tensor_table(engine.table, engine.dtype)
+        self._pieces, self._tensors = (
+            saved_pieces(engine.store),
+            tensor_table(engine.table, engine.dtype, engine.moments),
+        )
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
         self._run = Run(tiers.own_urls[0]) if tiers is not None else None

@@ -114,6 +114,12 @@ def schedule_faults(config: Config) -> list[Fault]:
     if optim.min_lr > optim.lr:
         text = f"optim.min_lr {optim.min_lr:g} is above optim.lr {optim.lr:g}"
         faults.append(({"optim.min_lr", "optim.lr"}, text))
+    if optim.moments == "bf16" and config.train.precision == "fp64":
+        text = "optim.moments bf16 is for precisions bf16 and fp32: --optim.moments wide"
+        faults.append(({"optim.moments", "train.precision"}, text))
+    if optim.moments == "bf16" and max(optim.beta1, optim.beta2) > 0.99:
+        text = f"optim.moments bf16 is too coarse for beta1 {optim.beta1:g}, beta2 {optim.beta2:g}: each 0.99 at most"
+        faults.append(({"optim.moments", "optim.beta1", "optim.beta2"}, text))
     if optim.warmup_steps > decay:
         text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
         faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))

@@ -1,6 +1,7 @@
 """The optimizer and its schedule."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from threefold.options import option
 
@@ -16,5 +17,8 @@ class OptimConfig:
     beta1: float = option(0.9, "decay of the first moment", minimum=0, below=1)
     beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    moments: Literal["wide", "bf16"] = option(
+        "wide", "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step"
+    )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
     clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

@@ -1,8 +1,9 @@
 """AdamW over all parts of parameters that a rank updates, and the squared norms of their gradients, one pass each.
 
 A step reads gradient, moments and master once, and writes moments, master and the bf16 weight. Arithmetic has the dtype
-of the state. The bits of an element depend on its own numbers and the step alone: not on threads, on the device or on
-how parameters are cut. Squares are summed in float64, in an order that the part's length fixes on a device type.
+of the master; moments may be kept in bf16, rounded once a step. The bits of an element depend on its own numbers and
+the step alone: not on threads, on the device or on how parameters are cut. Squares are summed in float64, in an order
+that the part's length fixes on a device type.
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
@@ -25,8 +26,8 @@ CHUNK = 1 << 14  # elements that one block of threads updates
 class Interval:
     """A part of one parameter with its gradient and optimizer state: flat, of one size and one wide dtype.
 
-    `published` takes the master rounded to bf16; it is None if the master is the weight itself. `decays`: weight decay
-    applies. `row` is the place of the squared norm.
+    Both moments may be of bf16 where the others are of fp32. `published` takes the master rounded to bf16; it is None
+    if the master is the weight itself. `decays`: weight decay applies. `row` is the place of the squared norm.
     """
 
     gradient: Tensor
@@ -50,7 +51,7 @@ class IntervalTable:
         if not self._intervals:
             return
         for each in intervals:
-            _check(each, self._intervals[0].master)
+            _check(each, self._intervals[0])
         counts = torch.tensor([each.gradient.numel() for each in self._intervals])
         num_chunks = (counts + CHUNK - 1) // CHUNK
         ends = num_chunks.cumsum(0)
@@ -69,11 +70,13 @@ class IntervalTable:
         """
         if not self._intervals:
             return
-        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step)
+        first = self._intervals[0]
+        moments = native.DTYPE_CODES[first.exp_avg.dtype]
+        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step, moments)
         factor, is_bad = factor.double(), is_bad.float()
         tables = (self._rows.data_ptr(), self._chunks.data_ptr(), len(self._chunks))
         decisions = (factor.data_ptr(), is_bad.data_ptr())
-        native.call("adamw", self._intervals[0].master, *tables, ctypes.byref(numbers), *decisions)
+        native.call("adamw", first.master, *tables, ctypes.byref(numbers), *decisions)
 
     def write_squared_norms(self, out: Tensor) -> None:
         """Write the squared norm of each interval's gradient into its row of `out`, float64; leave the other rows."""
@@ -96,11 +99,14 @@ def adamw_reference(
     correction1, correction2 = (1 - beta ** (step + 1) for beta in (optim.beta1, optim.beta2))
     for each in intervals:
         gradient = each.gradient * factor.to(each.gradient.dtype)
-        each.exp_avg.lerp_(gradient, 1 - optim.beta1)
-        each.exp_avg_sq.mul_(optim.beta2).addcmul_(gradient, gradient, value=1 - optim.beta2)
+        exp_avg, exp_avg_sq = each.exp_avg.to(gradient.dtype), each.exp_avg_sq.to(gradient.dtype)
+        exp_avg.lerp_(gradient, 1 - optim.beta1)
+        exp_avg_sq.mul_(optim.beta2).addcmul_(gradient, gradient, value=1 - optim.beta2)
         each.master.mul_(1 - lr * optim.weight_decay * each.decays)
-        root = each.exp_avg_sq.sqrt() / correction2**0.5
-        each.master.addcdiv_(each.exp_avg, root.add_(optim.eps), value=-lr / correction1)
+        root = exp_avg_sq.sqrt() / correction2**0.5
+        each.master.addcdiv_(exp_avg, root.add_(optim.eps), value=-lr / correction1)
+        each.exp_avg.copy_(exp_avg)
+        each.exp_avg_sq.copy_(exp_avg_sq)
         if each.published is not None:
             each.published.copy_(each.master)
 
@@ -109,6 +115,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, DOUBLE) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
         ("step", INT64),
+        ("moments", INT64),
     )
 
 
@@ -119,18 +126,21 @@ def _row(interval: Interval) -> list[int]:
     return [*(state.data_ptr() for state in states), *numbers]
 
 
-def _check(interval: Interval, first: Tensor) -> None:
+def _check(interval: Interval, first: Interval) -> None:
+    wide, moments, device = first.master.dtype, first.exp_avg.dtype, first.master.device
+    if wide == torch.float64 and (interval.published is not None or moments != wide):
+        raise UserError("adamw: a float64 master has float64 moments, and is published as it is")
+    kinds = {"exp_avg": moments, "exp_avg_sq": moments, "published": torch.bfloat16}
     for name in ("gradient", "exp_avg", "exp_avg_sq", "master", "published"):
-        tensor = getattr(interval, name)
+        tensor, dtype = getattr(interval, name), kinds.get(name, wide)
         if tensor is None:
             continue
-        dtype = torch.bfloat16 if name == "published" else first.dtype
-        if tensor.dtype != dtype or tensor.device != first.device or not tensor.is_contiguous():
+        if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
             raise UserError(
                 f"adamw: {name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}, "
-                f"not {dtype} on {first.device} without gaps"
+                f"not {dtype} on {device} without gaps"
             )
         if tensor.numel() != interval.gradient.numel():
             raise UserError(f"adamw: {name} has {tensor.numel()} elements, the gradient {interval.gradient.numel()}")
-    if first.dtype == torch.float64 and interval.published is not None:
-        raise UserError("adamw: a float64 master is published as it is, not in bf16")
+    if moments not in (wide, torch.bfloat16):
+        raise UserError(f"adamw: moments are of {wide} or bfloat16, not of {moments}")

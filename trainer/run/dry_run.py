@@ -84,11 +84,14 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     runs = local_runs(config, parameter_table(config), layout, Coords(pp=pp))
     held = sum(run.numel for run in runs)
     updated = sum(-(-run.numel // sizes[run.holders]) for run in runs) if parallel.zero_stage else held
-    states = 2 + (wide != dtype)  # two moments, and a master if the parameters are narrower
+    moments = 2 if config.optim.moments == "bf16" else wide.itemsize
+    states = 2 * moments + (
+        wide.itemsize if wide != dtype else 0
+    )  # the latter: a master if the parameters are narrower
     return RankMemory(
         held * dtype.itemsize,
         held * wide.itemsize,
-        updated * states * wide.itemsize,
+        updated * states,
         activation_bytes(config, pp),
     )
 

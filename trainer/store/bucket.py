@@ -12,8 +12,9 @@ class Bucket:
     """One flat buffer of parameters; owned by the training thread.
 
     `parameters` and `gradients` cover the padded bucket. `master`, `exp_avg` and `exp_avg_sq` cover what this rank
-    updates, in the wide dtype: the owned interval if `sharded`, else all of it. If the parameters have the wide dtype
-    themselves, `master` is a view of them. Without an optimizer there are no gradients, no moments and no copies.
+    updates, the moments in the dtype `moments`, the others in the wide one: the owned interval if `sharded`, else all
+    of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an optimizer there are
+    no gradients, no moments and no copies.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class Bucket:
         group: Group,
         *,
         sharded: bool,
+        moments: torch.dtype,
         with_optimizer: bool,
     ) -> None:
         self.plan, self.group, self.sharded = plan, group, sharded
@@ -35,7 +37,7 @@ class Bucket:
         has_copy = with_optimizer and dtype != wide
         self.master = torch.zeros_like(updated, dtype=wide) if has_copy else updated
         self.gradients = torch.zeros(size if with_optimizer else 0, dtype=wide, device=device)
-        self.exp_avg = torch.zeros_like(self.master) if with_optimizer else self.master[:0]
+        self.exp_avg = torch.zeros_like(self.master if with_optimizer else self.master[:0], dtype=moments)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.owned_segments = plan.segments(*self.owned)
         self.updated_segments = plan.segments(*self.updated)

@@ -28,6 +28,7 @@ class StoreOptions:
     """How a store keeps its state: `sharded` cuts the optimizer state over the holders."""
 
     dtype: torch.dtype
+    moments: torch.dtype
     bucket_bytes: int
     sharded: bool
     with_optimizer: bool
@@ -42,7 +43,7 @@ class ParameterStore:
         self.table, self.mesh, self.options = table, mesh, options
         self.buckets = [
             Bucket(plan, options.dtype, mesh.device, mesh.holders(plan.holders), sharded=options.sharded,
-                   with_optimizer=options.with_optimizer)
+                   moments=options.moments, with_optimizer=options.with_optimizer)
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
         ]  # fmt: skip
         self._weights: dict[str, Weight] = {}

@@ -76,6 +76,8 @@ def test_all_faults_are_reported_together() -> None:
         ({"model": {"hidden_size": 12}}, "model.position rope needs an even head size, got hidden_size 12"),
         ({"model": {"num_kv_heads": 3}}, "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
         ({"optim": {"lr": 1e-6}}, "optim.min_lr 3e-05 is above optim.lr 1e-06"),
+        ({"optim": {"moments": "bf16"}, "train": {"precision": "fp64"}}, "optim.moments bf16 is for precisions bf16"),
+        ({"optim": {"moments": "bf16", "beta2": 0.999}}, "optim.moments bf16 is too coarse for beta1 0.9, beta2 0.999"),
         ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the 100 steps in all"),
         ({"checkpoint": {"save_interval": 5}}, "checkpoint.save_interval 5 needs checkpoint.save"),
         ({"checkpoint": {"save_interval_s": 9.5}}, "checkpoint.save_interval_s 9.5 needs checkpoint.save"),
