@@ -14,7 +14,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32}
 
 def copied(pieces: Iterable[Piece]) -> list[Piece]:
     """The pieces with numpy copies of their data, which can go to another process."""
-    return [replace(piece, data=piece.data.cpu().numpy().copy()) for piece in pieces]
+    tensors = [piece.data.cpu() for piece in pieces]
+    return [
+        replace(piece, data=data.clone() if data.dtype == torch.bfloat16 else data.numpy().copy())  # numpy has no bf16
+        for piece, data in zip(pieces, tensors, strict=True)
+    ]
 
 
 def assembled(tensors: Sequence[TensorInfo], pieces: Iterable[Piece]) -> dict[str, Tensor]:
