@@ -9,7 +9,7 @@ from torch import Tensor
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 
 def copied(pieces: Iterable[Piece]) -> list[Piece]:
