@@ -1,5 +1,7 @@
 """On GPUs the same training as on a CPU: initial weights and dropout masks are the same there, through CUDA kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,3 +51,15 @@ def test_gpipe_trains_as_1f1b_bit_for_bit(model: str) -> None:
         for name in ("1f1b", "gpipe")
     )
     assert_equal_bits(one, all_first)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_activations_made_again_change_no_bit(model: str, precision: str) -> None:
+    config = config_for(model, ParallelLayout(), precision=precision, device="cuda")
+    config = replace(config, train=replace(config.train, deterministic=True))
+    kept, made_again = (
+        run_ranks(1, run_steps, replace(config, train=replace(config.train, recompute=recompute)), 5, backend="nccl")
+        for recompute in ("none", "full")
+    )
+    assert_equal_bits(kept, made_again)
