@@ -4,6 +4,7 @@ A dim of 10 rows over four ranks is rows 0-2, 3-5, 6-8 and 9: DTensor rounds eac
 over tensor parallelism makes it, is several boxes of one local tensor. Nothing is communicated.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _dtensor_parts(path: str, tensor: Any, local: torch.Tensor) -> tuple[Part, .
             )
         cuts.append((placement.dim, int(getattr(placement, "split_factor", 1)), mesh.size(axis), coordinate[axis]))
     parts, shape = _cut(tuple(tensor.shape), tuple(cuts))
-    if local.numel() and shape != tuple(local.shape):
+    if (bool(parts) != bool(local.numel())) or (parts and shape != tuple(local.shape)):
         raise UserError(
             f"{path} is a DTensor of local shape {list(local.shape)}, its placements {placements} make {list(shape)}",
             hint="make it by distribute_tensor, fully_shard or parallelize_module",
@@ -121,7 +122,7 @@ def _cut(
 ) -> tuple[tuple[Part, ...], tuple[int, ...]]:
     """Return the parts and the local shape that cuts of (dim, split factor, number of ranks, this rank) leave."""
     spans: list[Spans] = [((0, size),) for size in shape]
-    for dim, factor, count, index in cuts:
+    for dim, factor, count, index in _in_order(cuts):
         pieces = [_chunk(piece, count, index) for piece in (_chunk(spans[dim], factor, i) for i in range(factor))]
         spans[dim] = _joined(span for piece in pieces for span in piece)
     lengths = tuple(sum(stop - start for start, stop in each) for each in spans)
@@ -139,6 +140,24 @@ def _cut(
         for each in product(*placed)
     ]
     return tuple(parts), lengths
+
+
+def _in_order(cuts: tuple[tuple[int, int, int, int], ...]) -> list[tuple[int, int, int, int]]:
+    """Return cuts in the order in which they were made: FSDP2's strided one after that of tensor parallelism.
+
+    The latter follows it in the mesh and has as many ranks as the split factor. 7 rows over 2 and then 3 ranks are
+    0-3 and 4-6, then 0-1, 2-3, none and 4, 5, 6.
+    """
+    waiting, ordered = list(cuts), []
+    while waiting:
+        dim, factor, count, index = waiting.pop(0)
+        later = [cut for cut in waiting if cut[0] == dim]
+        if factor > 1 and all(cut[1] == 1 for cut in later) and math.prod(cut[2] for cut in later) == factor:
+            ordered += later
+            waiting = [cut for cut in waiting if cut[0] != dim]
+            factor = 1
+        ordered.append((dim, factor, count, index))
+    return ordered
 
 
 def _chunk(spans: Spans, count: int, index: int) -> Spans:
