@@ -42,6 +42,7 @@ def test_two_ranks_of_fsdp_go_on_as_any_other_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("num_ranks", "layout"), [(n, layout) for n, names in LAYOUTS.items() for layout in names])
 def test_every_layout_resumes_bit_for_bit_and_on_any_other(num_ranks: int, layout: str, tmp_path: Path) -> None:
     url, expected = str(tmp_path / "run"), uninterrupted(4)
