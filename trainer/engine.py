@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config
+from trainer.config.resolve import schedule_of
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
@@ -95,8 +96,8 @@ class Engine:
         scale = 1 / num_tokens.clamp(min=1)
         self.store.begin_step()
         loss = self._run(
-            self.config.parallel.schedule,
-            self._microbatches(step, batch),
+            schedule_of(self.config),
+            self._microbatches(step, batch, scale=scale),
             lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_T).sum() * scale.to(loss_T.dtype),
         )
         squares = self.store.finish_reduce()
@@ -116,7 +117,7 @@ class Engine:
         mesh = self.mesh
         loss = self._run(
             "forward",
-            self._microbatches(0, batch, drops=False),
+            self._microbatches(0, batch),
             lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_T).sum(dtype=torch.float64),
         )
         count = batch.loss_mask.sum(dtype=torch.float64)
@@ -155,8 +156,10 @@ class Engine:
         assert link is not None, f"{transfer} has a stage at its other end"
         return link
 
-    def _microbatches(self, step: int, batch: Batch, *, drops: bool = True) -> list[MicroBatch]:
-        train, p = self.config.train, self.config.model.dropout if drops else 0.0
+    def _microbatches(self, step: int, batch: Batch, *, scale: Tensor | None = None) -> list[MicroBatch]:
+        """Return the micro-batches of a step, whose loss is `scale` times that of all tokens, or of an evaluation."""
+        train, p = self.config.train, self.config.model.dropout if scale is not None else 0.0
+        wide = wide_dtype(self.dtype)
         key = DropoutKey(p, train.seed, step) if p else None
         rows = zip(batch.tokens, batch.labels, batch.positions, batch.loss_mask, strict=True)
         microbatches = []
@@ -165,6 +168,9 @@ class Engine:
             first_sample = batch.first_sample + place * train.micro_batch_size
             tokens, labels, positions, loss_mask = (part.flatten() for part in parts)
             documents = None if batch.documents is None else batch.documents[number]
+            weights = None if scale is None else loss_mask.to(wide) * scale.to(wide)
             arrays = tokens, labels, positions, loss_mask
-            microbatches.append(MicroBatch(*arrays, train.seq_length, first_sample, key, documents=documents))
+            microbatches.append(
+                MicroBatch(*arrays, train.seq_length, first_sample, key, weights_T=weights, documents=documents)
+            )
         return microbatches

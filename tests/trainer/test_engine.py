@@ -193,3 +193,19 @@ def test_a_loss_that_is_not_finite_is_refused_before_the_update() -> None:
         engine.train_step(4, next(batches()))
     assert "--lr" in str(caught.value.hint)
     assert torch.equal(engine.store.buckets[0].parameters, before)
+
+
+@pytest.mark.parametrize("max_logits_gib", [1.0, 1e-6])
+def test_the_z_loss_is_trained_on_but_not_evaluated(max_logits_gib: float) -> None:
+    plain = small_config("llama", ParallelLayout())
+    evaluations = []
+    for z_loss in (0.0, 0.5):
+        config = replace(plain, train=replace(plain.train, z_loss=z_loss, max_logits_gib=max_logits_gib))
+        evaluations.append(make_engine(0, config).eval_batch(next(batches())))
+    assert evaluations[0] == evaluations[1]
+    engine = make_engine(0, config)
+    start = assembled(tensor_table(engine.table, engine.dtype), copied(saved_pieces(engine.store)))
+    steps = list(batches())[:2]
+    for step, expected in enumerate(train(config, {n: v for n, v in start.items() if n[:6] != "optim."}, steps)):
+        stats = engine.train_step(step, steps[step])
+        assert (stats.loss, stats.grad_norm) == pytest.approx(expected, rel=1e-10)

@@ -24,11 +24,14 @@ RUNS = [*QUICK, *(
 )]  # fmt: skip
 
 
+Outcome = tuple[Any, dict[str, torch.Tensor]]
+
+
 def config(model: str, layout: str) -> Config:
     return small(config_for(model, ParallelLayout.parse(layout)))
 
 
-def outcome(config: Config) -> tuple[Any, dict[str, torch.Tensor]]:
+def outcome(config: Config) -> Outcome:
     """Losses and norms, and the final weights."""
     runs = run_threads(layout_of(config).world_size, run_steps, config, 2)
     assert all(run["losses"] == runs[0]["losses"] for run in runs)
@@ -36,10 +39,22 @@ def outcome(config: Config) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def assert_equal(left: Config, right: Config) -> None:
-    (numbers, weights), (other_numbers, other_weights) = outcome(left), outcome(right)
+    assert_same_bits(outcome(left), outcome(right))
+
+
+def assert_same_bits(left: Outcome, right: Outcome) -> None:
+    (numbers, weights), (other_numbers, other_weights) = left, right
     assert numbers == other_numbers
     for name, values in weights.items():
         assert torch.equal(values, other_weights[name]), name
+
+
+def assert_near(left: Outcome, right: Outcome) -> None:
+    (numbers, weights), (other_numbers, other_weights) = left, right
+    for ours, others in zip(numbers, other_numbers, strict=True):
+        assert ours == pytest.approx(others, rel=1e-12)
+    for name, values in weights.items():
+        torch.testing.assert_close(values, other_weights[name], rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.slow
@@ -55,6 +70,27 @@ def test_activations_kept_and_made_again(model: str, layout: str) -> None:
     one = config(model, layout)
     again: Literal["full"] = "full"
     assert_equal(one, replace(one, train=replace(one.train, recompute=again)))
+
+
+@pytest.mark.parametrize(("model", "layout"), [
+    ("gpt2", "tp1"), *(
+        pytest.param(model, layout, marks=pytest.mark.slow)
+        for model, layout in (("llama", "tp1"), ("gpt2", "tp2-pp3"), ("llama", "dp2-pp2"))
+    ),
+])  # fmt: skip
+def test_logits_made_in_parts(model: str, layout: str) -> None:
+    """Bit for bit in any order of passes and with activations made again; else near those made at once."""
+    whole = config(model, layout)
+    parts = replace(whole, train=replace(whole.train, max_logits_gib=1e-6, z_loss=0.01))
+    whole = replace(whole, train=replace(whole.train, z_loss=0.01))
+    schedule: Literal["gpipe"] = "gpipe"
+    again: Literal["full"] = "full"
+    both = replace(
+        parts, parallel=replace(parts.parallel, schedule=schedule), train=replace(parts.train, recompute=again)
+    )
+    found = outcome(parts)
+    assert_same_bits(found, outcome(both))
+    assert_near(found, outcome(whole))
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp1", "pp2"), ("tp2", "tp2-pp3"), ("dp2", "dp2-pp2")])
@@ -74,8 +110,4 @@ def test_other_stages_in_bf16() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("tp1", "pp2"), ("dp4", "dp4-pp2")])
 def test_other_stages_are_near_where_sums_have_another_order(first: str, second: str) -> None:
-    (numbers, weights), (other_numbers, other_weights) = (outcome(config("gpt2", each)) for each in (first, second))
-    for ours, others in zip(numbers, other_numbers, strict=True):
-        assert ours == pytest.approx(others, rel=1e-12)
-    for name, values in weights.items():
-        torch.testing.assert_close(values, other_weights[name], rtol=0, atol=1e-12, msg=name)
+    assert_near(outcome(config("gpt2", first)), outcome(config("gpt2", second)))

@@ -47,6 +47,15 @@ def tiers_of(config: Config) -> Tiers | None:
     return tiers if tiers.first.retention.has_rules else replace(tiers, first=replace(tiers.first, retention=rules))
 
 
+def schedule_of(config: Config) -> str:
+    """Return the schedule that a run takes: on one stage a backward pass follows its forward pass.
+
+    Nothing waits there, so another order would only keep more. A tied matrix gets contributions in either pass, whose
+    sum is then the same for all schedules.
+    """
+    return config.parallel.schedule if config.parallel.pp > 1 else "1f1b"
+
+
 def kv_replicas(config: Config) -> int:
     """Return how many tensor-parallel neighbours hold the same key-value heads: more than one if tp exceeds them."""
     return max(config.parallel.tp // config.model.num_kv_heads, 1)

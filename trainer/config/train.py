@@ -31,6 +31,12 @@ class TrainConfig(StepConfig):
     recompute: Literal["none", "full"] = option(
         "none", "full keeps a layer's input alone for the backward, and computes the rest of the layer again"
     )
+    max_logits_gib: float = option(
+        1.0,
+        "logits of a micro-batch that take more memory are made for some tokens at a time, their gradient with them; "
+        "0 makes all at once",
+        minimum=0,
+    )
     z_loss: float = option(
         0.0, "times the squared log of the softmax's denominator, added to a token's loss in training", minimum=0
     )

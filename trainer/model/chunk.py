@@ -35,7 +35,7 @@ class Chunk:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [T]."""
         x_TD, branch_TD = self.hidden(received_TD, batch)
         if self.head is not None:
-            return self.head.losses(x_TD, branch_TD, batch.labels_T)
+            return self.head.losses(x_TD, branch_TD, batch.labels_T, batch.weights_T)
         return x_TD if branch_TD is None else x_TD + branch_TD
 
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:

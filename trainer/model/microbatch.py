@@ -22,9 +22,10 @@ class MicroBatch:
     """The tokens of one micro-batch on this rank, [T] each: its sequences one behind the other.
 
     The first of them is sample `first_sample` of the training stream; `positions_T` are what the model is shown, which
-    may restart with each document. `dropout` is None if nothing is dropped; `turns_TH` are the angles of rotary
-    positions, which the layers share. `documents` are the int32 bounds of documents that attention does not cross,
-    [0, ..., T], and the tokens of the longest one.
+    may restart with each document. `weights_T` are the token losses' factors in the step's loss, in the wide dtype; an
+    evaluation has none. `dropout` is None if nothing is dropped; `turns_TH` are the angles of rotary positions, which
+    the layers share. `documents` are the int32 bounds of documents that attention does not cross, [0, ..., T], and the
+    tokens of the longest one.
     """
 
     tokens_T: Tensor
@@ -34,6 +35,7 @@ class MicroBatch:
     seq_length: int
     first_sample: int
     dropout: DropoutKey | None
+    weights_T: Tensor | None = None
     turns_TH: Tensor | None = None
     documents: tuple[Tensor, int] | None = None
 

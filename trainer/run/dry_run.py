@@ -12,7 +12,7 @@ from ckptkit import Coords
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
-from trainer.config.resolve import kv_replicas, layout_of, tiers_of
+from trainer.config.resolve import kv_replicas, layout_of, schedule_of, tiers_of
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import groups_needed
@@ -100,7 +100,8 @@ def activation_bytes(config: Config, pp: int) -> int:
     """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
 
     A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and what the MLP's
-    nonlinearity reads, which SwiGLU makes twice as wide. The last stage also keeps the logits.
+    nonlinearity reads, which SwiGLU makes twice as wide. The last stage also keeps the logits, or at most
+    train.max_logits_gib of them and the gradient of their input.
     """
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
@@ -110,11 +111,14 @@ def activation_bytes(config: Config, pp: int) -> int:
     if train.recompute == "full":
         layer = model.hidden_size
     num_layers = -(-model.num_layers // parallel.pp)
-    in_flight = peak_live(rank_actions(parallel.schedule, parallel.pp, train.gradient_accumulation_steps, pp))
-    token = num_layers * layer * in_flight * dtype.itemsize
+    in_flight = peak_live(rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, pp))
+    num_bytes = train.micro_batch_size * train.seq_length * in_flight * dtype.itemsize  # of one number a token
+    kept = num_layers * layer * num_bytes
     if pp == parallel.pp - 1:
-        token += model.vocab_size // parallel.tp * in_flight * dtype.itemsize
-    return token * train.micro_batch_size * train.seq_length
+        logits, most = model.vocab_size // parallel.tp * num_bytes, train.max_logits_gib * 2**30
+        is_cut = 0 < most < logits / in_flight
+        kept += int(most) + model.hidden_size * num_bytes if is_cut else logits
+    return kept
 
 
 def size_text(num_bytes: int) -> str:

@@ -62,8 +62,10 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
             return dropout_reference(x, model.dropout, seed=config.train.seed, **place) if model.dropout else x
 
         documents = None if batch.documents is None else document_numbers(batch)
-        logs = torch.log_softmax(logits(model, state, tokens, positions, drop, documents), -1)
-        loss = -(logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * mask).sum() / mask.sum()
+        found = logits(model, state, tokens, positions, drop, documents)
+        logs = torch.log_softmax(found, -1)
+        losses = config.train.z_loss * found.logsumexp(-1) ** 2 - logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        loss = (losses * mask).sum() / mask.sum()
         adam.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(float(value.grad.square().sum()) for value in state.values()))
