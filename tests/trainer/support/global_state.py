@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 def copied(pieces: Iterable[Piece]) -> list[Piece]:
     """The pieces with numpy copies of their data, which can go to another process."""
-    tensors = [piece.data.cpu() for piece in pieces]
-    return [
-        replace(piece, data=data.clone() if data.dtype == torch.bfloat16 else data.numpy().copy())  # numpy has no bf16
-        for piece, data in zip(pieces, tensors, strict=True)
-    ]
+    return [replace(piece, data=_copied(piece.data.cpu())) for piece in pieces]
+
+
+def _copied(data: Tensor) -> Any:
+    return data.clone() if data.dtype == torch.bfloat16 else data.numpy().copy()  # numpy has no bf16
 
 
 def assembled(tensors: Sequence[TensorInfo], pieces: Iterable[Piece]) -> dict[str, Tensor]:
