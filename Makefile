@@ -11,7 +11,9 @@ READY_DEMO := $(VENV)/.ready-demo
 NATIVE := $(wildcard csrc/*.cpp csrc/*/*)
 # The tests and the demo start hundreds of processes: without kept bytecode each of them compiles all of torch again.
 unexport PYTHONDONTWRITEBYTECODE
-SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)"
+# nvcc takes minutes for the CUDA ops, and only a GPU can run them; `make wheel` and one slow test build them anyway.
+CUDA := $(if $(wildcard /dev/nvidia0),auto,OFF)
+SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)" --cuda $(CUDA)
 
 .PHONY: help demo check test test-all lint docs setup native wheel clean
 
@@ -38,9 +40,9 @@ lint: $(READY)  ## mend what ruff can mend, and format
 
 setup: $(READY)  ## .venv with all that the tests need
 
-# What the demo needs: no tests' tools, and CUDA ops only where a GPU is.
+# What the demo needs: no tests' tools.
 $(READY_DEMO): pyproject.toml CMakeLists.txt $(NATIVE)
-	$(SET_UP) --extra demo --cuda $(if $(wildcard /dev/nvidia0),auto,OFF)
+	$(SET_UP) --extra demo
 	touch $@
 
 $(READY): pyproject.toml CMakeLists.txt $(NATIVE)

@@ -218,7 +218,12 @@ def test_a_dry_reshard_says_what_a_reshard_does_and_writes_nothing(
     assert dry == real | {"dry_run": True, "seconds": dry["seconds"], "bytes_read": dry["bytes_needed"]}
 
 
-def test_a_disk_that_fills_up_leaves_no_checkpoint(capsys: Capture, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_a_disk_without_room_leaves_no_checkpoint(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known_before: bool
+) -> None:
+    if not is_known_before:  # others fill it meanwhile
+        monkeypatch.setattr("ckptkit.rewrite.reshard.refuse_full", lambda storage, num_bytes: None)
     tensors = gpt_tensors(LAYERS, hidden=256, vocab=2001)
     write_checkpoint(open_storage(tmp_path / "run"), 1, ParallelLayout(), LAYERS, tensors, values(tensors))
     small = tmp_path / "small"
@@ -228,9 +233,10 @@ def test_a_disk_that_fills_up_leaves_no_checkpoint(capsys: Capture, tmp_path: Pa
         pytest.skip("cannot mount a small tmpfs")
     try:
         result = call(capsys, "reshard", str(tmp_path / "run"), str(small / "target"), "--pp", "3")
-        assert_refused(result, 3, "No space left on device", "df -h")
+        assert_refused(result, 3, " left" if is_known_before else "No space left on device", "df -h")
         assert [path for path in small.rglob("*") if path.is_file()] == []
-        assert call(capsys, "ls", str(small / "target"), "--json")[1] == "[]\n"
+        if not is_known_before:
+            assert call(capsys, "ls", str(small / "target"), "--json")[1] == "[]\n"
     finally:
         subprocess.run(["umount", str(small)], check=True)
 

@@ -102,7 +102,7 @@ def test_a_step_calls_its_groups_as_often_as_the_layout_says() -> None:
     for rank, recorder in enumerate(recorder_of):
         is_last = layout.coords(rank).pp == 1
         num_layers = 1 if is_last else 2
-        loss, embedding, head = (3, 0, 1) if is_last else (0, 1, 0)
+        loss, embedding, head = (2, 0, 1) if is_last else (0, 1, 0)
         forward, backward = 2 * num_layers + embedding + loss, 2 * num_layers + head
         cut = num_layers + 1  # buckets of what tp cuts: one a layer, and the embedding or the head
         whole = num_layers + is_last  # of norms: one a layer, and the last norm
