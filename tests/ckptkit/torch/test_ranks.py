@@ -22,6 +22,7 @@ def from_fsdp_to_all(rank: int, url: str, layouts: tuple[str, ...]) -> list[list
     return [ahead, *(load_at(rank, layout, url)[1] for layout in layouts)]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_fsdp_go_on_as_any_other_program(tmp_path: Path) -> None:
     expected = uninterrupted(4)
     for losses in run_ranks(2, from_fsdp_to_all, str(tmp_path / "run"), ("fsdp", "fsdp")):
