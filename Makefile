@@ -29,7 +29,7 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/mypy
 
 test: $(READY)  ## the fast tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=25
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=25
 
 test-all: $(READY)  ## all tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=25

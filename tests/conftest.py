@@ -21,6 +21,22 @@ settings.register_profile("threefold", deadline=None, suppress_health_check=[Hea
 settings.load_profile("threefold")
 
 
+# Files begin in this order, the others after them: no worker is left alone with a long one at the end.
+LONGEST = (
+    "test_layouts",
+    "test_storage_s3",
+    "test_checkpointer",
+    "test_store_source",
+    "test_hostile_text",
+    "test_fuzz",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real S3 server (SeaweedFS) on loopback, one for all workers of a test run: the last one stops it."""

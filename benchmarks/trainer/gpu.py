@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from threefold.cli import Parser, run
 from threefold.errors import UserError
 from threefold.scratch import fresh_folder
@@ -83,6 +81,8 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Train each row and print the table."""
+    import torch  # what refuses flags and folders does not wait for it
+
     output = fresh_folder(arguments.output, "gpu.py")
     store, num_gpus = make_store(output), torch.cuda.device_count()
     rows = arguments.rows or [name for name, row in ROWS.items() if row.num_gpus <= num_gpus]

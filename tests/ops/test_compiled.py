@@ -1,5 +1,6 @@
 """Each op under torch.compile is one graph, of the plain form; all in one file, since the compiler costs seconds."""
 
+import pytest
 import torch
 
 from trainer.ops.activation import SWIGLU, activate
@@ -8,6 +9,7 @@ from trainer.ops.rmsnorm import rms_norm
 from trainer.ops.rope import rope, rope_turns
 
 
+@pytest.mark.slow
 def test_dropout_has_the_same_bits() -> None:
     def form(x: torch.Tensor) -> torch.Tensor:
         return dropout(2 * x, 0.5, seed=7, step=3, layer=2, site=1, first_sample=5) + 1

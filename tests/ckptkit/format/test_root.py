@@ -301,7 +301,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.sampled_from(sorted(document())), json_values)
 def test_no_value_anywhere_can_do_more_than_be_refused(key: str, value: object) -> None:
     with contextlib.suppress(UserError):

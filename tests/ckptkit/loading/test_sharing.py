@@ -26,7 +26,7 @@ def granules(found: Runs) -> list[int]:
     return [granule for first, stop in found.tolist() for granule in range(first, stop)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(runs, min_size=1, max_size=6))
 def test_each_wanted_granule_has_one_reader_that_wants_it(wanted: list[Runs]) -> None:
     alone, shared = share_reads(wanted)

@@ -34,7 +34,7 @@ def assert_equal_bits(runs: list[dict[str, Any]], others: list[dict[str, Any]]) 
             assert np.array_equal(piece.data, same.data), f"rank {rank}: {piece.name}"
 
 
-@settings(examples, max_examples=8)
+@settings(examples, max_examples=5)
 @given(config=configs(st.sampled_from(PIPELINES)))
 def test_schedules_end_with_equal_bits_on_threads(config: Config) -> None:
     check(config)
