@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,25 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.datakit.packing import best_fit_decreasing
 from datakit import PackedStore, TokenStore, pack, verify, write_store
 from datakit.packing import pack as making
 from tests.datakit.conftest import Cli
 from threefold.errors import CheckFailed, UserError
 
 ROOT = Path(__file__).parents[3]
-
-
-def best_fit_decreasing(lengths: Sequence[int], seq_length: int) -> int:
-    """Return how many rows best-fit-decreasing fills with pieces of documents of these lengths."""
-    pieces = [seq_length] * sum(length // seq_length for length in lengths)
-    pieces += filter(None, (length % seq_length for length in lengths))
-    spares: list[int] = []  # of all rows, in order
-    num_rows = 0
-    for piece in sorted(pieces, reverse=True):
-        found = bisect_left(spares, piece)
-        num_rows += found == len(spares)
-        insort(spares, (spares.pop(found) if found < len(spares) else seq_length) - piece)
-    return num_rows
 
 
 def make_store(folder: Path, lengths: Sequence[int], *, shard_documents: int = 1 << 20) -> TokenStore:
