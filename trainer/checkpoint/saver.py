@@ -158,6 +158,11 @@ class Saver:
             )
             self._ranks.raise_on_all(error)
 
+    def wait(self) -> None:
+        """Wait for the save that runs, and report it: what it saves is good, even if the run ends now."""
+        if self._checkpointer is not None:
+            self._report(self._checkpointer.wait())
+
     def finish(self, progress: Progress, loss: float) -> None:
         """Make sure that the last step is saved: a save that fails is tried again, up to the bound."""
         if self._checkpointer is None:

@@ -192,6 +192,7 @@ class Run:
         try:
             return started.stats.read()
         except UserError as error:  # all ranks see it
+            self._saver.wait()
             self.ranks.raise_on_all(started.fault)
             self.ranks.raise_on_all(error)
             raise
