@@ -32,7 +32,7 @@ test: $(READY)  ## the fast tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=25
 
 test-all: $(READY)  ## all tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=25
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --hypothesis-profile=thorough --durations=25
 
 lint: $(READY)  ## mend what ruff can mend, and format
 	$(BIN)/ruff check --fix .

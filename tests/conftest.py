@@ -16,9 +16,13 @@ from tools.fault_proxy import FaultProxy
 from tools.s3_server import Server, find_weed, running, start, stop
 
 pytest.register_assert_rewrite("threefold.storage.conformance")
-# A busy machine is no fault of what is tested.
-settings.register_profile("threefold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("threefold")
+# A busy machine is no fault of what is tested. `make test-all` looks more thoroughly: --hypothesis-profile=thorough.
+QUICK = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.register_profile("quick", QUICK)
+settings.register_profile("thorough", QUICK, max_examples=200)
+settings.load_profile("quick")
 
 
 # Files begin in this order, the others after them: no worker is left alone with a long one at the end.

@@ -31,6 +31,7 @@ _CUTS = re.compile(r"(?<=[!-~])(?=\n)"), re.compile(r"(?<=[!-~]\n)(?=[0-9A-Za-z]
 _MAX_PADDING = 4  # a batch comes as rows of the longest document: at most this many times its characters, and some
 _FREE_PADDING = 1 << 16
 _SHORT_CHARACTERS = 1 << 10  # longer documents take the engine longer than the call
+FIRST_CHARACTERS = 1 << 20  # are taken one by one: a first batch makes the library import others for half a second
 
 SPLITTERS = {  # gigatoken's, by the pattern of tiktoken that they split as
     rank_file.GPT2_PATTERN: "gpt2",
@@ -72,6 +73,7 @@ class GigatokenEncoder:
         self._doubted = np.zeros(max(self._terms.doubted, default=0) + 2, np.bool_)  # the last is for all ids beyond
         self._doubted[list(self._terms.doubted)] = True
         self._num_characters = 0  # since memory was looked at
+        self._num_first = 0  # characters, taken one by one
         self._load()
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
@@ -101,7 +103,9 @@ class GigatokenEncoder:
     def _run(self, texts: list[str]) -> Encoded:
         """Return what the engine makes of texts, without a frame."""
         size = sum(map(len, texts))
-        if size >= _SHORT_CHARACTERS * len(texts) or not self._engine.takes_batches:
+        are_short = size < _SHORT_CHARACTERS * len(texts)
+        if not are_short or not self._engine.takes_batches or self._num_first < FIRST_CHARACTERS:
+            self._num_first += size
             return Encoded.of([self._engine.encode(text) for text in texts])
         if len(texts) * max(map(len, texts)) > _MAX_PADDING * size + _FREE_PADDING:
             half = len(texts) // 2

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from datakit import TokenStore, verify
@@ -20,8 +19,6 @@ from threefold.errors import UserError
 from threefold.storage.service import split_url
 
 Cli = Callable[..., int]
-settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ def test_equals_the_float64_reference(
 
 
 @EACH
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(rows=st.integers(0, 40), cols=st.integers(0, 300), dtype=st.sampled_from(sorted(TOLERANCES, key=str)))
 def test_any_shape(activation: Activation, rows: int, cols: int, dtype: torch.dtype) -> None:
     x, dy = made(activation, (rows, cols), dtype, "cpu")

@@ -128,7 +128,7 @@ def test_equals_torch(beta1: float, device: str) -> None:
         torch.testing.assert_close(each.master, copy.master, rtol=1e-13, atol=1e-15)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
     shift=st.integers(0, 8),

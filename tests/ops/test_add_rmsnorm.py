@@ -89,7 +89,7 @@ def test_gradients_by_finite_differences(device: str) -> None:
     assert torch.autograd.gradcheck(lambda *each: add_rms_norm(*each, 1e-3), leaves)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     num_rows=st.integers(0, 70), num_cols=st.integers(1, 700), dtype=st.sampled_from(list(TOLERANCES)),
     swapped=st.sets(st.sampled_from(["x", "residual", "dy", "dsum"])), offset=st.integers(0, 9),
@@ -102,7 +102,6 @@ def test_any_shape_stride_and_alignment(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@settings(deadline=None, max_examples=200)
 @given(
     num_rows=st.integers(0, 5000), num_cols=st.integers(1, 20000), dtype=st.sampled_from(list(TOLERANCES)),
     swapped=st.sets(st.sampled_from(["x", "residual", "dy", "dsum"])), offset=st.integers(0, 9),

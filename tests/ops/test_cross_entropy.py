@@ -86,7 +86,7 @@ def test_equals_the_float64_reference(shape: tuple[int, int, int], dtype: torch.
         assert native.csrc_calls()[op] == before.get(op, 0) + 1, f"the native {op} ran"
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.tuples(st.integers(1, 9), st.integers(1, 3000), st.integers(0, 40)), st.sampled_from(list(TOLERANCES)),
     st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.0, 0.1]),
@@ -199,7 +199,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: str) ->
         assert torch.equal(row_sums(case.logits[start:stop], case.labels[start:stop], part), whole[:, start:stop])
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(tokens=st.integers(1, 200), num_threads=st.integers(2, 5))
 def test_bits_do_not_depend_on_threads(tokens: int, num_threads: int) -> None:
     found = []

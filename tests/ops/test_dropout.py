@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import UserError
@@ -60,7 +60,6 @@ def test_an_element_at_the_threshold_is_kept(dtype: torch.dtype, device: str) ->
         assert dropout(x, (word + 1) / 2**32, **PLACE)[0, 0, feature] == 0
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same_mask(data: st.DataObject) -> None:
     shape = [data.draw(st.integers(1, 9), label="B"), data.draw(st.integers(1, 9), label="S")]

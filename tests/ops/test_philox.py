@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import UserError
@@ -35,7 +35,6 @@ def test_known_answers(counter: list[int], key: list[int], random: list[int]) ->
     assert list(found) == random
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_box_equals_the_reference_bit_for_bit(data: st.DataObject) -> None:
     whole = data.draw(st.lists(st.integers(1, 30), min_size=0, max_size=4), label="global shape")

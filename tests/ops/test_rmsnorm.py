@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,7 +83,6 @@ def test_a_row_does_not_depend_on_the_others(num_cols: int, dtype: torch.dtype, 
         assert torch.equal(part_dx, dx[start:stop])
 
 
-@settings(deadline=None, max_examples=30)
 @given(num_rows=st.integers(1, 3000), num_cols=st.integers(400, 600), num_threads=st.integers(2, 5))
 def test_bits_do_not_depend_on_threads(num_rows: int, num_cols: int, num_threads: int) -> None:
     x, weight, dy = inputs((num_rows, num_cols), torch.float32)

@@ -153,7 +153,7 @@ def test_a_token_does_not_depend_on_the_others(size: int, dtype: torch.dtype, de
             assert torch.equal(part, all_of_it[start:stop]), name
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(tokens=st.integers(1, 3000), num_threads=st.integers(2, 5), with_norm=st.booleans())
 def test_bits_do_not_depend_on_threads(tokens: int, num_threads: int, with_norm: bool) -> None:
     case = Case((tokens, 4, 2, 64), torch.float32)

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import StorageError, UserError
@@ -52,7 +52,6 @@ PARTS = st.text("ab.-", min_size=1, max_size=3).filter(lambda part: part not in 
 KEYS = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.sets(KEYS, max_size=8), prefix=st.one_of(st.just(""), KEYS, KEYS.map(lambda key: key + "/")))
 def test_local_and_memory_list_alike(names: set[str], prefix: str, tmp_path: Path) -> None:
     names = {name for name in names if not any(other.startswith(f"{name}/") for other in names)}

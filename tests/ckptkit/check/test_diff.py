@@ -108,7 +108,6 @@ def reference(left: list[int | float], right: list[int | float], same: list[bool
     return len(absolute), largest[0], largest[1]
 
 
-@settings(max_examples=150)
 @given(dtype=st.sampled_from(sorted(NUMPY)), size=st.integers(0, 60), seed=st.integers(0, 1 << 30), data=st.data())
 def test_elements_are_compared_as_the_reference_does(dtype: str, size: int, seed: int, data: st.DataObject) -> None:
     left, right = random_array(dtype, (size,), seed), random_array(dtype, (size,), seed)

@@ -59,7 +59,6 @@ def test_statistics_are_those_of_whole_arrays(tensors: list[TensorInfo], layout:
         assert_describes(found[info.name], exact(arrays[info.name], info.dtype))
 
 
-@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(sorted(NUMPY)), cuts=st.lists(st.integers(0, 50), max_size=4), seed=st.integers(0, 1 << 30)
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.check.hash import hash_checkpoint
@@ -62,7 +62,6 @@ def test_a_sound_checkpoint_verifies(tmp_path: Path) -> None:
     assert result.num_files == 4
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_flipped_byte_of_any_file_is_found(data: st.DataObject, tmp_path: Path) -> None:
     if not (tmp_path / "step-000000009").exists():

@@ -16,7 +16,7 @@ from tests.ckptkit.support.checkpoints import cut
 from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, values
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(rank=st.integers(0, 7), dtype=st.sampled_from(["F32", "F64"]))
 def test_the_safetensors_package_reads_every_chunk(rank: int, dtype: str, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     tensors = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.format.keys import part_keys
@@ -46,7 +46,6 @@ PARTS = tuple(Part(part_keys("a1", n)[0], 4096, part_keys("a1", n)[1], 900, n) f
 ROOT = Root(100, "a1", LAYOUT, 3, {t.name: t for t in TENSORS}, PARTS, {"tokens": 5}).to_bytes()
 MAX_MEMORY_BYTES = 4 << 20  # both files are below 20 KB
 PARSERS = [(INDEX, PartIndex.from_bytes), (ROOT, Root.from_bytes)]
-SETTINGS = settings(max_examples=80)
 EDGES = [
     0,
     1,
@@ -82,7 +81,6 @@ def parsed(parse: Callable[[bytes, str], Any], data: bytes) -> Any:
 
 
 @pytest.mark.parametrize(("sound", "parse"), PARSERS)
-@SETTINGS
 @given(data=st.data())
 def test_random_bytes_and_flipped_bits_are_refused(sound: bytes, parse: Any, data: st.DataObject) -> None:
     assert parsed(parse, sound) is not None
@@ -94,7 +92,6 @@ def test_random_bytes_and_flipped_bits_are_refused(sound: bytes, parse: Any, dat
     assert parsed(parse, bytes(spoiled)) is None
 
 
-@settings(SETTINGS, max_examples=200)
 @given(st.data())
 def test_an_index_with_numbers_replaced_is_refused_or_plannable(data: st.DataObject) -> None:
     """What passes the parser can be planned with: the plan finds all elements once, or says that it does not."""
@@ -138,7 +135,6 @@ strange = (
 )  # fmt: skip
 
 
-@settings(SETTINGS, max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), strange), min_size=1, max_size=2), st.booleans())
 def test_a_root_with_values_replaced_is_refused_or_harmless(changes: list[tuple[Any, Any]], drop: bool) -> None:
     document = json.loads(json.dumps(DOCUMENT))

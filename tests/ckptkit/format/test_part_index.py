@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.format.part_index import DTYPES, PartIndex
@@ -89,7 +89,6 @@ def test_any_truncation_is_found(length: int) -> None:
         PartIndex.from_bytes(DATA[:length], "here")
 
 
-@settings(max_examples=500)
 @given(st.lists(st.tuples(st.integers(0, len(DATA) - 9), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_hostile_index_is_refused_or_consistent(edits: list[tuple[int, int]]) -> None:
     body = bytearray(DATA[:-8])
@@ -104,7 +103,6 @@ def test_a_hostile_index_is_refused_or_consistent(edits: list[tuple[int, int]]) 
     assert int(found.offsets[-1] + chunks.size_bytes[-1]) == found.size_bytes
 
 
-@settings(max_examples=200)
 @given(st.integers(0, 6), st.integers(0, 2**64 - 1))
 def test_hostile_counts_allocate_nothing(field: int, value: int) -> None:
     body = bytearray(DATA[:-8])

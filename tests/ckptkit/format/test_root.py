@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.format import root as format_root
@@ -260,7 +260,6 @@ infos = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=100)
 @given(
     step=anything, num_layers=anything, tensors=st.lists(infos, max_size=2),
     metadata=anything | st.dictionaries(st.text(max_size=2), anything, max_size=2),
@@ -301,7 +300,6 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100)
 @given(st.sampled_from(sorted(document())), json_values)
 def test_no_value_anywhere_can_do_more_than_be_refused(key: str, value: object) -> None:
     with contextlib.suppress(UserError):

@@ -27,7 +27,7 @@ def test_cuts_are_where_blocks_end_and_nowhere_else(sizes: list[int], block_byte
     assert found == [tuple(row) for row in expected]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 30), st.integers(500, 20_000))
 def test_the_blocks_of_a_stream_are_its_files(max_chunks: int, block_bytes: int) -> None:
     pieces = pieces_of(SMALL, ONE, 0, values(SMALL))

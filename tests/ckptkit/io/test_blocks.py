@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.io.blocks import (
@@ -166,7 +166,6 @@ def test_windows_must_be_whole_granules(tmp_path: Path) -> None:
                 writer.write(offset, segments_of(RANDOM[:size]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), direct=st.booleans(), num_threads=st.integers(1, 3))
 def test_any_ranges_return_their_bytes(data: st.DataObject, direct: bool, num_threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.getbasetemp() / "ranges"
@@ -295,7 +294,6 @@ def test_copies() -> None:
     st.lists(st.tuples(st.integers(0, 3 * GRANULE_BYTES), st.integers(0, 2 * GRANULE_BYTES)), max_size=6),
     st.integers(0, 200),
 )
-@settings(max_examples=30, deadline=None)
 def test_what_ranges_want_of_a_buffer_goes_there(first: int, wanted: list[tuple[int, int]], shift: int) -> None:
     """Ranges of any place and size, into memory of any alignment; those outside the buffer get nothing."""
     content = np.resize(RANDOM, 3 * GRANULE_BYTES + 77)

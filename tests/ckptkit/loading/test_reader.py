@@ -36,7 +36,7 @@ class FarStorage(LocalStorage):
         return None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_remote_and_local_readers_agree(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "far"

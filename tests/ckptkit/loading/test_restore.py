@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.io.blocks import GRANULE_BYTES
@@ -35,7 +35,6 @@ def untouched(pieces: list[Piece]) -> bool:
     return all((piece.data == 0).all() for piece in pieces)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tp=st.integers(1, 5), pp=st.integers(1, 3), dp=st.integers(1, 4), data=st.data())
 def test_any_rank_of_any_layout_gets_its_part(run: Path, tp: int, pp: int, dp: int, data: st.DataObject) -> None:
     layout = ParallelLayout(tp=tp if tp not in (3, 5) else 2, pp=pp, dp=dp)

@@ -1,7 +1,7 @@
 """Sharing: every wanted granule is read once by one that wants it, loads are level, and line arithmetic is exact."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.io.blocks import GRANULE_BYTES, num_granules
@@ -26,7 +26,6 @@ def granules(found: Runs) -> list[int]:
     return [granule for first, stop in found.tolist() for granule in range(first, stop)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(runs, min_size=1, max_size=6))
 def test_each_wanted_granule_has_one_reader_that_wants_it(wanted: list[Runs]) -> None:
     alone, shared = share_reads(wanted)
@@ -92,7 +91,6 @@ def test_clipped_spans(spans: list[tuple[int, int]], within: Runs) -> None:
         assert (np.diff(begin[run == number]) >= 0).all()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5 * GRANULE_BYTES), min_size=1, max_size=5), st.data())
 def test_reads_of_runs_cover_their_bytes_file_by_file(sizes: list[int], data: st.DataObject) -> None:
     line, total = Line(sizes), sum(map(num_granules, sizes))

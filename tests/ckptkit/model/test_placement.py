@@ -5,7 +5,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.model.box import Box
@@ -83,7 +83,6 @@ def box_of(info: TensorInfo, layout: ParallelLayout, rank: int) -> Box:
     return info.placement.local_box(info.name, info.shape, layout, layout.coords(rank))
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), layout=layouts())
 def test_each_rank_holds_what_splitting_by_hand_leaves_it(data: st.DataObject, layout: ParallelLayout) -> None:
     for info in data.draw(tensors_for(layout)):
@@ -96,7 +95,6 @@ def test_each_rank_holds_what_splitting_by_hand_leaves_it(data: st.DataObject, l
             assert list(info.placement.live_shape(info.name, info.shape, layout)) == room
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), layout=layouts())
 def test_each_element_is_stored_once_by_a_rank_that_holds_it(data: st.DataObject, layout: ParallelLayout) -> None:
     tensors = data.draw(tensors_for(layout))
@@ -109,7 +107,6 @@ def test_each_element_is_stored_once_by_a_rank_that_holds_it(data: st.DataObject
             assert box == box_of(info, layout, rank)
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), first=layouts(), second=layouts())
 def test_each_rank_of_any_layout_loads_its_box(
     data: st.DataObject, first: ParallelLayout, second: ParallelLayout
@@ -127,7 +124,6 @@ def test_each_rank_of_any_layout_loads_its_box(
             assert target.tobytes() == cut(arrays[info.name], box, start, stop).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), layout=layouts())
 def test_ranks_of_one_box_are_a_data_group_of_each_replica(data: st.DataObject, layout: ParallelLayout) -> None:
     """Of those that hold one box, the first replicas number themselves 0 to the size of their data group."""

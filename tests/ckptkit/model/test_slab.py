@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.model.box import Box
@@ -20,7 +20,6 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     return shape, Box(offset, tuple(draw(st.integers(0, size - a)) for a, size in zip(offset, shape, strict=True)))
 
 
-@settings(max_examples=300)
 @given(boxes(), st.data())
 def test_positions_before(case: tuple[tuple[int, ...], Box], data: st.DataObject) -> None:
     shape, box = case
@@ -30,7 +29,6 @@ def test_positions_before(case: tuple[tuple[int, ...], Box], data: st.DataObject
     assert positions_before(box, shape, position) == inside.reshape(-1)[:position].sum()
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 3_000_000), st.sampled_from(["F32", "F64", "U8"])), max_size=6), st.integers(1, 5)
 )

@@ -78,7 +78,6 @@ def tables_and_writers(draw: st.DrawFn) -> tuple[list[TensorInfo], list[list[Ran
     return tensors, writers
 
 
-@settings(max_examples=120, deadline=None)
 @given(tables_and_writers())
 def test_what_is_held_once_passes_and_nothing_else(case: tuple[list[TensorInfo], list[list[RankChunk]]]) -> None:
     tensors, writers = case
@@ -94,7 +93,7 @@ def test_what_is_held_once_passes_and_nothing_else(case: tuple[list[TensorInfo],
     assert set(faults_of(tensors, writers, is_share=True)) == doubles
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(layouts, st.data())
 def test_what_the_ranks_of_any_layout_store_is_whole(layout: ParallelLayout, data: st.DataObject) -> None:
     tensors = gpt_tensors(3, tied=True)

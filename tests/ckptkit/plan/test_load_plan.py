@@ -97,7 +97,6 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, int, 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_cut_to_any_cut(data: st.DataObject) -> None:
     tensors = [
@@ -124,7 +123,7 @@ def all_ranks(tensors: list[TensorInfo], num_layers: int, layout: ParallelLayout
     return [rank_chunks(tensors, num_layers, layout, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(first=layouts, second=layouts, tied=st.booleans())
 def test_any_layout_to_any_layout_and_back(first: ParallelLayout, second: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)
@@ -200,7 +199,6 @@ def test_ranges_of_one_box_in_one_file_join_again() -> None:
     assert len(plan) == 1
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_bounds_hold_every_position_and_no_line_more(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
@@ -287,7 +285,6 @@ def test_storage_order_is_stage_then_parameter_with_its_optimizer_state() -> Non
     assert "norm.weight" in names[-1]
 
 
-@settings(max_examples=30, deadline=None)
 @given(layout=layouts, tied=st.booleans())
 def test_the_ranks_of_a_layout_hold_each_element_once(layout: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.check.hash import hash_checkpoint
@@ -45,7 +45,7 @@ def data_files(storage: Storage, step: int) -> list[bytes]:
     return [storage.read(f"{step_folder(step)}/{part.data}") for part in root.parts]
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4)
 @given(first=layouts, second=layouts, tied=st.booleans())
 @pytest.mark.slow
 def test_the_target_is_what_its_ranks_would_have_saved(

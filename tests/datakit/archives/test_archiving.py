@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import archive, unarchive, verify, write_store
@@ -54,7 +54,6 @@ def test_an_archive_is_the_stores_files_compressed_and_its_manifest(store: Path,
     assert summary.packed_bytes == sum(map(len, found.values()))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 3), st.sampled_from([255, 256, 257, 512, 1000])), max_size=8),
     shard_documents=st.integers(1, 4),

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit.archives import store_source as module
@@ -274,7 +274,6 @@ def check_one_damage(folder: Path, name: str, what: tuple[str, object, int]) -> 
         assert f"{target / name}" in said
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(NAMES), what=damages)
 def test_no_damage_passes_or_crashes(folder: Path, name: str, what: tuple[str, object, int]) -> None:
     check_one_damage(folder, name, what)
@@ -293,7 +292,6 @@ def places_in(value: object) -> list[tuple[str | int, ...]]:
     return [(), *((key, *rest) for key, inner in parts for rest in places_in(inner))]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(["archive.json", "manifest.json"]), value=json_values)
 def test_records_with_sound_checksums_and_any_content_are_read_or_refused(
     folder: Path, data: st.DataObject, name: str, value: object
@@ -328,7 +326,7 @@ def test_deep_nesting_is_damage(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5000)
 @given(name=st.sampled_from(NAMES), what=damages)
 def test_no_damage_passes_or_crashes_in_many_tries(folder: Path, name: str, what: tuple[str, object, int]) -> None:
     check_one_damage(folder, name, what)

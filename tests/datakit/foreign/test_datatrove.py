@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.foreign import datatrove
@@ -55,7 +55,6 @@ def test_folders_and_files_become_a_store(tmp_path: Path, tokenizer_path: str, s
     assert [store.origin(number).line for number in range(8)] == [1, 1, 2, 3, 4, 5, 6, 1]
 
 
-@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(0, 9), max_size=40), window=st.integers(1, 9))
 def test_windows_change_nothing(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str, lengths: list[int], window: int

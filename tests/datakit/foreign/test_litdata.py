@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.foreign.foreign_store import Choices
@@ -209,7 +209,6 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, tokenizer_path: 
 
 
 @pytest.mark.parametrize("packing", ["", "chunk", "batch", "sample"])
-@settings(max_examples=100)
 @given(data=st.data())
 def test_damage_is_named_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str, packing: str, data: st.DataObject

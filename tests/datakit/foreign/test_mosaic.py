@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.foreign.foreign_store import Choices
@@ -195,7 +195,6 @@ def test_hashes_and_tokens_are_checked(tmp_path: Path, tokenizer_path: str, comp
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:7", "gz"])
-@settings(max_examples=50)
 @given(data=st.data())
 def test_damage_is_named_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str, compression: str | None, data: st.DataObject

@@ -34,7 +34,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any),
     seq_length=st.integers(1, 20),

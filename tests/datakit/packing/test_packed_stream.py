@@ -38,7 +38,7 @@ def make_packed(folder: Path, lengths: list[int], seq_length: int, packing: str 
     return PackedStore.of(folder, packing=packing, seq_length=seq_length)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=st.lists(LENGTHS, min_size=1, max_size=2), seq_length=st.integers(1, 12), packing=PACKING)
 def test_an_epoch_reads_every_token_once_and_predicts_it_from_its_own_document(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], seq_length: int, packing: str
@@ -68,7 +68,7 @@ def test_an_epoch_reads_every_token_once_and_predicts_it_from_its_own_document(
         )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 12), packing=PACKING, num_samples=st.integers(1, 60), data=st.data())
 def test_blame_lists_what_the_batch_holds_and_where_inverts_it(
     tmp_path_factory: pytest.TempPathFactory,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit import Blend, Recipe, TokenStore, blame, preprocess, where, write_store
@@ -31,7 +31,6 @@ def searched(blend: Blend, num_samples: int) -> list[Row]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(LENGTHS, min_size=1, max_size=3),
     seq_length=st.integers(1, 8),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.files.durable import replace_durably, temporary_folder, writing
@@ -24,7 +24,6 @@ def write(stem: Path, documents: list[list[int]], dtype: str = "uint16") -> Toke
     return TokenShard(stem)
 
 
-@settings(max_examples=40)  # each writes durable files
 @given(
     documents=st.lists(st.lists(st.integers(0, 65000), max_size=20), max_size=20),
     dtype=st.sampled_from(["uint16", "int32"]),

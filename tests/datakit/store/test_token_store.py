@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import datakit.store.token_store
@@ -22,7 +22,6 @@ from threefold.errors import CheckFailed, StorageError, UserError
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=30)
 
 
-@settings(max_examples=40)  # each writes durable files
 @given(documents=DOCUMENTS, shard_documents=st.integers(1, 9), vocab_size=st.sampled_from([1000, 65499, 65500]))
 def test_shards_make_one_address_space(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard_documents: int, vocab_size: int

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.store.shard import TokenShard
@@ -15,7 +15,6 @@ from tests.datakit.conftest import files_of
 DOCUMENTS = st.lists(st.lists(st.integers(0, 65499), max_size=9), min_size=1, max_size=30)
 
 
-@settings(max_examples=50)
 @given(documents=DOCUMENTS, dtype=st.sampled_from(["uint16", "int32"]), cuts=st.lists(st.integers(0, 30), max_size=4))
 def test_batches_leave_no_trace(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str, cuts: list[int]

@@ -74,7 +74,6 @@ def test_every_store_is_read_in_its_own_order_without_gap_or_repeat(
         assert stream.epochs(n) == tuple(counts // stream.rows)
 
 
-@settings(max_examples=30)
 @given(samples=st.lists(st.integers(0, 2**45), min_size=1, max_size=8))
 def test_access_is_random(stores: list[TokenStore], samples: list[int]) -> None:
     stream = blend(stores, [3, 2, 1])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.tokenization.encoded import Encoded
@@ -15,7 +15,6 @@ def encoded_of(documents: list[list[int]]) -> Encoded:
     return Encoded.of([np.array(ids, np.uint32) for ids in documents], 3)
 
 
-@settings(max_examples=40)
 @given(DOCUMENTS, FRAME, FRAME, st.data())
 def test_documents_come_out_as_they_went_in(
     documents: list[list[int]], before: list[int], after: list[int], data: st.DataObject
@@ -34,7 +33,6 @@ def test_documents_come_out_as_they_went_in(
     assert [ids.tolist() for ids in kept] == [ids for ids, is_kept in zip(documents, chosen) if is_kept]
 
 
-@settings(max_examples=40)
 @given(DOCUMENTS, st.sets(st.integers(0, 12)))
 def test_documents_that_hold_an_id_are_found(documents: list[list[int]], wanted: set[int]) -> None:
     table = np.zeros(max(wanted, default=0) + 2, np.bool_)  # the last is for all ids beyond

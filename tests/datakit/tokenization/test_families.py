@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.datakit.families import FAMILIES, train_pieces
@@ -53,7 +53,6 @@ def opened(request: pytest.FixtureRequest, made: Callable[[str], Path]) -> Opene
     return open_encoder(path, choice.backend, choice.terms), reference
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(HOSTILE, max_size=6))
 def test_all_documents_have_the_references_ids(opened: Opened, texts: list[str]) -> None:
     fast, reference = opened

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
@@ -25,7 +25,6 @@ def both(tokenizer_path: str) -> tuple[Encoder, Tokenizer]:
     return open_encoder(tokenizer_path, "gigatoken"), open_tokenizer(tokenizer_path)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=TEXTS)
 def test_fast_ids_are_the_references(both: tuple[Encoder, Tokenizer], texts: list[str]) -> None:
     fast, sure = both
@@ -47,13 +46,20 @@ def test_documents_of_all_sizes_in_one_batch(tokenizer_path: str) -> None:
         ]
 
 
-def test_short_documents_pass_the_engine_in_one_call(tokenizer_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_documents_pass_the_engine_in_one_call_after_the_first_of_them(
+    tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoder, calls = GigatokenEncoder(Path(tokenizer_path)), []
-    usual = type(encoder._engine).encode_rows
-    monkeypatch.setattr(type(encoder._engine), "encode_rows", lambda *words: calls.append(1) or usual(*words))
-    monkeypatch.setattr(type(encoder._engine), "encode", lambda *_: pytest.fail("one document at a time"))
-    assert len(encoder.encode_batch([f"document {number}" for number in range(1000)])) == 1000
-    assert len(calls) == 1
+    documents = [f"document {number}" for number in range(1000)]
+    engine = type(encoder._engine)
+    for name in ("encode", "encode_rows"):
+        usual = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *words, of=name, usual=usual: calls.append(of) or usual(*words))
+    monkeypatch.setattr(fast_encoder, "FIRST_CHARACTERS", 1)
+    first, second = encoder.encode_batch(documents), encoder.encode_batch(documents)
+    assert calls == ["encode"] * 1000 + ["encode_rows"]
+    assert (first.tokens == second.tokens).all()
+    assert (first.lengths == second.lengths).all()
 
 
 def test_a_text_with_a_drifting_character_goes_to_the_reference(

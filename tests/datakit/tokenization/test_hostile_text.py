@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -294,7 +294,6 @@ def engines(
     return GigatokenEncoder(path), library
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=HOSTILE_TEXTS)
 def test_where_the_probe_passes_all_texts_have_the_references_ids(
     engines: tuple[GigatokenEncoder, Library], text: str
@@ -345,7 +344,6 @@ DRIFTING = st.sampled_from(NEW).map("x{0}\u0301y {0}".format)
 TEXTS = st.lists(LINES | DRIFTING | st.tuples(LINES, DRIFTING).map("".join), max_size=30)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from(["\n", "\r\n"]))
 def test_texts_with_drifting_lines_get_the_references_ids(
     engines: tuple[GigatokenEncoder, Library], lines: list[str], end: str

@@ -4,7 +4,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import UserError
@@ -57,7 +57,6 @@ def test_figures_by_hand() -> None:
 
 
 @given(seed=st.integers(0, 2**32), make=st.sampled_from(MAKERS))
-@settings(max_examples=30)
 def test_posting_ahead_never_costs_time_and_two_sends_are_enough_for_1f1b(seed: int, make) -> None:
     def cost(action: Action) -> float:
         return random.Random(f"{seed} {action!r}").randint(1, 10 * (1 + (action.kind == "B")))
@@ -77,7 +76,6 @@ def timeline_or_fault(rows: list[list[Action]]) -> Timeline | UserError:
 
 
 @given(data=st.data(), make=st.sampled_from(MAKERS), ahead=st.integers(0, 2))
-@settings(max_examples=300)
 def test_two_swapped_actions_are_found_and_named(data: st.DataObject, make, ahead: int) -> None:
     rows = with_transfers(make(data.draw(st.integers(2, 5)), data.draw(st.integers(2, 6))), ahead)
     row = rows[data.draw(st.integers(0, len(rows) - 1))]

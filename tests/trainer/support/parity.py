@@ -53,8 +53,9 @@ def small(config: Config) -> Config:
 
 
 def alone(config: Config) -> Config:
-    """The same run on one process."""
-    return resolve(replace(config, parallel=ParallelConfig()), 1)
+    """The same run on one process, which takes each batch whole."""
+    train = replace(config.train, micro_batch_size=config.train.global_batch_size)
+    return resolve(replace(config, parallel=ParallelConfig(), train=train), 1)
 
 
 def global_batch(config: Config, step: int) -> dict[str, torch.Tensor]:
