@@ -21,7 +21,7 @@ class Share:
 
     `weight` is that in force at the last of them, all weights being 1 together. Of packed rows, which differ,
     `tokens_read` is what so many read on average. `epochs` is how often its rows are read, and
-    `repeated_samples` counts the samples whose row was read before.
+    `repeated_samples` counts the samples whose row was read before, of a stream with skips at least so many.
     """
 
     store: str

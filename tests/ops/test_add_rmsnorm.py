@@ -1,10 +1,11 @@
 """The residual add and RMSNorm in one pass: against float64, and against the norm of a sum that was made elsewhere."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,27 +90,24 @@ def test_gradients_by_finite_differences(device: str) -> None:
     assert torch.autograd.gradcheck(lambda *each: add_rms_norm(*each, 1e-3), leaves)
 
 
-@settings(max_examples=25)
-@given(
-    num_rows=st.integers(0, 70), num_cols=st.integers(1, 700), dtype=st.sampled_from(list(TOLERANCES)),
-    swapped=st.sets(st.sampled_from(["x", "residual", "dy", "dsum"])), offset=st.integers(0, 9),
-)  # fmt: skip
-def test_any_shape_stride_and_alignment(
-    num_rows: int, num_cols: int, dtype: torch.dtype, swapped: set[str], offset: int
-) -> None:
-    compare_any("cpu", num_rows, num_cols, dtype, swapped, offset)
+def cases(max_rows: int, max_cols: int) -> dict[str, st.SearchStrategy[Any]]:
+    return {
+        "num_rows": st.integers(0, max_rows), "num_cols": st.integers(1, max_cols),
+        "dtype": st.sampled_from(list(TOLERANCES)), "offset": st.integers(0, 9),
+        "swapped": st.sets(st.sampled_from(["x", "residual", "dy", "dsum"])),
+    }  # fmt: skip
+
+
+@given(**cases(70, 700))
+def test_any_shape_stride_and_alignment(num_rows: int, num_cols: int, **how: Any) -> None:
+    compare_any("cpu", num_rows, num_cols, **how)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@given(
-    num_rows=st.integers(0, 5000), num_cols=st.integers(1, 20000), dtype=st.sampled_from(list(TOLERANCES)),
-    swapped=st.sets(st.sampled_from(["x", "residual", "dy", "dsum"])), offset=st.integers(0, 9),
-)  # fmt: skip
-def test_any_shape_stride_and_alignment_on_a_gpu(
-    num_rows: int, num_cols: int, dtype: torch.dtype, swapped: set[str], offset: int
-) -> None:
-    compare_any("cuda", min(num_rows, 10**7 // num_cols), num_cols // 16 * 16 or num_cols, dtype, swapped, offset)
+@given(**cases(5000, 20000))
+def test_any_shape_stride_and_alignment_on_a_gpu(num_rows: int, num_cols: int, **how: Any) -> None:
+    compare_any("cuda", min(num_rows, 10**7 // num_cols), num_cols // 16 * 16 or num_cols, **how)
 
 
 def compare_any(device: str, num_rows: int, num_cols: int, dtype: torch.dtype, swapped: set[str], offset: int) -> None:
