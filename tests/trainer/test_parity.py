@@ -43,16 +43,16 @@ def assert_trained(run: dict[str, Any], config: Config, *, fall: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_every_layout_repeats_one_process(model: str, precision: str) -> None:
     config = config_for(model, ParallelLayout(), precision=precision)
-    reference = run_ranks(1, run_steps, config, 20)[0]
+    reference = run_ranks(1, run_steps, config, 20, timeout_s=300)[0]
     assert_trained(reference, config, fall=0.1)
     for layout, zero_stage in LAYOUTS:
         config = config_for(model, layout, precision=precision, zero_stage=zero_stage)
-        runs = run_ranks(layout.world_size, run_steps, config, 20)
+        runs = run_ranks(layout.world_size, run_steps, config, 20, timeout_s=300)
         for run in runs:
             assert largest_gap(run, reference) <= BOUNDS[precision], f"{layout} zero_stage {zero_stage}"
         if precision == "fp64":
