@@ -9,7 +9,7 @@ Programs import these names and no submodule:
 - Hugging Face folders: HfFolder, and open_source for what an address means;
 - to load: restore, restore_newest, first_sound; step by step: CheckpointReader, restore_from;
 - ranks that load together: Exchange, NodeExchange, Alone; how they agree: on_all, outcomes;
-- checkpoints as files: copy_step, reshard, hash_checkpoint, verify_checkpoint, diff_checkpoints, Tolerance,
+- checkpoints as files: copy_step, reshard, Shard, hash_checkpoint, verify_checkpoint, diff_checkpoints, Tolerance,
   tensor_statistics;
 - plans without a save, for experts: Partition, ChunkTable, plan_save, plan_files, Cover, Part, PartIndex.
 

@@ -39,6 +39,7 @@ from ckptkit.plan.save_plan import plan_files as plan_files
 from ckptkit.plan.save_plan import plan_save as plan_save
 from ckptkit.rewrite.copy import copy_step as copy_step
 from ckptkit.rewrite.reshard import reshard as reshard
+from ckptkit.rewrite.shard import Shard as Shard
 from ckptkit.runs.catalogue import committed_steps as committed_steps
 from ckptkit.runs.fallback import first_sound as first_sound
 from ckptkit.runs.fallback import restore_newest as restore_newest

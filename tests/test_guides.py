@@ -129,6 +129,9 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "See what differs": write_run,
     "A reshard is equal": write_run,
     "Compare within a tolerance": write_run,
+    "Reshard a step": write_run,
+    "On many machines with Slurm": write_run,
+    "On many machines with torchrun, or Ray": write_run,
     "Look at the values of one": write_run,
     "Bring a step back from a copy": write_damaged_run,
     "Keep a copy elsewhere": write_run,
@@ -256,8 +259,11 @@ def test_every_command_of_a_guide_runs(
         .replace("--workers 64", "--workers 2")
     )
     if "#SBATCH" in given:  # an array of two tasks, of 16 cores each where there are so many
-        job, rest = given.split("#!/bin/bash\n")[1].split("datakit merge")
-        given = "".join(f"(\nSLURM_ARRAY_TASK_ID={task}\n{job})\n" for task in range(2)) + f"datakit merge{rest}"
+        before, _, job = given.partition("#!/bin/bash\n")
+        job, *rest = re.split("(?=datakit merge)", job)
+        array = "SLURM_ARRAY_TASK_MIN=0 SLURM_ARRAY_TASK_STEP=1 SLURM_ARRAY_TASK_COUNT=2"
+        tasks = (f"(\nexport SLURM_ARRAY_TASK_ID={task} {array}\n{job})\n" for task in range(2))
+        given = "".join([before, *tasks, *rest])
         given = given.replace("--workers 16", "--workers 2")
     try:
         run = run_as_typed(given, folder)

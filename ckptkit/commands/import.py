@@ -36,7 +36,7 @@ def run(options: Options) -> None:
         )
     if options.json:
         print_json(asdict(done))
-    elif not done.bytes_written:
+    elif done.was_there:
         print_line(f"{done.url}: is there already, {done.num_files} files")
     else:
         did = "would be written" if done.dry_run else f"written in {done.seconds:.1f} s"

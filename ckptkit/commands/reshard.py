@@ -1,11 +1,16 @@
 """`ckptkit reshard`: rewrite a checkpoint for another layout."""
 
+import os
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, shown_bytes
 from threefold.cli import print_json, print_line
 from threefold.errors import UserError
 from threefold.options import argument, option
+
+if TYPE_CHECKING:
+    from ckptkit.rewrite.reshard import ReshardReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +41,25 @@ class Options(Reporting):
         flag="--from",
         metavar="LAYOUT",
     )
+    shard: str = option(
+        "0/1",
+        "write only share I of N, counted from 0; auto: as Slurm or torchrun numbers its processes",
+        metavar="I/N",
+    )
     dry_run: bool = option(False, "check the layout, say what would be written, write nothing")
 
 
 def run(options: Options) -> None:
     """Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. Memory stays below
-    1 GiB whatever the size of the tensors; needs neither torch nor a GPU.
+    1 GiB whatever the size of the tensors; needs neither torch nor a GPU. The same command goes on with one that was
+    killed. On several machines each runs it with a --shard of its own, and the one that ends last commits.
     """
     from ckptkit.format.address import open_address
     from ckptkit.model.layout import ParallelLayout
     from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
+    from ckptkit.rewrite.shard import Shard
 
+    shard = Shard.parse(options.shard, os.environ)
     layout = ParallelLayout(options.tp, options.cp, options.ep, options.dp, options.pp, options.virtual)
     # the files of all tensor-parallel ranks are written side by side
     target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
@@ -54,18 +67,30 @@ def run(options: Options) -> None:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)
         with shown_bytes() as progress:
-            done = reshard(reader, target, layout, step=target_step, progress=progress, dry_run=options.dry_run)
+            done = reshard(
+                reader, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run
+            )
     if options.json:
         print_json(asdict(done))
         return
-    if not done.bytes_written:
+    print_report(done)
+
+
+def print_report(done: "ReshardReport") -> None:
+    """Print what a reshard did, and of one with shards what each of them has to write."""
+    if done.was_there:
         print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files")
         return
+    of_shard = f"shard {done.shard}, " if done.shards[1:] else ""
+    for number, (num_files, num_bytes) in enumerate(done.shards) if of_shard and done.dry_run else ():
+        print_line(f"shard {number}/{len(done.shards)}: {num_files} files, {num_bytes:,} bytes")
     rate = done.bytes_written / max(done.seconds, 1e-9) / 1e6
     did = "would be written" if done.dry_run else f"in {done.seconds:.1f} s ({rate:,.0f} MB/s)"
+    kept = f", {done.bytes_kept:,} were there" if done.bytes_kept else ""
+    missing = f", {done.num_missing} files of other shards are not there yet" if done.num_missing else ""
     print_line(
-        f"{done.url}: {done.source_layout} -> {done.target_layout}, {done.num_files} files, "
-        f"{done.bytes_written:,} bytes {did}"
+        f"{done.url}: {done.source_layout} -> {done.target_layout}, {of_shard}{done.num_files} files, "
+        f"{done.bytes_written:,} bytes {did}{kept}{missing}"
     )
 
 

@@ -15,6 +15,7 @@ from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.plan.load_plan import LoadPlan
 from ckptkit.plan.stored import StoredChunks
@@ -60,6 +61,10 @@ class HfReader(CheckpointReader):
             return len(self._names) + len(self._turned) - 1, 0
         tensor = self._tensors[row.foreign]
         return self._names.index(tensor.file), tensor.offset + row.first * ITEMSIZE[tensor.dtype]
+
+    def attempt_for(self, layout: ParallelLayout) -> str:
+        """Return for an import the attempt of the folder's root, which follows from its files."""
+        return self.root.attempt if layout == ParallelLayout() else super().attempt_for(layout)
 
     @property
     def bytes_read(self) -> int:

@@ -30,7 +30,7 @@ def copy_part(
     """
     data_key, index_key = keys
     sizes = {True: 0, False: 0}  # by whether the file was kept
-    is_right = _is_kept(target, data_key) and _is_whole(target, data_key, index)
+    is_right = _is_kept(target, data_key) and is_whole(target, data_key, index)
     if not is_right:
         written = write_blocks(target, data_key, index.size_bytes, blocks, is_reused=True, num_threads=num_threads)
         if (written != index.checksums).any():
@@ -66,7 +66,8 @@ def _is_kept(storage: Storage, key: str) -> bool:
     return True
 
 
-def _is_whole(storage: Storage, key: str, index: PartIndex) -> bool:
+def is_whole(storage: Storage, key: str, index: PartIndex) -> bool:
+    """Return whether all bytes of a data file have the checksums of its index."""
     try:
         for _ in verified_blocks(storage, key, index):
             pass

@@ -4,6 +4,7 @@ Every byte handed out was verified against the checksum of its granule. Reads th
 calls (all passes in storage order do) read every granule once.
 """
 
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_info
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
+from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
 from threefold.closing import Closing
@@ -66,6 +68,15 @@ class CheckpointReader(Closing):
         """Return the copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
         stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
         return on_all(self.exchange, lambda: self._planned(wanted, stored))
+
+    @property
+    def identity(self) -> bytes:
+        """What all that is read follows from."""
+        return self.root.to_bytes()
+
+    def attempt_for(self, layout: ParallelLayout) -> str:
+        """Return the attempt that writes this checkpoint for a layout: equal in every try, on every machine."""
+        return f"reshard-{hashlib.sha256(self.identity + str(layout).encode()).hexdigest()[:16]}"
 
     @property
     def bytes_read(self) -> int:

@@ -7,12 +7,8 @@ the same bytes. The values are those of the folder, bit for bit.
 from collections.abc import Callable
 
 from ckptkit.foreign.hf_folder import HfFolder
-from ckptkit.format.keys import ROOT_KEY
-from ckptkit.format.root import attempt_of_head
-from ckptkit.loading.roots import root_info
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.reshard import ReshardReport, reshard
-from ckptkit.runs.temporaries import temporaries
 from threefold.storage import Storage
 
 
@@ -30,16 +26,4 @@ def import_folder(
     written.
     """
     with folder.open(step) as reader:
-        if not dry_run and root_info(storage, step) is None:
-            _remove_leftovers(storage, step, folder.attempt)
-        return reshard(
-            reader, storage, ParallelLayout(), step=step, attempt=folder.attempt, progress=progress, dry_run=dry_run
-        )
-
-
-def _remove_leftovers(storage: Storage, step: int, attempt: str) -> None:
-    """Remove the hidden files of an import of the same folder that was killed."""
-    for each in temporaries(storage, step):
-        is_root = each.key == ROOT_KEY and attempt_of_head(storage.read(each.hidden_key)) == attempt
-        if is_root or each.key.startswith(f"{attempt}/"):
-            storage.delete([each.hidden_key])
+        return reshard(reader, storage, ParallelLayout(), step=step, progress=progress, dry_run=dry_run)

@@ -1,51 +1,49 @@
 """Reshard: rewrite a checkpoint for another layout, from the root's tensor table and placements alone.
 
-One pass over all tensors in storage order: the elements of a slab are read once, in ascending order of every source
-file, and appended to the file of each target rank that holds them, since its chunks stand in the same order. The next
-slab is read while the last one is written. Memory: two slabs, one granule of each open file, the writers' buffers, and
-some 400 bytes for each chunk of source and target.
+One pass over all tensors in storage order reads each element once. The next slab is read while the last one is written.
+Several processes may share the files: each writes its own, and whoever finds all of them there commits. The name of the
+attempt follows from source and layout, so that a call that was killed is repeated with the same keys and the same
+bytes: what is there whole stays. Memory: two slabs, one granule of each open file, the writers' buffers, and some 400
+bytes for each chunk of source and target.
 """
 
 import contextlib
-import mmap
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from ckptkit.format.data_file import DataFile
-from ckptkit.format.keys import part_keys, step_folder
-from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import GRANULE_BYTES, Bytes, Columns, xxh3_64
-from ckptkit.io.data_files import DataWriter, open_writer
+from ckptkit.format.keys import ROOT_KEY, step_folder
+from ckptkit.format.part_copy import is_whole
+from ckptkit.format.root import Root, attempt_of_head
 from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.roots import committed_attempt, read_root, root_info, root_key
-from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns, ramps
+from ckptkit.loading.roots import at_once, committed_attempt, read_root, root_info, root_key
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
-from ckptkit.model.slab import SLAB_BYTES, Slab, positions_before, slab_batches
-from ckptkit.plan.save_plan import plan_files
+from ckptkit.model.slab import SLAB_BYTES, Slab, slab_batches
 from ckptkit.rewrite.room import refuse_full
+from ckptkit.rewrite.shard import Shard, shares
+from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
+from ckptkit.runs.temporaries import temporaries
 from ckptkit.writer.commit import NotCommitted, commit_root
 from threefold.cli import log
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
-from threefold.storage.local import sync_name
+from threefold.storage.local import keep_file, sync_name
 
-PAGE_BYTES = 4096
-ATTEMPT = "reshard"  # how the names of its attempts begin
 MAX_RANKS = 1 << 17  # each has a file
 UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
+WHOLE = Shard()
 
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What a reshard did, or would do; bytes_needed are those of all elements, bytes_read are read from data files."""
+    """What a reshard did, or would do, in its shard; bytes_read are read from data files, bytes_kept were there.
+
+    `shards` are the files and bytes of each shard. The step is committed once `num_missing`, the files that other
+    shards have still to write, is 0; `was_there` says that it was before.
+    """
 
     url: str
     step: int
@@ -57,29 +55,11 @@ class ReshardReport:
     bytes_written: int
     seconds: float
     dry_run: bool = False
-
-
-@dataclass(eq=False)
-class _TargetFile:
-    """One data file of a target rank while it is written."""
-
-    keys: tuple[str, str]
-    file: DataFile
-    position: int = 0  # file bytes that the loader has placed
-    flushed: int = 0  # of these, those that went to the writer; the rest waits in `waiting`
-    waiting: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
-    writer: DataWriter | None = None
-    checksums: list[Columns] = field(default_factory=list)
-    part: Part | None = None
-
-
-@dataclass(frozen=True)
-class _Area:
-    """The bytes of one batch for one file: room for what waits, then the new bytes, contiguous and page-aligned."""
-
-    target: _TargetFile
-    memory: Bytes
-    num_waiting: int
+    bytes_kept: int = 0
+    shard: str = str(WHOLE)
+    shards: tuple[tuple[int, int], ...] = ()
+    num_missing: int = 0
+    was_there: bool = False
 
 
 def reshard(
@@ -88,41 +68,45 @@ def reshard(
     layout: ParallelLayout,
     *,
     step: int | None = None,
-    attempt: str = "",
+    shard: Shard = WHOLE,
     slab_bytes: int = SLAB_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
     dry_run: bool = False,
 ) -> ReshardReport:
     """Write `source` into `storage` as the ranks of `layout` would have saved it, and commit it.
 
-    UserError where the layout does not divide or another step is there; one that the same call made is kept. On a
-    failure nothing is committed and what was written is removed, unless it is not known whether the root was put.
-    `progress` is called with the bytes done and the total. With `dry_run` all is checked and planned, but no data read
-    and nothing written. A caller whose `attempt` follows from all that it writes makes the same files in every try; a
-    reshard's own is new each time.
+    With a `shard` write its files alone, and commit if all others are there. UserError where the layout does not divide
+    or another step is there; what the same call made is kept, be it a file or the step. On a failure nothing is
+    committed; without a shard what was written is removed, unless it is not known whether the root was put. `progress`
+    is called with the bytes done and the total. With `dry_run` all is checked and planned, but no data read and nothing
+    written.
     """
     started = time.monotonic()
     root, step = source.root, source.root.step if step is None else step
-    attempt = attempt or f"{ATTEMPT}-{secrets.token_hex(6)}"
-    wanted = replace(root, step=step, layout=layout, attempt=attempt, share=None)
+    wanted = replace(root, step=step, layout=layout, attempt=source.attempt_for(layout), share=None)
     _check(replace(wanted, share=root.share), source.url)
-    made = _made_before(storage, wanted)
-    needed = read = written = 0
-    if made is not None:
-        num_files = len(made.parts)
-    else:
-        partition = Partition(list(wanted.tensors.values()), wanted.num_layers, layout)
-        needed = read = sum(info.size_bytes for info in partition.tensors)
-        targets = _target_files(partition, layout, wanted.attempt)
-        num_files, written = len(targets), sum(target.file.size_bytes for target in targets)
-        refuse_full(storage, written)
+    url, layouts = f"{storage.url}/{step_folder(step)}", (str(root.layout), str(layout))
+    if (made := _made_before(storage, wanted)) is not None:
         if not dry_run:
-            batches = slab_batches(partition.tensors, slab_bytes)
-            _rewrite(source, storage, wanted, targets, batches, lambda done: progress(done, needed))
-            read = source.bytes_read
+            _remove_hidden(storage, wanted)
+        return ReshardReport(
+            url, step, *layouts, len(made.parts), 0, 0, 0, time.monotonic() - started, dry_run, shard=str(shard),
+            was_there=True,
+        )  # fmt: skip
+    partition = Partition(list(wanted.tensors.values()), wanted.num_layers, layout)
+    rewriting = _Rewriting(source, storage, wanted, target_files(partition, layout, wanted.attempt), shard)
+    rewriting.find_kept(dry_run=dry_run)
+    needed = read = sum(target.file.data_bytes for target in rewriting.left)
+    missing = rewriting.num_missing
+    if not dry_run:
+        names = {name for target in rewriting.left for name in target.file.chunks.names}
+        tensors = [info for info in partition.tensors if info.name in names]
+        missing = rewriting.run(slab_batches(tensors, slab_bytes), lambda done: progress(done, needed))
+        read = source.bytes_read
+    written, kept = (sum(target.file.size_bytes for target in some) for some in (rewriting.left, rewriting.kept))
     return ReshardReport(
-        f"{storage.url}/{step_folder(step)}", step, str(root.layout), str(layout), num_files,
-        needed, read, written, time.monotonic() - started, dry_run,
+        url, step, *layouts, len(rewriting.own), needed, read, written, time.monotonic() - started, dry_run, kept,
+        str(shard), rewriting.shards, missing,
     )  # fmt: skip
 
 
@@ -137,11 +121,11 @@ def _check(wanted: Root, url: str) -> None:
 
 
 def _made_before(storage: Storage, wanted: Root) -> Root | None:
-    """Return what an earlier call made of the same save, None if the step is not there; else UserError."""
+    """Return what an earlier call made of the same source, None if the step is not there; else UserError."""
     if root_info(storage, wanted.step) is None:
         return None
     there = read_root(storage, wanted.step)
-    if not _is_reshard_of(there, wanted):
+    if there != replace(wanted, parts=there.parts):
         raise UserError(
             f"{storage.url} already holds step {wanted.step}", hint="choose another place, or remove that step first"
         )
@@ -149,19 +133,76 @@ def _made_before(storage: Storage, wanted: Root) -> Root | None:
     return there
 
 
-def _rewrite(
-    source: CheckpointReader, storage: Storage, wanted: Root, targets: list[_TargetFile],
-    batches: Iterator[list[Slab]], progress: Callable[[int], None],
-) -> None:  # fmt: skip
-    """Write the files of all target ranks and commit them; on a failure remove what was written."""
-    folder = step_folder(wanted.step)
-    largest = max(target.file.size_bytes for target in targets)
-    striper = Striper(warn=lambda text: log(f"warning: {text}"))
-    striper.prepare(storage, f"{folder}/{targets[0].keys[0]}", largest, len(targets))
-    writer = _Writer(storage, folder, source.num_threads)
-    loader = _Loader(source, targets)
-    is_committing = False
-    try:
+def _remove_hidden(storage: Storage, wanted: Root, keys: Collection[str] | None = None) -> None:
+    """Remove the hidden files of an earlier try: of some keys, or once the step is committed of all and of its root."""
+    for each in temporaries(storage, wanted.step):
+        is_ours = each.key.startswith(f"{wanted.attempt}/") if keys is None else each.key in keys
+        with contextlib.suppress(StorageError):  # another process removed it
+            if keys is None and each.key == ROOT_KEY:
+                is_ours = attempt_of_head(storage.read(each.hidden_key)) in (wanted.attempt, None)
+            if is_ours:
+                storage.delete([each.hidden_key])
+
+
+class _Rewriting:
+    """One shard's files of a reshard: those that are there, `kept`, and those that are `left` to write."""
+
+    def __init__(
+        self, source: CheckpointReader, storage: Storage, wanted: Root, targets: Sequence[TargetFile], shard: Shard
+    ) -> None:
+        self._source, self._storage, self._wanted, self._targets = source, storage, wanted, targets
+        self._folder = step_folder(wanted.step)
+        self._is_alone, self._is_committing = shard.count == 1, False
+        owners = shares([target.file.size_bytes for target in targets], shard.count)
+        groups: list[list[TargetFile]] = [[] for _ in range(shard.count)]
+        for target, owner in zip(targets, owners, strict=True):
+            groups[owner].append(target)
+        self.own, self.kept, self.left = groups[shard.number], list[TargetFile](), list[TargetFile]()
+        self.shards = tuple((len(group), sum(target.file.size_bytes for target in group)) for group in groups)
+        self.num_missing = 0  # the files that other shards have to write
+
+    def find_kept(self, *, dry_run: bool) -> None:
+        """Find what is there of the own files; refuse a disk that cannot hold what is not. A dry run goes by sizes."""
+        sizes, own = self._sizes(), {key for target in self.own for key in target.keys}
+        if dry_run:
+            is_kept = [self._is_there(target, sizes) for target in self.own]
+        else:
+            _remove_hidden(self._storage, self._wanted, own)
+            with ThreadPoolExecutor(self._source.num_threads) as pool:
+                is_kept = list(pool.map(lambda target: self._is_right(target, sizes), self.own))
+        for target, is_there in zip(self.own, is_kept, strict=True):
+            (self.kept if is_there else self.left).append(target)
+        mine = {target.keys for target in self.own}
+        missing = [each for each in self._targets if each.keys not in mine and not self._is_there(each, sizes)]
+        self.num_missing = len(missing)
+        left, others = (sum(target.file.size_bytes for target in some) for some in (self.left, missing))
+        hidden = temporaries(self._storage, self._wanted.step) if missing else []
+        begun = sum(each.size_bytes for each in hidden if each.key.startswith(f"{self._wanted.attempt}/"))
+        refuse_full(self._storage, left + max(others - begun, 0))  # what others write has its room already
+
+    def run(self, batches: Iterator[list[Slab]], progress: Callable[[int], None]) -> int:
+        """Write what is left and commit if all files are there; return how many are not.
+
+        On a failure remove what was written, but where other processes share the files.
+        """
+        writer = FileWriter(self._storage, self._folder, self._source.num_threads)
+        try:
+            if self.left:
+                self._write(writer, batches, progress)
+            return self._commit()
+        except BaseException as error:
+            writer.abort(self.left)
+            may_be_named = self._is_committing and not isinstance(error, AlreadyExists | NotCommitted)
+            if self._is_alone and not may_be_named:
+                with contextlib.suppress(StorageError):  # the first failure is the one to report
+                    self._remove()
+            raise
+
+    def _write(self, writer: FileWriter, batches: Iterator[list[Slab]], progress: Callable[[int], None]) -> None:
+        largest = max(target.file.size_bytes for target in self._targets)
+        striper = Striper(warn=lambda text: log(f"warning: {text}"))
+        striper.prepare(self._storage, f"{self._folder}/{self._targets[0].keys[0]}", largest, len(self._targets))
+        loader = Loader(self._source, self.left)
         done = 0
         with ThreadPoolExecutor(1) as ahead:
             loading = [ahead.submit(loader.load, batch) for batch in [next(batches, [])]]
@@ -172,162 +213,44 @@ def _rewrite(
                     loading.append(ahead.submit(loader.load, batch))
                 done += writer.append(areas)
                 progress(done)
-        writer.finish(targets)
-        is_committing = True
-        commit_root(storage, replace(wanted, parts=_parts(targets)))
-    except BaseException as error:
-        writer.abort(targets)
-        if not is_committing or isinstance(error, AlreadyExists | NotCommitted):  # else the root may be there
-            with contextlib.suppress(StorageError):  # the first failure is the one to report
-                if committed_attempt(storage, wanted.step) != wanted.attempt:  # by the same call, elsewhere
-                    storage.delete(list(storage.list_keys(f"{folder}/{wanted.attempt}/")))
-        raise
+        writer.finish(self.left)
 
+    def _commit(self) -> int:
+        """Put the root if the files of all shards are there as planned; return how many are not."""
+        sizes = self._sizes()
+        if gone := [target for target in self.own if not self._is_there(target, sizes)]:
+            raise StorageError(
+                f"{self._storage.url}/{self._folder}/{gone[0].keys[0]} was removed while others were written",
+                hint="let no two processes write the same files; run it again",
+            )
+        at_once(lambda target: target.part or sealed_part(self._storage, self._folder, target, sizes), self._targets)
+        parts = [target.part for target in self._targets if target.part is not None]
+        if len(parts) == len(self._targets):
+            self._is_committing = True
+            commit_root(self._storage, replace(self._wanted, parts=tuple(parts)))
+            _remove_hidden(self._storage, self._wanted)
+        return len(self._targets) - len(parts)
 
-def _is_reshard_of(there: Root, wanted: Root) -> bool:
-    """Return whether a committed step is what an earlier call made of the same save."""
-    is_reshard = there.attempt.startswith(f"{ATTEMPT}-") and there.saved is not None
-    same = replace(wanted, attempt=there.attempt, parts=there.parts, share=there.share)
-    return (is_reshard or there.attempt == wanted.attempt) and there == same
+    def _sizes(self) -> dict[str, int]:
+        prefix = f"{self._folder}/{self._wanted.attempt}/"
+        return {info.key: info.size_bytes for info in self._storage.list(prefix)}
 
+    def _is_there(self, target: TargetFile, sizes: dict[str, int]) -> bool:
+        data_key, index_key = (f"{self._folder}/{key}" for key in target.keys)
+        return sizes.get(data_key) == target.file.size_bytes and index_key in sizes
 
-def _target_files(partition: Partition, layout: ParallelLayout, attempt: str) -> list[_TargetFile]:
-    """Return the files of all target ranks, writer n being rank n."""
-    files = []
-    for rank in range(layout.world_size):
-        chunks = partition.table(layout.coords(rank))
-        plan = plan_files(chunks, np.arange(len(chunks)))
-        files += [_TargetFile(part_keys(attempt, rank, n), file) for n, file in enumerate(plan.files)]
-    return files
+    def _is_right(self, target: TargetFile, sizes: dict[str, int]) -> bool:
+        """Return whether a file is there whole; it is durable then."""
+        index = sealed_part(self._storage, self._folder, target, sizes)
+        if index is None:
+            return False
+        for key in target.keys:
+            keep_file(self._storage, f"{self._folder}/{key}")
+        if not is_whole(self._storage, f"{self._folder}/{target.keys[0]}", index):
+            target.part = None
+        return target.part is not None
 
-
-class _Loader:
-    """Reads batches of slabs into areas, one an affected target file. Two arenas alternate."""
-
-    def __init__(self, source: CheckpointReader, targets: list[_TargetFile]) -> None:
-        self._source = source
-        self._targets = targets
-        columns = source.stored.chunks.tensors
-        self._chunks, self._owners = _by_tensor(targets, columns)
-        numbers = np.arange(len(columns.names))
-        self._first, self._end = (np.searchsorted(self._chunks.tensor, numbers, side) for side in ("left", "right"))
-        self._arenas = [mmap.mmap(-1, PAGE_BYTES), mmap.mmap(-1, PAGE_BYTES)]
-        for target in targets:
-            target.waiting = np.frombuffer(target.file.header, np.uint8)
-            target.position = len(target.file.header)
-
-    def load(self, batch: list[Slab]) -> list[_Area]:
-        """Return the areas of one batch, filled but for what waits; valid until the call after the next."""
-        tensors = [self._chunks.tensors.numbers[slab.info.name] for slab in batch]
-        first, end = self._first[tensors], self._end[tensors]
-        rows = ramps(first, end - first)
-        start, stop = self._chunks.start[rows], self._chunks.stop[rows]
-        at = 0
-        for slab, count in zip(batch, (end - first).tolist(), strict=True):
-            if slab.stop - slab.start < slab.info.numel:
-                for place, row in enumerate(rows[at : at + count].tolist(), at):
-                    before = partial(positions_before, self._chunks.box(row), slab.info.shape)
-                    start[place] = max(start[place], before(slab.start))
-                    stop[place] = min(stop[place], before(slab.stop))
-            at += count
-        kept = np.flatnonzero(start < stop)
-        wanted = replace(self._chunks.take(rows[kept]), start=start[kept], stop=stop[kept])
-        areas, addresses = self._place(self._owners[rows[kept]], wanted.size_bytes)
-        self._source.read(wanted, addresses)
-        return areas
-
-    def _place(self, owners: Ints, sizes: Ints) -> tuple[list[_Area], Columns]:
-        """One area a file in a free arena, and the address of each chunk: chunks of a file follow each other."""
-        numbers = np.unique(owners).tolist()
-        added = np.bincount(owners, weights=sizes, minlength=len(self._targets)).astype(np.int64)
-        waiting = {n: self._targets[n].position - self._targets[n].flushed for n in numbers}
-        spans = [-(-(waiting[n] + int(added[n])) // PAGE_BYTES) * PAGE_BYTES for n in numbers]
-        self._arenas.reverse()
-        if len(self._arenas[0]) < sum(spans):
-            self._arenas[0] = mmap.mmap(-1, sum(spans))
-        arena = np.frombuffer(self._arenas[0], np.uint8)
-        areas, next_address = [], np.zeros(len(self._targets), np.int64)
-        at = 0
-        for n, span in zip(numbers, spans, strict=True):
-            target = self._targets[n]
-            areas.append(_Area(target, arena[at : at + waiting[n] + int(added[n])], waiting[n]))
-            next_address[n] = arena.ctypes.data + at + waiting[n]
-            target.position += int(added[n])
-            whole = target.position == target.file.size_bytes
-            target.flushed = target.position if whole else target.position // GRANULE_BYTES * GRANULE_BYTES
-            at += span
-        order = np.argsort(owners, kind="stable")
-        ends = np.cumsum(sizes[order])
-        first_of_owner = np.searchsorted(owners[order], owners[order], "left")
-        before = (ends - sizes[order]) - (ends - sizes[order])[first_of_owner]
-        addresses = np.empty(len(owners), np.uint64)
-        addresses[order] = next_address[owners[order]] + before
-        return areas, addresses
-
-
-class _Writer:
-    """Appends areas to the target files, several files at a time, and finishes each file that is complete."""
-
-    def __init__(self, storage: Storage, folder: str, num_threads: int) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._num_threads = num_threads
-
-    def append(self, areas: list[_Area]) -> int:
-        """Write areas; returns the number of new bytes."""
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            for _ in pool.map(self._append, areas):
-                pass
-        return sum(len(area.memory) - area.num_waiting for area in areas)
-
-    def finish(self, targets: Iterable[_TargetFile]) -> None:
-        """Write the files that hold no elements: a header alone."""
-        for target in targets:
-            if target.part is None:
-                assert target.position == target.file.size_bytes, f"{target.keys[0]} is incomplete"
-                self._write(target, target.waiting)
-
-    def abort(self, targets: Iterable[_TargetFile]) -> None:
-        """Close what is open."""
-        for target in targets:
-            if target.writer is not None:
-                target.writer.abort()
-
-    def _append(self, area: _Area) -> None:
-        assert len(area.target.waiting) == area.num_waiting, "areas are written in the order they were loaded"
-        area.memory[: area.num_waiting] = area.target.waiting
-        self._write(area.target, area.memory)
-
-    def _write(self, target: _TargetFile, memory: Bytes) -> None:
-        if target.writer is None:
-            target.writer = open_writer(self._storage, f"{self._folder}/{target.keys[0]}", target.file.size_bytes)
-        written = sum(map(len, target.checksums)) * GRANULE_BYTES
-        is_last = written + len(memory) == target.file.size_bytes
-        size = len(memory) if is_last else len(memory) // GRANULE_BYTES * GRANULE_BYTES
-        target.waiting = memory[size:].copy()
-        if size:
-            target.checksums.append(target.writer.write([(memory.ctypes.data, size)]))
-        if is_last:
-            target.writer.close()
-            target.writer = None
-            index = target.file.index(np.concatenate(target.checksums)).to_bytes()
-            self._storage.write(f"{self._folder}/{target.keys[1]}", index)
-            target.part = Part(target.keys[0], target.file.size_bytes, target.keys[1], len(index), xxh3_64(index))
-
-
-def _by_tensor(targets: list[_TargetFile], tensors: TensorColumns) -> tuple[ChunkTable, Ints]:
-    """All chunks of the target files over a table, sorted by tensor, then in file order; and the file of each."""
-    tables = [
-        chunks.renumbered(tensors, np.array([tensors.numbers[name] for name in chunks.names], np.int64))
-        for chunks in (target.file.chunks for target in targets)
-    ]
-    chunks = ChunkTable.concatenate(tables)
-    order = np.argsort(chunks.tensor, kind="stable")
-    owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    return chunks.take(order), owners[order]
-
-
-def _parts(targets: list[_TargetFile]) -> tuple[Part, ...]:
-    parts = [target.part for target in targets if target.part is not None]
-    assert len(parts) == len(targets), "every file is finished"
-    return tuple(parts)
+    def _remove(self) -> None:
+        if committed_attempt(self._storage, self._wanted.step) != self._wanted.attempt:  # by the same call, elsewhere
+            mine = {f"{self._folder}/{key}" for target in self.left for key in target.keys}
+            self._storage.delete([key for key in self._sizes() if key in mine])
