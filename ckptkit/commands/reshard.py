@@ -1,6 +1,7 @@
 """`ckptkit reshard`: rewrite a checkpoint for another layout."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,9 @@ class Options(Reporting):
         flag="--from",
         metavar="LAYOUT",
     )
+    map: str | None = option(
+        None, "TOML file with rules: tensors to rename, drop, grow, layers to drop or repeat", metavar="FILE"
+    )
     shard: str = option(
         "0/1",
         "write only share I of N, counted from 0; auto: as Slurm or torchrun numbers its processes",
@@ -56,6 +60,8 @@ def run(options: Options) -> None:
     """
     from ckptkit.format.address import open_address
     from ckptkit.model.layout import ParallelLayout
+    from ckptkit.rewrite.mapped_reader import MappedReader
+    from ckptkit.rewrite.mapping import Mapper
     from ckptkit.rewrite.reshard import UPLOAD_MEMORY_BYTES, reshard
     from ckptkit.rewrite.shard import Shard
 
@@ -66,13 +72,16 @@ def run(options: Options) -> None:
     with opened(options.source) as reader:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)
-        with shown_bytes() as progress:
+        mapper = None if options.map is None else Mapper(options.map, reader.root, reader.url)
+        with nullcontext(reader) if mapper is None else MappedReader(reader, mapper) as read, shown_bytes() as progress:
             done = reshard(
-                reader, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run
+                read, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run
             )
     if options.json:
-        print_json(asdict(done))
+        print_json(asdict(done) | ({} if mapper is None else {"map": asdict(mapper.report)}))
         return
+    for line in () if mapper is None else mapper.report.lines(with_names=done.dry_run):
+        print_line(line)
     print_report(done)
 
 
