@@ -11,11 +11,14 @@ from ckptkit.format.keys import ROOT_KEY, writer_of
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part
 from ckptkit.io.blocks import GRANULE_BYTES, checksums, shown_names
+from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.reader import CheckpointReader, reading_threads
+from ckptkit.plan.certificate import differing, is_readable
 from ckptkit.plan.cover import Cover
 from threefold.errors import CheckFailed
 
 WINDOW_BYTES = 16 << 20
+NOT_AS_SAVED = "the values are not those that were saved, by their sums"
 Granules = npt.NDArray[np.int64]
 
 
@@ -35,13 +38,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read of the data files, of how many bytes in all, and what is wrong."""
+    """What was read of the data files, of how many bytes in all, and what is wrong.
+
+    `num_certified` tensors were read whole and are equal to what was saved, by the root's certificate.
+    """
 
     step: int
     num_files: int
     bytes_read: int
     data_bytes: int
     faults: tuple[Fault, ...]
+    num_certified: int = 0
 
     @property
     def ok(self) -> bool:
@@ -68,8 +75,14 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
     if all(is_counted for is_counted, _, _ in checked):
         found = cover.faults(lambda: ((writer_of(part.index), reader.read_index(part)) for part in root.parts))
         faults += [Fault(ROOT_KEY, fault.what, None, (fault.tensor,)) for fault in found]
-    data_bytes = sum(part.data_bytes for part in root.parts)
-    return Verification(root.step, len(checked), sum(read for _, read, _ in checked), data_bytes, tuple(faults))
+    saved, certificate = root.certificate, cover.certificate
+    num_certified = 0
+    if not faults and certificate is not None and is_readable(saved):
+        wrong = differing(saved, certificate)
+        faults += [Fault(ROOT_KEY, NOT_AS_SAVED, None, (name,)) for name in wrong]
+        num_certified = len(certificate["tensors"]) - len(wrong) if share == 1 else 0
+    data_bytes, bytes_read = sum(part.data_bytes for part in root.parts), sum(read for _, read, _ in checked)
+    return Verification(root.step, len(checked), bytes_read, data_bytes, tuple(faults), num_certified)
 
 
 def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Granules:
@@ -96,6 +109,8 @@ def check_data(
     except CheckFailed as error:
         return 0, [_lost(part, index, error)]
     buffer = np.empty(WINDOW_BYTES, np.uint8)
+    is_whole = granules is None or len(granules) == len(index.checksums)
+    sums = ChunkSums(index.chunks, index.data_offset) if is_whole and index.sums is not None else None
     try:
         for first, stop in _stretches(np.arange(len(index.checksums)) if granules is None else granules):
             start = first * GRANULE_BYTES
@@ -107,9 +122,14 @@ def check_data(
                 held = index.tensors_between(at, at + GRANULE_BYTES)
                 faults.append(Fault(part.data, "the 1 MiB from here does not have its checksum", at, held))
             same = min(max(len(header) - start, 0), size)
+            if sums is not None:
+                sums.add(buffer[:size], start)
             if buffer[:same].tobytes() != header[start : start + same]:
                 what = "its safetensors header is not the one that its index describes"
                 faults.append(Fault(part.data, what, start))
+        if sums is not None and not faults:
+            wrong = np.flatnonzero(sums.values != index.sums).tolist()
+            faults += [Fault(part.data, NOT_AS_SAVED, None, (index.chunks.names[tensor],)) for tensor in wrong]
     except CheckFailed as error:
         faults.append(_lost(part, index, error))
     finally:

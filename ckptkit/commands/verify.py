@@ -53,5 +53,6 @@ def run(options: Options) -> int:
         print_line(
             f"{reader.url}: {result.num_files} files, {result.bytes_read:,} of {result.data_bytes:,} bytes read, "
             + ("no fault" if result.ok else f"{len(result.faults)} fault{'s' if len(result.faults) > 1 else ''}")
+            + (f", {result.num_certified:,} tensors equal to what was saved" if result.num_certified else "")
         )
     return EXIT_OK if result.ok else EXIT_CHECK_FAILED

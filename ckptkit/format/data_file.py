@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.format.part_index import PartIndex
-from ckptkit.io.blocks import Columns
+from ckptkit.io.blocks import Columns, num_granules
+from ckptkit.io.sums import ChunkSums
 from ckptkit.model.chunk_table import ChunkTable
 
 DATA_ALIGNMENT = 4096
@@ -42,9 +43,18 @@ class DataFile:
         """Bytes of the whole file."""
         return len(self.header) + self.data_bytes
 
-    def index(self, checksums: Columns) -> PartIndex:
-        """Return the part index that goes with the file, given its granules' checksums."""
-        return PartIndex(self.chunks, len(self.header), self.size_bytes, checksums)
+    def index(self, checksums: Columns, sums: Columns | None = None) -> PartIndex:
+        """Return the part index that goes with the file, given its granules' checksums and its tensors' sums."""
+        return PartIndex(self.chunks, len(self.header), self.size_bytes, checksums, sums)
+
+    def draft_index(self) -> PartIndex:
+        """Return the part index before anything is written: all checksums and sums are zero."""
+        sums = np.zeros(len(self.chunks.names), np.uint64)
+        return self.index(np.zeros(num_granules(self.size_bytes), np.uint64), sums)
+
+    def new_sums(self) -> ChunkSums:
+        """Return the sums of the file's tensors, to which nothing is added yet."""
+        return ChunkSums(self.chunks, len(self.header))
 
 
 def _header(chunks: ChunkTable) -> bytes:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import Columns
 from ckptkit.io.data_files import open_reader, write_blocks
+from ckptkit.io.sums import ChunkSums
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage
 from threefold.storage.local import keep_file
@@ -32,8 +33,11 @@ def copy_part(
     sizes = {True: 0, False: 0}  # by whether the file was kept
     is_right = _is_kept(target, data_key) and is_whole(target, data_key, index)
     if not is_right:
-        written = write_blocks(target, data_key, index.size_bytes, blocks, is_reused=True, num_threads=num_threads)
-        if (written != index.checksums).any():
+        sums = None if index.sums is None else ChunkSums(index.chunks, index.data_offset)
+        written = write_blocks(
+            target, data_key, index.size_bytes, blocks, is_reused=True, num_threads=num_threads, sums=sums
+        )
+        if (written != index.checksums).any() or (sums is not None and (sums.values != index.sums).any()):
             raise StorageError(f"{target.url}/{data_key} was written with other bytes than were read")
     sizes[is_right] += index.size_bytes
     is_right = _is_kept(target, index_key) and target.read(index_key) == index_file

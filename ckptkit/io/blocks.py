@@ -29,8 +29,10 @@ PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
     "ck_best_simd": (INT,),
     "ck_checksums": (None, POINTER, UINT64, POINTER),
     "ck_copy_many": (None, POINTER, UINT64),
+    "ck_add_sums": (None, POINTER, POINTER, UINT64, UINT64, INT),
     "ck_place": (UINT64, POINTER, UINT64, UINT64, POINTER, UINT64, POINTER),
     "ck_writer_open": (INT, INT, UINT64, INT, POINTER),
+    "ck_writer_sum": (None, POINTER, POINTER),
     "ck_writer_write": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT),
     "ck_writer_end": (INT, POINTER, INT),
     "ck_reader_open": (INT, TEXT, INT, POINTER, POINTER),
@@ -70,22 +72,22 @@ def num_granules(size_bytes: int) -> int:
 
 def xxh3_64(data: Buffer) -> int:
     """XXH3-64 with seed 0 of a contiguous buffer."""
-    address, size = _span(data)
-    return int(_library().ck_xxh3_64(address, size, -1, None))
+    address, size = span(data)
+    return int(library().ck_xxh3_64(address, size, -1, None))
 
 
 def checksums(data: Buffer) -> Columns:
     """Return the checksum of each granule of a contiguous buffer that begins at a granule."""
-    address, size = _span(data)
+    address, size = span(data)
     found = np.empty(num_granules(size), np.uint64)
-    _library().ck_checksums(address, size, found.ctypes.data)
+    library().ck_checksums(address, size, found.ctypes.data)
     return found
 
 
 def copy_many(copies: npt.ArrayLike) -> None:
     """Copy memory: each row is source address, target address, number of bytes."""
     rows = _rows(copies, 3)
-    _library().ck_copy_many(rows.ctypes.data, len(rows))
+    library().ck_copy_many(rows.ctypes.data, len(rows))
 
 
 def place(data: Buffer, offset_bytes: int, ranges: npt.ArrayLike, expected: Columns | None) -> int | None:
@@ -94,11 +96,11 @@ def place(data: Buffer, offset_bytes: int, ranges: npt.ArrayLike, expected: Colu
     `ranges` are rows of file offset, bytes, target address, sorted by offset; `expected` are the checksums of these
     granules, None copies unverified. Return the first damaged granule of the file, of which nothing was copied.
     """
-    address, size = _span(data)
+    address, size = span(data)
     rows = _rows(ranges, 3)
     assert expected is None or len(expected) == num_granules(size), "one checksum a granule"
     sums = None if expected is None else np.ascontiguousarray(expected, np.uint64)
-    damaged = _library().ck_place(
+    damaged = library().ck_place(
         address, offset_bytes, size, rows.ctypes.data, len(rows), None if sums is None else sums.ctypes.data
     )
     return None if damaged == NO_GRANULE else int(damaged)
@@ -138,11 +140,15 @@ class BlockWriter(Making):
         self.path, self._file = file.path, file
         self._handle = ctypes.c_void_p()
         try:
-            code = _library().ck_writer_open(file.descriptor, size_bytes, direct, ctypes.byref(self._handle))
+            code = library().ck_writer_open(file.descriptor, size_bytes, direct, ctypes.byref(self._handle))
             _check(code, self.path)
         except BaseException:
             file.close()
             raise
+
+    def sum_into(self, chunks: int) -> None:
+        """Have each later write add its bytes to sums, those of the `ck_chunks` at an address; they are kept there."""
+        library().ck_writer_sum(self._handle, chunks)
 
     def write(self, offset_bytes: int, segments: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
         """Write segments (rows of address, bytes) one after the other from a granule's begin; give their checksums.
@@ -151,7 +157,7 @@ class BlockWriter(Making):
         """
         rows = _rows(segments, 2)
         found = np.empty(num_granules(int(rows[:, 1].sum())), np.uint64)
-        code = _library().ck_writer_write(
+        code = library().ck_writer_write(
             self._handle, offset_bytes, rows.ctypes.data, len(rows), found.ctypes.data, num_threads
         )
         _check(code, self.path)
@@ -171,7 +177,7 @@ class BlockWriter(Making):
     def _end(self, *, complete: bool) -> None:
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
-            _check(_library().ck_writer_end(handle, complete), self.path)
+            _check(library().ck_writer_end(handle, complete), self.path)
 
 
 class BlockReader(Closing):
@@ -191,7 +197,7 @@ class BlockReader(Closing):
         assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
         self._handle = ctypes.c_void_p()
         found = ctypes.c_uint64()
-        code = _library().ck_reader_open(os.fsencode(path), direct, ctypes.byref(found), ctypes.byref(self._handle))
+        code = library().ck_reader_open(os.fsencode(path), direct, ctypes.byref(found), ctypes.byref(self._handle))
         _check(code, self.path)
         if found.value != size_bytes:
             self.close()
@@ -204,7 +210,7 @@ class BlockReader(Closing):
         """
         rows = _rows(ranges, 3)
         bad, read = ctypes.c_uint64(), ctypes.c_uint64()
-        code = _library().ck_reader_read(
+        code = library().ck_reader_read(
             self._handle, self.size_bytes, rows.ctypes.data, len(rows),
             None if self._expected is None else self._expected.ctypes.data,
             num_threads, ctypes.byref(bad), ctypes.byref(read),
@@ -218,7 +224,7 @@ class BlockReader(Closing):
         """Close the file."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
-            _library().ck_reader_close(handle)
+            library().ck_reader_close(handle)
 
 
 def _check(code: int, path: Path) -> None:
@@ -231,7 +237,7 @@ def _rows(values: npt.ArrayLike, width: int) -> Columns:
     return rows.reshape(-1, width)
 
 
-def _span(data: Buffer) -> tuple[int, int]:
+def span(data: Buffer) -> tuple[int, int]:
     """Address and size of a buffer; the caller keeps it alive."""
     view = memoryview(data)  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
     assert view.c_contiguous, "a contiguous buffer"
@@ -240,5 +246,6 @@ def _span(data: Buffer) -> tuple[int, int]:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """Return the native library, its functions typed."""
     return bind(load_library("ckptkit"), PROTOTYPES)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, BlockWriter, Bytes, Columns, checksums, copy_many
 from ckptkit.io.remote_reader import RemoteReader
+from ckptkit.io.sums import ChunkSums
 from ckptkit.model.chunk_table import cut
 from threefold.closing import Making
 from threefold.errors import UserError
@@ -68,23 +69,29 @@ def open_reader(storage: Storage, key: str, size_bytes: int, expected: Columns |
         return _LocalReader(path, size_bytes, expected)
 
 
-def open_writer(storage: Storage, key: str, size_bytes: int, *, is_reused: bool = True) -> DataWriter:
-    """Open a new data file of known size for writing.
+def open_writer(
+    storage: Storage, key: str, size_bytes: int, *, is_reused: bool = True, sums: ChunkSums | None = None
+) -> DataWriter:
+    """Open a new data file of known size for writing; what is written is added to `sums`, if there are any.
 
     Without `is_reused` the memory that is written stays as it is until the file is closed, and no upload copies it.
     """
     root = local_root(storage)
-    return _RemoteWriter(storage, key, size_bytes, is_reused) if root is None else _LocalWriter(root, key, size_bytes)
+    if root is None:
+        return _RemoteWriter(storage, key, size_bytes, is_reused, sums)
+    return _LocalWriter(root, key, size_bytes, sums)
 
 
 def write_blocks(
-    storage: Storage, key: str, size_bytes: int, blocks: Iterable[Columns], *, is_reused: bool, num_threads: int = 2
-) -> Columns:
+    storage: Storage, key: str, size_bytes: int, blocks: Iterable[Columns], *, is_reused: bool, num_threads: int = 2,
+    sums: ChunkSums | None = None,
+) -> Columns:  # fmt: skip
     """Write a data file from blocks, rows of (address, bytes), and return the checksums of its granules.
 
-    `is_reused` says that a block's memory gets other bytes once the next block is taken.
+    `is_reused` says that a block's memory gets other bytes once the next block is taken. What is written is added to
+    `sums`, if there are any.
     """
-    with open_writer(storage, key, size_bytes, is_reused=is_reused) as writer:
+    with open_writer(storage, key, size_bytes, is_reused=is_reused, sums=sums) as writer:
         return np.concatenate([writer.write(rows, num_threads=num_threads) for rows in blocks])
 
 
@@ -99,10 +106,12 @@ class _LocalReader(BlockReader):
 class _LocalWriter(DataWriter):
     """Blocks written straight to a local file, which has its name once it is closed."""
 
-    def __init__(self, root: Path, key: str, size_bytes: int) -> None:
-        self._path, self._at = root / key, 0
+    def __init__(self, root: Path, key: str, size_bytes: int, sums: ChunkSums | None) -> None:
+        self._path, self._at, self._sums = root / key, 0, sums
         with local_failures("write", self._path):
             self._writer = BlockWriter(NewFile(root, key), size_bytes)
+        if sums is not None:
+            self._writer.sum_into(sums.address)
 
     def write(self, rows: npt.ArrayLike, *, num_threads: int = 2) -> Columns:
         segments = np.asarray(rows, np.uint64)
@@ -123,8 +132,10 @@ class _LocalWriter(DataWriter):
 class _RemoteWriter(DataWriter):
     """An upload on a thread of its own, fed by the caller's through a queue of one buffer."""
 
-    def __init__(self, storage: Storage, key: str, size_bytes: int, is_reused: bool) -> None:
-        self._is_reused = is_reused
+    def __init__(
+        self, storage: Storage, key: str, size_bytes: int, is_reused: bool, sums: ChunkSums | None
+    ) -> None:  # fmt: skip
+        self._is_reused, self._at, self._sums = is_reused, 0, sums
         self._buffers: queue.Queue[Buffer | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
         self._aborted = False
@@ -137,6 +148,9 @@ class _RemoteWriter(DataWriter):
         most = COPIED_BYTES if self._is_reused else HELD_BYTES
         for buffer in _gathered(np.asarray(rows, np.uint64), most):
             found.append(checksums(buffer))
+            if self._sums is not None:
+                self._sums.add(buffer, self._at)
+            self._at += len(buffer)
             self._put(buffer.tobytes() if self._is_reused else buffer.data)
         return np.concatenate(found)
 

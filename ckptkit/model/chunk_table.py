@@ -20,11 +20,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TensorColumns:
-    """Name, dtype and number of dims of T tensors; many tables share one object, and what is derived from it."""
+    """Name, dtype and number of dims of T tensors; many tables share one object, and what is derived from it.
+
+    `shapes` are the global ones, None where nothing says them.
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     ndims: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def of(cls, infos: Sequence[TensorInfo]) -> "TensorColumns":
@@ -33,6 +37,7 @@ class TensorColumns:
             tuple(info.name for info in infos),
             tuple(info.dtype for info in infos),
             tuple(len(info.shape) for info in infos),
+            tuple(info.shape for info in infos),
         )
 
     @cached_property
@@ -44,6 +49,12 @@ class TensorColumns:
     def num_dims(self) -> Ints:
         """`ndims` as an array."""
         return np.array(self.ndims, np.int64)
+
+    def padded_shapes(self, num_dims: int) -> Ints:
+        """Return the shapes, [T, D], left-padded as boxes are."""
+        shapes = self.shapes or ()
+        padded = [(1,) * (num_dims - len(shape)) + shape for shape in shapes]
+        return np.array(padded, np.int64).reshape(len(shapes), num_dims)
 
     @cached_property
     def json_names(self) -> list[str]:

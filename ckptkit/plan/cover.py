@@ -22,6 +22,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, ramps, row_major_strides
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.plan.certificate import Certificate, TensorSums
 from ckptkit.plan.stored import PartJoin, StoredChunks
 from threefold.errors import CheckFailed, listed
 
@@ -62,6 +63,7 @@ class Cover:
         self._weight = np.zeros(len(tensors), np.uint64)
         self._leaves_shape = np.zeros(len(tensors), bool)
         self._share: list[StoredChunks] = []
+        self._sums = TensorSums(tensors)
 
     def add(self, index: PartIndex, where: str) -> None:
         """Weigh what a part holds; CheckFailed where its index, which is at `where`, does not fit the table."""
@@ -74,6 +76,12 @@ class Cover:
             np.add.at(self._weight, chunks.tensor, weight)
             if self._is_share:
                 self._share.append(stored)
+            self._sums.add(self._join.numbers(index.chunks.tensors, where), index.sums)
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The certificate of what the indexes hold, which they hold once; None where one lacks sums, or for a share."""
+        return None if self._is_share else self._sums.certificate()
 
     def check(self, what: str, parts: Parts) -> None:
         """CheckFailed names `what`, and what of which tensors is missing or double in it."""

@@ -73,15 +73,22 @@ class PartJoin:
         self._bounds = bounds
         self._numbers: dict[TensorColumns, Ints] = {}  # by identity: indexes of equal names share their columns
 
+    def numbers(self, columns: TensorColumns, where: str) -> Ints:
+        """Return the place in the table of each tensor of a part.
+
+        CheckFailed where its index, at `where`, does not fit the table.
+        """
+        numbers = self._numbers.get(columns)
+        if numbers is None:
+            numbers = self._numbers[columns] = _numbers(columns, self.tensors, where)
+        return numbers
+
     def of(self, part: int, index: PartIndex, where: str) -> StoredChunks:
         """Return the chunks of one part, in file order.
 
         CheckFailed where its index, at `where`, does not fit the table.
         """
-        numbers = self._numbers.get(index.chunks.tensors)
-        if numbers is None:
-            numbers = self._numbers[index.chunks.tensors] = _numbers(index.chunks.tensors, self.tensors, where)
-        chunks = index.chunks.renumbered(self.tensors, numbers)
+        chunks = index.chunks.renumbered(self.tensors, self.numbers(index.chunks.tensors, where))
         stored = StoredChunks(chunks, np.full(len(chunks), part), index.offsets)
         return stored if self._bounds is None else stored.take(self._bounds.rows(chunks))
 
@@ -101,10 +108,13 @@ def _numbers(columns: TensorColumns, table: TensorColumns, where: str) -> Ints:
 
     CheckFailed where it is not there as it should be.
     """
-    numbers = []
+    numbers: list[int] = []
     for name, dtype, ndim in zip(columns.names, columns.dtypes, columns.ndims, strict=True):
         number = table.numbers.get(name, -1)
         if number < 0 or table.dtypes[number] != dtype or table.ndims[number] != ndim:
             raise CheckFailed(f"{where} holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
+        if columns.shapes and table.shapes and columns.shapes[len(numbers)] != table.shapes[number]:
+            shapes = f"{list(columns.shapes[len(numbers)])}, the tensor table says {list(table.shapes[number])}"
+            raise CheckFailed(f"{where} holds {name} of shape {shapes}")
         numbers.append(number)
     return np.array(numbers, np.int64)

@@ -22,6 +22,7 @@ from ckptkit.loading.roots import at_once, committed_attempt, read_root, root_in
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
 from ckptkit.model.slab import SLAB_BYTES, Slab, slab_batches
+from ckptkit.plan.certificate import joined
 from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
@@ -42,7 +43,8 @@ class ReshardReport:
     """What a reshard did, or would do, in its shard; bytes_read are read from data files, bytes_kept were there.
 
     `shards` are the files and bytes of each shard. The step is committed once `num_missing`, the files that other
-    shards have still to write, is 0; `was_there` says that it was before.
+    shards have still to write, is 0; `was_there` says that it was before. `certified`: all that was written is equal to
+    what was saved, by the source's certificate.
     """
 
     url: str
@@ -60,6 +62,7 @@ class ReshardReport:
     shards: tuple[tuple[int, int], ...] = ()
     num_missing: int = 0
     was_there: bool = False
+    certified: bool = False
 
 
 def reshard(
@@ -106,7 +109,7 @@ def reshard(
     written, kept = (sum(target.file.size_bytes for target in some) for some in (rewriting.left, rewriting.kept))
     return ReshardReport(
         url, step, *layouts, len(rewriting.own), needed, read, written, time.monotonic() - started, dry_run, kept,
-        str(shard), rewriting.shards, missing,
+        str(shard), rewriting.shards, missing, certified=rewriting.is_certified,
     )  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def _made_before(storage: Storage, wanted: Root) -> Root | None:
     if root_info(storage, wanted.step) is None:
         return None
     there = read_root(storage, wanted.step)
-    if there != replace(wanted, parts=there.parts):
+    if there != replace(wanted, parts=there.parts, certificate=wanted.certificate or there.certificate):
         raise UserError(
             f"{storage.url} already holds step {wanted.step}", hint="choose another place, or remove that step first"
         )
@@ -160,6 +163,7 @@ class _Rewriting:
         self.own, self.kept, self.left = groups[shard.number], list[TargetFile](), list[TargetFile]()
         self.shards = tuple((len(group), sum(target.file.size_bytes for target in group)) for group in groups)
         self.num_missing = 0  # the files that other shards have to write
+        self.is_certified = False
 
     def find_kept(self, *, dry_run: bool) -> None:
         """Find what is there of the own files; refuse a disk that cannot hold what is not. A dry run goes by sizes."""
@@ -226,8 +230,10 @@ class _Rewriting:
         at_once(lambda target: target.part or sealed_part(self._storage, self._folder, target, sizes), self._targets)
         parts = [target.part for target in self._targets if target.part is not None]
         if len(parts) == len(self._targets):
+            sums = ((target.file.chunks.tensors, target.sums) for target in self._targets)
+            certificate, self.is_certified = joined(self._source.root, sums, f"what was made of {self._source.url}")
             self._is_committing = True
-            commit_root(self._storage, replace(self._wanted, parts=tuple(parts)))
+            commit_root(self._storage, replace(self._wanted, parts=tuple(parts), certificate=certificate))
             _remove_hidden(self._storage, self._wanted)
         return len(self._targets) - len(parts)
 

@@ -41,6 +41,7 @@ class TargetFile:
     waiting: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
     writer: DataWriter | None = None
     checksums: list[Columns] = field(default_factory=list)
+    sums: Columns | None = None  # of its tensors, from the first byte that is written on
     part: Part | None = None
 
     def part_of(self, index: bytes) -> Part:
@@ -80,8 +81,9 @@ def sealed_part(storage: Storage, folder: str, target: TargetFile, sizes: Mappin
         index = PartIndex.from_bytes(content, f"{storage.url}/{index_key}")
     except CheckFailed:
         return None
-    if content != target.file.index(index.checksums).to_bytes():
+    if content != target.file.index(index.checksums, index.sums).to_bytes():
         return None
+    target.sums = index.sums
     target.part = target.part_of(content)
     return index
 
@@ -187,7 +189,9 @@ class FileWriter:
 
     def _write(self, target: TargetFile, memory: Bytes) -> None:
         if target.writer is None:
-            target.writer = open_writer(self._storage, f"{self._folder}/{target.keys[0]}", target.file.size_bytes)
+            key, sums = f"{self._folder}/{target.keys[0]}", target.file.new_sums()
+            target.writer = open_writer(self._storage, key, target.file.size_bytes, sums=sums)
+            target.sums = sums.values
         written = sum(map(len, target.checksums)) * GRANULE_BYTES
         is_last = written + len(memory) == target.file.size_bytes
         size = len(memory) if is_last else len(memory) // GRANULE_BYTES * GRANULE_BYTES
@@ -197,7 +201,7 @@ class FileWriter:
         if is_last:
             target.writer.close()
             target.writer = None
-            index = target.file.index(np.concatenate(target.checksums)).to_bytes()
+            index = target.file.index(np.concatenate(target.checksums), target.sums).to_bytes()
             self._storage.write(f"{self._folder}/{target.keys[1]}", index)
             target.part = target.part_of(index)
 

@@ -14,7 +14,7 @@ from ckptkit.format.address import open_run
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.handoff.block_layout import BlockLayout
-from ckptkit.io.blocks import Bytes, Columns, copy_many, num_granules
+from ckptkit.io.blocks import Bytes, Columns, copy_many
 from ckptkit.io.piece_memory import check_memory
 from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses
 from ckptkit.model.box import Piece
@@ -61,7 +61,7 @@ def save(
     )
     parts = [
         PartSource(
-            file.index(np.zeros(num_granules(file.size_bytes), np.uint64)),
+            file.draft_index(),
             source.blocks(*block_layout.first_blocks[number : number + 2]),
             is_reused=not source.is_on_host,
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptkit.format.root import Root
 from ckptkit.handoff.block_layout import BlockLayout
-from ckptkit.io.blocks import Bytes, num_granules
+from ckptkit.io.blocks import Bytes
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, tensor_table
@@ -32,9 +32,7 @@ class SaveTemplate:
         self.sizes = piece_sizes(pieces, tensors)
         self.block_layout = BlockLayout.of(self.plan, len(pieces))
         self.headers: list[Bytes] = [np.frombuffer(file.header, np.uint8) for file in self.plan.files]
-        self.indexes = [
-            file.index(np.zeros(num_granules(file.size_bytes), np.uint64)).to_bytes() for file in self.plan.files
-        ]
+        self.indexes = [file.draft_index().to_bytes() for file in self.plan.files]
         self.dtypes = [table[piece.name].dtype for piece in pieces]
         self.draft = draft.to_bytes() if commits else b""
 

@@ -205,7 +205,8 @@ def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
     is_same = root.share is None or tier_copy.of_node  # as in the source, which was checked when it was committed
     cover = None if is_same else Cover(list(root.tensors.values()))
     parts = wait_for_parts(storage, seat, lambda: tier_copy.deadline_s, cover=cover)
-    copied = replace(root, parts=parts, share=root.share if tier_copy.of_node else None)
+    certificate = root.certificate if cover is None else cover.certificate
+    copied = replace(root, parts=parts, share=root.share if tier_copy.of_node else None, certificate=certificate)
     if is_same and copied != root:
         raise CheckFailed(f"the files of step {step} in {storage.url} are not those in {source.url}")
     commit_root(storage, copied)

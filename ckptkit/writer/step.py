@@ -17,6 +17,7 @@ from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import Columns
 from ckptkit.io.data_files import write_blocks
 from ckptkit.io.striping import Striper
+from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.roots import committed_attempt, root_info
 from ckptkit.plan.cover import Cover
 from ckptkit.writer.commit import NO_ANSWER, NotCommitted, await_commit, commit_root, wait_for_parts
@@ -96,7 +97,7 @@ def write_step(
         parts_there = wait_for_parts(storage, seat, lambda: patience_s(write_s), retries=retries, cover=cover)
         commit_s = time.monotonic() - started - write_s
         saved = Saved.now(code=code, write_s=write_s, commit_s=commit_s)
-        root = replace(draft, parts=parts_there, saved=saved)
+        root = replace(draft, parts=parts_there, saved=saved, certificate=cover.certificate)
     except BaseException as error:
         _clean_up(storage, seat, len(parts), error, may_be_named=may_be_named)
         raise
@@ -148,11 +149,16 @@ def _write_data(target: StepTarget, number: int, part: PartSource, retries: Retr
     Blocks whose memory is reused are there for one try only.
     """
     tries = Retries() if part.is_reused else retries
-    write = partial(
-        write_blocks, target.storage, target.seat.keys(number)[0], part.index.size_bytes, part.blocks,
-        is_reused=part.is_reused, num_threads=target.num_threads,
-    )  # fmt: skip
-    return replace(part.index, checksums=tries.run(write))
+
+    def write() -> PartIndex:
+        sums = ChunkSums(part.index.chunks, part.index.data_offset)
+        found = write_blocks(
+            target.storage, target.seat.keys(number)[0], part.index.size_bytes, part.blocks,
+            is_reused=part.is_reused, num_threads=target.num_threads, sums=sums,
+        )  # fmt: skip
+        return replace(part.index, checksums=found, sums=sums.values)
+
+    return tries.run(write)
 
 
 def _clean_up(

@@ -15,6 +15,8 @@
 
 #include "block_io.h"
 #include "ckptkit.h"
+#include "crc64.h"
+#include "sums.h"
 #include "xxh3.h"
 
 namespace ckptkit {
@@ -24,7 +26,8 @@ struct Writer {
   int file;
   uint64_t size_bytes;
   std::atomic<bool> direct;
-  std::vector<uint8_t> tail;  // the bytes that wait for the end
+  std::vector<uint8_t> tail;   // the bytes that wait for the end
+  const ck_chunks* chunks;     // whose sums writes add to, or null
 };
 
 int leave_direct(Writer& writer) {
@@ -103,6 +106,8 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
       sequence.gather(start + done, start + done + part, buffer + done);
       checksums[done / kGranule] = xxh3_64(buffer + done, part);
     }
+    if (writer.chunks != nullptr)  // while the bytes are in the cache
+      add_sums(*writer.chunks, data != nullptr ? data : buffer + done, offset + done, part, has_carryless());
   }
   if (in_place) return write_fully(writer, whole, size, offset);
   if (!writer.direct) return write_fully(writer, buffer, size, offset);
@@ -128,11 +133,13 @@ int ck_writer_open(int file, uint64_t size_bytes, int direct, void** writer) {
   if (size_bytes > 0 && uninterrupted([&] { return fallocate(file, 0, 0, end); }) < 0 && errno != EOPNOTSUPP &&
       errno != ENOSYS && errno != EINVAL)
     return -errno;
-  auto* const made = new (std::nothrow) Writer{file, size_bytes, is_direct};
+  auto* const made = new (std::nothrow) Writer{file, size_bytes, is_direct, {}, nullptr};
   if (made == nullptr) return -ENOMEM;
   *writer = made;
   return 0;
 }
+
+void ck_writer_sum(void* handle, const ck_chunks* chunks) { static_cast<Writer*>(handle)->chunks = chunks; }
 
 int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
                     uint64_t* checksums, int num_threads) {

@@ -25,6 +25,19 @@ struct ck_copy {
   uint64_t size_bytes;
 };
 
+// The chunks of a data file in file order, over tensors: numbers of chunks and tensors are N and T, dims are D > 0.
+struct ck_chunks {
+  uint64_t num_chunks, num_dims;
+  const uint64_t* begin_bytes;  // [N + 1] where each begins in the file; at last where the last one ends
+  const uint64_t* tensor;       // [N]
+  const uint64_t* box_offset;   // [N, D]
+  const uint64_t* box_shape;    // [N, D]
+  const uint64_t* start;        // [N] position in the box of its first element
+  const uint64_t* shape;        // [T, D]
+  const uint64_t* itemsize;     // [T] bytes
+  uint64_t* sums;               // [T] sums of what was added: what parts add is joined by exclusive or
+};
+
 // XXH3-64, seed 0. `simd` is 0 portable, 1 AVX2, 2 AVX-512, or -1 for the widest that this CPU offers.
 // If `target` (64-byte aligned) is not null, the data is copied there in the same pass.
 CK_API uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* target);
@@ -38,9 +51,16 @@ CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
 CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
                          uint64_t num_ranges, const uint64_t* checksums);
 
+// Add what bytes [offset, offset + size) of a file hold to the sums of its tensors: the CRC-64/NVME (register from 0, not
+// inverted) of each tensor's row-major bytes, once all is added. No element is cut. `carryless` is 0 portable, 1 by
+// carry-less multiplication, or -1 for the best that this CPU offers.
+CK_API void ck_add_sums(const ck_chunks* chunks, const void* data, uint64_t offset_bytes, uint64_t size_bytes, int carryless);
+
 // Write to a new, empty file, whose descriptor stays the caller's, and reserve its size (so that a full disk shows at once);
 // O_DIRECT if `direct` and the file system agree.
 CK_API int ck_writer_open(int file, uint64_t size_bytes, int direct, void** writer);
+// Have each later write add its bytes to the sums of `chunks`, which stay there until the end.
+CK_API void ck_writer_sum(void* writer, const ck_chunks* chunks);
 // Write the segments, one after the other, at `offset_bytes` (a granule's begin); they end at a granule's end or the file's.
 // `checksums` gets one value for each granule written.
 CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,

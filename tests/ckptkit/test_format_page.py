@@ -43,6 +43,7 @@ class Reader:
         assert f"step-{self.root['step']:09d}" == folder.name
         self.rows = {row["name"]: row for row in self.root["tensors"]}
         self.chunks: dict[str, list[Chunk]] = {name: [] for name in self.rows}
+        self.sums: dict[str, int] = {}
         for part in self.root["parts"]:
             for name, chunk in self.chunks_of(part):
                 self.chunks[name].append(chunk)
@@ -67,7 +68,9 @@ class Reader:
         assert len(index) == part["index_bytes"]
         assert xxhash.xxh3_64_hexdigest(index) == part["index_xxh3"]
         assert xxhash.xxh3_64_intdigest(index[:-8]) == int.from_bytes(index[-8:], "little")
-        assert index[:12] == b"CKPTIDX\0\1\0\0\0"
+        assert index[:8] == b"CKPTIDX\0"
+        version = int.from_bytes(index[8:12], "little")
+        assert version in (1, 2)
         dims, width = np.frombuffer(index, "<u2", 2, 12).tolist()
         assert width in (4, 8)
         tensors, chunks, data_offset, data_bytes, names_bytes, granules = np.frombuffer(index, "<u8", 6, 16).tolist()
@@ -83,9 +86,11 @@ class Reader:
         text = bytes(column("u1", names_bytes))
         names = [text[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
         number = f"<u{width}"
+        shapes = column(number, tensors, dims) if version == 2 else []
         columns = [column("<u4", chunks), *(column(number, chunks, dims) for _ in range(2)),
                    *(column(number, chunks) for _ in range(2))]  # fmt: skip
         checksums = column("<u8", granules)
+        sums = column("<u8", tensors) if version == 2 else []
         assert at == len(index) - 8
 
         data = (self.folder / part["data"]).read_bytes()
@@ -93,6 +98,9 @@ class Reader:
         assert [xxhash.xxh3_64_intdigest(data[g << 20 : (g + 1) << 20]) for g in range(granules)] == checksums
         assert granules == -(-data_bytes // 2**20)
         at = data_offset
+        for name, shape, sum_ in zip(names, shapes, sums, strict=False):
+            assert [1] * (dims - len(self.rows[name]["shape"])) + self.rows[name]["shape"] == shape
+            self.sums[name] = self.sums.get(name, 0) ^ sum_
         counts = dict.fromkeys(names, 0)
         for tensor, offset, shape, start, stop in zip(*columns, strict=True):
             name, dtype = names[tensor], DTYPES[list(DTYPES)[codes[tensor]]]
@@ -104,6 +112,16 @@ class Reader:
             counts[name] += 1
             at += elements.nbytes
         assert at == data_bytes
+
+
+def crc64(data: bytes) -> int:
+    """The sum of some bytes."""
+    register = 0
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x9A6C9329AC4BC9B5 if register & 1 else 0)
+    return register
 
 
 def placement_of(row: dict, version: int) -> tuple[list[tuple[int, str, int | None]], int | None]:
@@ -217,6 +235,13 @@ def test_a_reader_written_from_the_page_rebuilds_every_tensor(
         found = reader.tensor(info.name)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert found.tobytes() == expected.tobytes(), info.name
+        if info.placement.tied_to is None:
+            total = reader.sums.get(info.name, 0)
+            assert info.size_bytes > 4096 or total == crc64(found.tobytes()), info.name
+            shape = ",".join(map(str, info.shape))
+            line = f"{info.name}|{info.dtype}|{shape}|{total:016x}".replace("|", "\0").encode()
+            assert reader.root["certificate"]["tensors"][info.name] == xxhash.xxh3_64_hexdigest(line)
+    assert reader.root["certificate"]["sums"] == "crc64-nvme"
 
 
 @pytest.mark.parametrize(("folder", "step"), [(f, n) for f in ("v0.1", "v0.1-root2") for n in (100, 200)])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ckptkit.format.keys import part_keys
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import num_granules, xxh3_64
+from ckptkit.io.blocks import xxh3_64
 from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
@@ -37,7 +37,7 @@ LAYOUT = ParallelLayout(tp=2, dp=2)
 def index_of(rank: int) -> PartIndex:
     chunks = rank_chunks(TENSORS, 3, LAYOUT, LAYOUT.coords(rank))
     file = plan_save([Piece(i.name, box, a, b, None) for i, box, a, b in chunks], TENSORS).files[0]
-    return file.index(np.zeros(num_granules(file.size_bytes), np.uint64))
+    return file.draft_index()
 
 
 INDEXES = [index_of(rank) for rank in range(4)]

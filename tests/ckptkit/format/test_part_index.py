@@ -1,6 +1,7 @@
 """The part index: round trip, and refusal of every damaged or hostile file before its numbers are used."""
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ def make_index() -> PartIndex:
     layout = ParallelLayout(tp=2, dp=2)
     pieces = [Piece(i.name, box, a, b, None) for i, box, a, b in rank_chunks(tensors, 3, layout, layout.coords(0))]
     file = plan_save(pieces, tensors).files[0]
-    return file.index(np.arange(num_granules(file.size_bytes), dtype=np.uint64))
+    sums = np.arange(len(file.chunks.names), dtype=np.uint64)
+    return file.index(np.arange(num_granules(file.size_bytes), dtype=np.uint64), sums)
 
 
 INDEX = make_index()
@@ -45,7 +47,25 @@ def test_round_trip() -> None:
     assert (found.data_offset, found.size_bytes) == (INDEX.data_offset, INDEX.size_bytes)
     assert np.array_equal(found.checksums, INDEX.checksums)
     assert np.array_equal(found.offsets, INDEX.offsets)
+    assert found.chunks.tensors.shapes == INDEX.chunks.tensors.shapes
+    assert found.sums is not None
+    assert found.sums.tolist() == list(range(len(INDEX.chunks.names)))
     assert found.to_bytes() == DATA
+
+
+def test_version_1_has_no_shapes_and_sums() -> None:
+    data = replace(INDEX, sums=None).to_bytes()
+    found = PartIndex.from_bytes(data, "here")
+    assert (data[8], DATA[8], found.chunks.tensors.shapes, found.sums) == (1, 2, None, None)
+    assert found.to_bytes() == data
+    assert len(DATA) - len(data) == 8 * len(INDEX.chunks.names) * 2
+
+
+def test_a_box_that_leaves_its_tensor_is_refused() -> None:
+    chunks = ChunkTable.of([(TensorInfo("w", "U8", (4, 2), Placement(0)), Box((2, 0), (3, 2)), 0, 6)])
+    index = PartIndex(chunks, 0, 6, np.zeros(1, np.uint64), np.zeros(1, np.uint64))
+    with pytest.raises(CheckFailed, match="chunk 0 of w has an impossible box or range"):
+        PartIndex.from_bytes(index.to_bytes(), "here")
 
 
 def test_an_index_of_no_chunks() -> None:
@@ -117,8 +137,8 @@ def test_hostile_counts_allocate_nothing(field: int, value: int) -> None:
 
 def test_another_format_version_is_refused_by_name() -> None:
     body = bytearray(DATA[:-8])
-    struct.pack_into("<I", body, 8, 2)
-    with pytest.raises(UserError, match="format version 2, this program reads 1"):
+    struct.pack_into("<I", body, 8, 3)
+    with pytest.raises(UserError, match="format version 3, this program reads 1 and 2"):
         PartIndex.from_bytes(sealed(bytes(body)), "here")
 
 
