@@ -10,6 +10,7 @@ Programs import these names and no other submodule:
   name, has datasets of them for PyTorch's DataLoader;
 - from samples to documents and back: blame, where;
 - a run's stream in its TOML file: RunStream, StreamConfig, MixtureConfig, BlendConfig, StepConfig;
+- the order of samples of megatron-core's datasets: MegatronBlend, MegatronOrder;
 - a stream that changes along the way: Segment, Mixture, StreamRecord, Recorded.
 
 No folder imports one that comes later: files, text, tokenization, store, packing, stream, dedup, preprocessing,

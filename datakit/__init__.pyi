@@ -21,6 +21,8 @@ from datakit.stream.batch import HostBatch as HostBatch
 from datakit.stream.blend import Blend as Blend
 from datakit.stream.cursor import Cursor as Cursor
 from datakit.stream.loader import Loader as Loader
+from datakit.stream.megatron_blend import MegatronBlend as MegatronBlend
+from datakit.stream.megatron_order import MegatronOrder as MegatronOrder
 from datakit.stream.mixture import Mixture as Mixture
 from datakit.stream.mixture import Segment as Segment
 from datakit.stream.mixture_config import MixtureConfig as MixtureConfig

@@ -68,3 +68,18 @@ struct dk_place {  // a position below `size`, at most 2^62, of the permutation 
 // The element at each place: a Feistel network over the bits that hold the size - 1, two at least, is walked along its
 // cycle until it lands below the size.
 DK_API void dk_permute(const dk_place* places, int64_t num_places, int64_t num_rounds, uint64_t* elements);
+
+// Shuffles values as numpy.random.RandomState does, from its state on: the 624 words of its Mersenne Twister, and how many
+// of them are used up. There are at most 2^32 values. The state goes on.
+DK_API void dk_shuffle(uint32_t* state, uint32_t* values, int64_t num_values);
+
+// Notes for each place that `stride` divides how many tokens the documents at the places before have, and after them the
+// tokens of all, which it returns. Document d has lengths[d - first] tokens.
+DK_API int64_t dk_token_starts(const int32_t* documents, int64_t num_places, const int32_t* lengths, int64_t first,
+                               int64_t stride, int64_t* starts);
+
+// The source of each sample: the first whose weights[s] * max(sample, 1) - (its samples so far) is largest, in float64.
+// Before each sample that `stride` divides, and after the last, it notes how many samples each source has. At most 65,536
+// sources. -ENOMEM if there is no memory.
+DK_API int dk_greedy_blend(const double* weights, int64_t num_sources, int64_t num_samples, int64_t stride,
+                           uint16_t* sources, int64_t* counts);

@@ -18,7 +18,7 @@ from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from threefold.errors import CheckFailed, UserError
 
-Span = tuple[int, int, int]  # a sample's place among those asked for, and the tokens [begin, stop) of a shard
+Span = tuple[int, int, int]  # its number among those of all samples, and the tokens [begin, stop) of a shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Passages:
 def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
     """Return the passages that one or more global samples read, those of a sample in the order of its tokens."""
     wanted = np.array(samples, ndmin=1)
+    row_of_span: list[int] = []
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(wanted)))):
         store = blend.stores[source]
@@ -65,15 +66,16 @@ def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
             while begin < stop:
                 shard, first = store.locate_token(begin)
                 until = min(stop, store.token_starts[shard + 1])
-                spans[source, shard].append((row, begin - first, until - first))
+                spans[source, shard].append((len(row_of_span), begin - first, until - first))
+                row_of_span.append(row)
                 begin = until
     parts = []
     for (source, shard), inside in spans.items():
-        rows, *columns = _passages_of_shard(blend.stores[source], shard, inside)
-        parts.append(np.stack([rows, np.full_like(rows, source), *columns]))
+        numbers, *columns = _passages_of_shard(blend.stores[source], shard, inside)
+        parts.append(np.stack([numbers, np.full_like(numbers, source), *columns]))
     table = np.concatenate(parts, 1)
-    rows, sources, documents, starts, stops = table[:, np.lexsort((table[2], table[0]))]
-    return Passages(wanted[rows].astype(np.int64), sources, documents, starts, stops)
+    numbers, sources, documents, starts, stops = table[:, np.lexsort((table[2], table[0]))]
+    return Passages(wanted[np.array(row_of_span)[numbers]].astype(np.int64), sources, documents, starts, stops)
 
 
 def where(blend: Blend, source: int, document: int, num_samples: int) -> Passages:
@@ -94,17 +96,17 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
     samples = blend.samples_of(source, rows, num_samples) if len(rows) else np.empty(0, np.int64)
     heads = blend.addresses(samples)[1].tolist() if len(samples) else []
     read = [
-        (max(start, begin) - begin, min(stop, end) - begin)
-        for head in heads
+        (sample, max(start, begin) - begin, min(stop, end) - begin)
+        for sample, head in zip(samples.tolist(), heads)
         for start, stop in store.row_spans(head // length, length)
         if start < end and stop > begin
     ]
-    starts, stops = np.array(read, np.int64).reshape(-1, 2).T
+    samples, starts, stops = np.array(read, np.int64).reshape(-1, 3).T
     return Passages(samples, np.full_like(samples, source), np.full_like(samples, document), starts, stops)
 
 
 def _passages_of_shard(store: TokenStore, shard: int, spans: list[Span]) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the passages of spans of one shard: the spans' rows, documents of the store, and the tokens of each."""
+    """Return the passages of spans of one shard: the spans' numbers, documents of the store, and the tokens of each."""
     rows, begins, stops = np.array(spans, np.int64).T
     index, itemsize = store.shard(shard).index, store.shard(shard).dtype.itemsize
     firsts, lasts = [

@@ -52,20 +52,27 @@ class Blend:
         A store that joins later has weight 0 at first. UserError if a weighted store holds no row, a weight is no
         finite number from 0 on, or the stores were made with different tokenizers.
         """
-        self.stores = tuple(store for store, _ in sources)
-        self.seq_length, self.seed = seq_length, seed
-        if not self.stores or seq_length < 1:
-            raise UserError(f"a blend of {len(self.stores)} stores with rows of {seq_length} tokens")
+        if not sources or seq_length < 1:
+            raise UserError(f"a blend of {len(sources)} stores with rows of {seq_length} tokens")
+        stores = [store for store, _ in sources]
         first = Segment(0, tuple(_weight(weight) for _, weight in sources))
-        self.mixture = Mixture([first, *map(_segment, later)], seed)
-        self.rows = np.array([store.num_rows(seq_length) for store in self.stores], np.int64)
+        mixture = Mixture([first, *map(_segment, later)], seed)
+        self._take(stores, mixture, [store.num_rows(seq_length) for store in stores], seq_length, seed)
+        self._check_rows()
+        self._orders: dict[tuple[int, int], Permutation] = {}
+
+    def _take(
+        self, stores: Sequence[TokenStore], mixture: Mixture, rows: Sequence[int], seq_length: int, seed: int
+    ) -> None:
+        """Take what any order of samples has: stores, which of them a sample is of, and the rows of their epochs."""
+        self.stores, self.mixture = tuple(stores), mixture
+        self.seq_length, self.seed = seq_length, seed
+        self.rows = np.array(rows, np.int64)
         self._num_rows: list[int] = self.rows.tolist()
         self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
-        self._check_rows()
         self._check_tokenizers()
         self._check_packings()
         self._masks = DocumentMasks(self.stores, self.segments, seq_length)
-        self._orders: dict[tuple[int, int], Permutation] = {}
         self._digests: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,7 +123,7 @@ class Blend:
                         *differences,
                     ]
                 ),
-                hint=f"keep what was, and append [[data.mixture]] with from_sample = {read} and the change",
+                hint=self._change_hint.format(read=read),
             )
         for begin, what, _ in self._changes[known:]:
             if begin < read:
@@ -196,6 +203,11 @@ class Blend:
             key = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}".encode()
             order = self._orders[source, epoch] = Permutation(self._num_rows[source], key)
         return order
+
+    @property
+    def _change_hint(self) -> str:
+        """What to do if a stream was changed in what is read."""
+        return "keep what was, and append [[data.mixture]] with from_sample = {read} and the change"
 
     @cached_property
     def _changes(self) -> list[tuple[int, str, list[Any]]]:

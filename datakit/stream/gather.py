@@ -39,15 +39,16 @@ class RowSpans:
         return len(self.eod_ids)
 
     def add(self, store: TokenStore, start: int) -> None:
-        """Let the next row begin at a token address of the store."""
-        row, remaining = self.num_rows, self.seq_length + 1
+        """Let the next row begin at an address of the store."""
+        row = self.num_rows
         self.eod_ids.append(NO_EOD if store.eod_id is None else store.eod_id)
-        while remaining:
-            number, first = store.locate_token(start)
-            shard = store.shard(number)
-            count = min(first + shard.num_tokens - start, remaining)
-            self.table.append((row, shard, start - first, count))
-            start, remaining = start + count, remaining - count
+        for begin, stop in store.spans_at(start, self.seq_length):
+            while begin < stop:
+                number, first = store.locate_token(begin)
+                shard = store.shard(number)
+                count = min(first + shard.num_tokens, stop) - begin
+                self.table.append((row, shard, begin - first, count))
+                begin += count
 
 
 class PackedSpans:

@@ -18,6 +18,9 @@ PROTOTYPES: Prototypes = {
     "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
     "dk_rotation_locate": (None, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
     "dk_permute": (None, POINTER, INT64, INT64, POINTER),
+    "dk_shuffle": (None, POINTER, POINTER, INT64),
+    "dk_token_starts": (INT64, POINTER, INT64, POINTER, INT64, INT64, POINTER),
+    "dk_greedy_blend": (INT, POINTER, INT64, INT64, INT64, POINTER, POINTER),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ what may be gone or other by then: the rows of a source that is read no more, th
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +42,32 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """All sources of a stream, and its segments in rising order."""
+    """All sources of a stream, its segments in rising order, and what an order other than its own depends on."""
 
     sources: tuple[Source, ...]
     segments: tuple[PlannedSegment, ...]
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sources: Sequence[Source], segments: Sequence[Segment], masks: Mapping[int, str]) -> "StreamRecord":
+    def of(
+        cls,
+        sources: Sequence[Source],
+        segments: Sequence[Segment],
+        masks: Mapping[int, str],
+        order: Mapping[str, Any] | None = None,
+    ) -> "StreamRecord":
         """Return the record of a stream; `masks` has the digests of masked documents by the sample they begin at."""
         planned = [
             PlannedSegment(each.from_sample, each.weights, each.skip, masks.get(each.from_sample, ""), each.from_step)
             for each in segments
         ]
-        return cls(tuple(sources), tuple(planned))
+        return cls(tuple(sources), tuple(planned), order or {})
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, with lists for tuples."""
         found: dict[str, Any] = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
+        if not self.order:
+            del found["order"]
         return found
 
     @classmethod
@@ -70,7 +79,7 @@ class StreamRecord:
             sources = [
                 Source(str(each["path"]), str(each["fingerprint"]), int(each["rows"])) for each in value["sources"]
             ]
-            return cls(tuple(sources), tuple(map(_segment, value["segments"])))
+            return cls(tuple(sources), tuple(map(_segment, value["segments"])), dict(value.get("order", {})))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"this is not a stream record: {error!r}") from None
 
@@ -80,7 +89,11 @@ class StreamRecord:
             [each for each in record.segments if each.from_sample < num_samples or each is record.segments[0]]
             for record in (self, other)
         ]
-        found: list[str] = []
+        found = [
+            f"{key} of the order was {self.order.get(key, 'none')}, is {other.order.get(key, 'none')}"
+            for key in {**self.order, **other.order}
+            if self.order.get(key) != other.order.get(key)
+        ]
         for number in range(max(map(len, pasts))):
             before, after = [past[number] if number < len(past) else None for past in pasts]
             which = f"segment {number}"
