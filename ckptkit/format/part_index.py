@@ -103,7 +103,7 @@ class PartIndex:
         tensors = known.get(key) if known else None
         if tensors is None:
             tensors = _tensor_columns([column.values for column in columns[:4]], where)
-            if num_sums:
+            if version > 1:
                 shapes = columns[4].values.astype(np.int64).reshape(num_tensors, num_dims)
                 tensors = replace(tensors, shapes=_shapes(shapes, tensors, where))
             if known is not None:

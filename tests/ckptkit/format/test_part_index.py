@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.format.data_file import DataFile
 from ckptkit.format.part_index import DTYPES, PartIndex
 from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.model.box import Box, Piece
@@ -71,6 +72,8 @@ def test_a_box_that_leaves_its_tensor_is_refused() -> None:
 def test_an_index_of_no_chunks() -> None:
     empty = PartIndex(ChunkTable.of([]), 4096, 4096, np.zeros(1, np.uint64))
     assert len(PartIndex.from_bytes(empty.to_bytes(), "here").chunks) == 0
+    found = PartIndex.from_bytes(DataFile.of(ChunkTable.of([])).draft_index().to_bytes(), "here")
+    assert (found.chunks.tensors.shapes, len(found.sums if found.sums is not None else "no sums")) == ((), 0)
 
 
 def test_numbers_past_32_bits_take_8_bytes() -> None:
