@@ -326,6 +326,7 @@ def test_deep_nesting_is_damage(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(max_examples=5000)
 @given(name=st.sampled_from(NAMES), what=damages)
 def test_no_damage_passes_or_crashes_in_many_tries(folder: Path, name: str, what: tuple[str, object, int]) -> None:
