@@ -32,9 +32,11 @@ from threefold.cli import log
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
 from threefold.storage.local import keep_file, sync_name
+from threefold.storage.stale_uploads import abort_stale_uploads
 
 MAX_RANKS = 1 << 17  # each has a file
 UPLOAD_MEMORY_BYTES = 256 << 20  # for all uploads at once, where the target is an object store
+CLOCKS_DIFFER_S = 3600.0  # a server's from ours, at most
 WHOLE = Shard()
 
 
@@ -137,7 +139,15 @@ def _made_before(storage: Storage, wanted: Root) -> Root | None:
 
 
 def _remove_hidden(storage: Storage, wanted: Root, keys: Collection[str] | None = None) -> None:
-    """Remove the hidden files of an earlier try: of some keys, or once the step is committed of all and of its root."""
+    """Remove hidden files of an earlier try: of some keys, or once the step is committed of all and of its root.
+
+    On S3 unfinished uploads, once the step is committed.
+    """
+    if keys is None:
+        try:
+            abort_stale_uploads(storage, f"{step_folder(wanted.step)}/{wanted.attempt}/", -CLOCKS_DIFFER_S)
+        except UserError as error:
+            log(f"warning: {error}")
     for each in temporaries(storage, wanted.step):
         is_ours = each.key.startswith(f"{wanted.attempt}/") if keys is None else each.key in keys
         with contextlib.suppress(StorageError):  # another process removed it

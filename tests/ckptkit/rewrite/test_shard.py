@@ -22,6 +22,7 @@ from ckptkit.loading.roots import read_root, root_info
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.reshard import ReshardReport, reshard
 from ckptkit.rewrite.shard import Shard, shares
+from ckptkit.runs.temporaries import temporaries
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.errors import StorageError, UserError
@@ -29,6 +30,7 @@ from threefold.storage import Storage, open_storage
 from threefold.storage.contract import temporary_name
 from threefold.storage.fault import Fault, FaultStorage
 from threefold.storage.memory import MemoryStorage
+from threefold.storage.stale_uploads import abort_stale_uploads
 
 LAYERS, STEP, LAYOUT = 4, 3, ParallelLayout(tp=2, pp=2, dp=2)
 SIZES = st.lists(st.integers(1, 1 << 50), min_size=1, max_size=60)
@@ -190,29 +192,42 @@ def test_a_file_that_is_gone_at_the_end_is_not_committed(source: Storage, tmp_pa
 
 
 @pytest.mark.slow
-def test_three_processes_one_of_them_killed_and_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_three_processes_one_of_them_killed_and_run_again(
+    tmp_path: Path, is_local: bool, request: pytest.FixtureRequest
+) -> None:
     tensors = gpt_tensors(8, hidden=512, ffn=2048, vocab=8001)
     storage = open_storage(tmp_path / "run")
+    target = open_storage(tmp_path / "new" if is_local else request.getfixturevalue("s3_url"))
     write_checkpoint(storage, STEP, ParallelLayout(tp=4, pp=2), 8, tensors, values(tensors))
-    words = [sys.executable, "-m", "ckptkit", "reshard", str(tmp_path / "run"), str(tmp_path / "new"), "--tp", "2"]
-    words += ["--pp", "4", "--shard", "auto"]
+    words = [sys.executable, "-m", "ckptkit", "reshard", storage.url, target.url, "--tp", "2", "--pp", "4"]
 
     def started(task: int) -> subprocess.Popen[bytes]:
         variables = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_STEP": "1"}
-        return subprocess.Popen(words, env=os.environ | variables | {"SLURM_ARRAY_TASK_COUNT": "3"})
+        variables |= {"SLURM_ARRAY_TASK_COUNT": "3"}
+        return subprocess.Popen([*words, "--shard", "auto"], env=os.environ | variables)
 
-    doomed, *others = (started(task) for task in range(3))
+    doomed = started(0)
     deadline = time.monotonic() + 60
-    while doomed.poll() is None and not list((tmp_path / "new").rglob("part-0000[01].*")):
+    while doomed.poll() is None and not has_begun(target):
         assert time.monotonic() < deadline
-        time.sleep(0.001)
+        time.sleep(0.01)
     doomed.send_signal(signal.SIGKILL)
-    assert [process.wait() for process in others] == [0, 0]
     doomed.wait()
+    assert [process.wait() for process in [started(1), started(2)]] == [0, 0]
     if doomed.returncode:  # it may have ended before
-        assert root_info(open_storage(tmp_path / "new"), STEP) is None
+        assert root_info(target, STEP) is None
     assert started(0).wait() == 0
-    with CheckpointReader(open_storage(tmp_path / "new"), STEP) as reader, CheckpointReader(storage, STEP) as before:
+    with CheckpointReader(target, STEP) as reader, CheckpointReader(storage, STEP) as before:
         assert hash_checkpoint(reader) == hash_checkpoint(before)
-        num_parts = len(reader.root.parts)
-    assert len([path for path in (tmp_path / "new").rglob("*") if path.is_file()]) == 2 * num_parts + 1
+        named = {key for part in reader.root.parts for key in (part.data, part.index)}
+    assert {item.key for item in target.list()} == {f"{step_folder(STEP)}/{key}" for key in (*named, "root.json")}
+    assert not [path for path in tmp_path.joinpath("new").rglob(".*") if path.is_file()]
+    assert abort_stale_uploads(target, older_than_s=0.0) == []
+
+
+def has_begun(target: Storage) -> bool:
+    """Whether anything is written, or an upload is under way."""
+    if temporaries(target, STEP) or list(target.list()):
+        return True
+    return bool(abort_stale_uploads(target, older_than_s=0.0, dry_run=True))
