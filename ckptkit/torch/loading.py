@@ -24,6 +24,9 @@ from threefold.errors import UserError
 TORCH_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2} | {
     stored: getattr(torch, name) for name, stored in STORED.items() if not name.startswith("float8")
 }
+# options that learning rate schedulers add to an optimizer's groups
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+OTHER_KIND = "another kind of optimizer in the checkpoint"
 
 
 class Match:
@@ -161,6 +164,11 @@ class Match:
             if found and not absent:
                 members, options = saved_groups[found.pop()]
                 inner = f"{path}/param_groups/{part(members[0])}"
+                if not _is_of_kind(optimizer, fields(options) or {}):
+                    kept = [f"/{part(key)}" for key in fields(states.get(own[0])) or {} if key != "step"][:1]
+                    what = f"{path}/state/{part(own[0])}{''.join(kept)}"
+                    self.faults.append(f"{what}: {type(optimizer).__name__} here, {OTHER_KIND}")
+                    continue
                 self._fill_options(inner, group, options)
             for name, parameter in zip(own, group["params"], strict=True):
                 if name in group_of:
@@ -279,6 +287,12 @@ class Match:
             return lambda: data.numpy()
         shape = info.shape[:-1]
         return lambda: np.frombuffer(data.numpy().tobytes(), kind, math.prod(shape)).reshape(shape).copy()
+
+
+def _is_of_kind(optimizer: Optimizer, saved: Mapping[Any, Node]) -> bool:
+    """Return whether a group's options may be of this kind of optimizer: other versions of it have more or fewer."""
+    here = optimizer.defaults.keys()
+    return not here - saved.keys() or not saved.keys() - here - OF_SCHEDULERS
 
 
 def _holds_objects(values: list[Any]) -> bool:

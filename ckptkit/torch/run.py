@@ -22,7 +22,7 @@ from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.torch.capture import check_keys
 from ckptkit.torch.exchange import GroupExchange, open_exchange
-from ckptkit.torch.loading import Match
+from ckptkit.torch.loading import OTHER_KIND, Match
 from ckptkit.torch.objects import optimizers_in
 from ckptkit.torch.report import LoadReport
 from ckptkit.torch.saved import Saved
@@ -224,6 +224,8 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
         held_back = union("held_back")
         only_loose = strict and not union("faults")
         hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {saved.url}"
+        if any(fault.endswith(OTHER_KIND) for fault in faults):
+            hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
         if held_back and only_loose and not missing and not unexpected:
             hint = "leave the key out, or take the first rank's by strict=False"
         raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)

@@ -120,6 +120,29 @@ def test_an_optimizer_of_parameters_that_no_model_holds_is_refused_by_its_path(t
     assert_refused(optimizer, r"deep/#1: 1 of its 1 parameters .*\[3\]\nhint: pass the", tmp_path / "run")
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_the_state_of_another_kind_of_optimizer_is_refused_and_nothing_changes(is_strict: bool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    adam, sgd = torch.optim.Adam(model.parameters(), 0.5), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    with Run(tmp_path) as run:
+        run.save(1, {"model": model, "optimizer": adam})
+        sgd.step()
+        before = repr(sgd.state_dict())
+        message = r"optimizer/state/weight: SGD here, another kind of optimizer in .*\nhint: make the opt"
+        with pytest.raises(UserError, match=message):
+            run.load({"model": model, "optimizer": sgd}, strict=is_strict)
+        adam.step()
+        run.save(2, {"model": model, "optimizer": adam})
+        run.wait()
+        message = r"optimizer/state/weight/exp_avg: SGD here, another kind of optimizer in the checkpoint"
+        with pytest.raises(UserError, match=message):
+            run.load({"optimizer": sgd, "model": model}, strict=is_strict)
+        sgd_after = repr(sgd.state_dict())
+        run.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.5)})
+    assert sgd_after == before
+
+
 def assert_refused(value: Any, message: str, url: Path) -> None:
     with Run(url) as run:
         with pytest.raises(UserError, match=message):
