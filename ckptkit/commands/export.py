@@ -1,10 +1,9 @@
 """`ckptkit export`: make a Hugging Face folder out of a checkpoint."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, shown_bytes
-from threefold.cli import print_json, print_line
+from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, print_written, shown_bytes
 from threefold.options import argument, option
 
 
@@ -38,11 +37,4 @@ def run(options: Options) -> None:
             reader, target, like=like, max_shard_bytes=options.max_shard_bytes, progress=progress,
             dry_run=options.dry_run,
         )  # fmt: skip
-    if options.json:
-        print_json(asdict(done))
-    elif not done.bytes_written:
-        print_line(f"{done.url}: is there already, {done.num_files} files")
-    else:
-        did = "would be written" if done.dry_run else f"written in {done.seconds:.1f} s"
-        kept = f", {done.bytes_kept:,} were there" if done.bytes_kept else ""
-        print_line(f"{done.url}: {done.num_files} files, {done.bytes_written:,} bytes {did}{kept}")
+    print_written(done, is_there=not done.bytes_written, as_json=options.json)

@@ -1,10 +1,9 @@
 """`ckptkit import`: make a step of a run out of a Hugging Face folder."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-from ckptkit.commands.shared import Reporting, shown_bytes
-from threefold.cli import print_json, print_line
+from ckptkit.commands.shared import Reporting, print_written, shown_bytes
 from threefold.options import argument, option
 
 
@@ -34,10 +33,4 @@ def run(options: Options) -> None:
         done = import_folder(
             HfFolder(options.source), target, step=step or 0, progress=progress, dry_run=options.dry_run
         )
-    if options.json:
-        print_json(asdict(done))
-    elif done.was_there:
-        print_line(f"{done.url}: is there already, {done.num_files} files")
-    else:
-        did = "would be written" if done.dry_run else f"written in {done.seconds:.1f} s"
-        print_line(f"{done.url}: {done.num_files} files, {done.bytes_written:,} bytes {did}")
+    print_written(done, is_there=done.was_there, as_json=options.json)

@@ -12,6 +12,8 @@ from threefold.options import argument, option
 
 if TYPE_CHECKING:
     from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.rewrite.hf_export import ExportReport
+    from ckptkit.rewrite.reshard import ReshardReport
     from ckptkit.runs.pruning import PruneReport
     from ckptkit.runs.record import StepRecord
     from ckptkit.runs.run import Run
@@ -100,6 +102,18 @@ def shown_bytes() -> Iterator[Callable[[int, int], None]]:
     """Yield a function that shows how many bytes of how many are done."""
     with live(lines_every_s=LINES_EVERY_S) as shown:
         yield lambda done, total: shown.show(f"{done:,} of {total:,} bytes", done / max(total, 1))
+
+
+def print_written(done: "ReshardReport | ExportReport", *, is_there: bool, as_json: bool) -> None:
+    """Print what an import or an export wrote, or would write, and what was there; `is_there`: all of it was."""
+    if as_json:
+        print_json(asdict(done))
+    elif is_there:
+        print_line(f"{done.url}: is there already, {done.num_files} files")
+    else:
+        did = "would be written" if done.dry_run else f"written in {done.seconds:.1f} s"
+        kept = f", {done.bytes_kept:,} were there" if done.bytes_kept else ""
+        print_line(f"{done.url}: {done.num_files} files, {done.bytes_written:,} bytes {did}{kept}")
 
 
 def open_run(url: str, hint: str) -> "Storage":
