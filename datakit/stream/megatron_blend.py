@@ -19,7 +19,7 @@ from datakit.stream.cursor import Cursor
 from datakit.stream.megatron_order import MAX_SEED, MAX_SOURCES, MegatronOrder, normalized
 from datakit.stream.megatron_store import MegatronStore
 from datakit.stream.mixture import Mixture, Segment
-from datakit.stream.native import stream_library
+from datakit.stream.native import megatron_library
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError
 
@@ -84,7 +84,7 @@ class GreedyMixture(Mixture):
         chosen = np.empty(self._size, np.uint16)
         counts = np.empty((-(-self._size // self._stride) + 1, num_sources), np.int64)
         weights = np.array(self._weights, np.float64)
-        code = stream_library().dk_greedy_blend(
+        code = megatron_library().dk_greedy_blend(
             weights.ctypes.data, num_sources, self._size, self._stride, chosen.ctypes.data, counts.ctypes.data
         )
         if code:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from datakit.store.shard import HEADER, Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.megatron_order import MAX_ROWS, Epochs, MegatronOrder
-from datakit.stream.native import stream_library
+from datakit.stream.native import megatron_library
 from threefold.errors import UserError
 
 _STRIDE = 8
@@ -140,7 +140,7 @@ class MegatronStore(TokenStore):
                 path = self.shard(number).idx_path
                 lengths[low - begin : high - begin] = np.fromfile(path, "<i4", high - low, offset=offset_bytes)
         starts = np.empty(-(-len(order) // _STRIDE) + 1, np.int64)
-        total = stream_library().dk_token_starts(
+        total = megatron_library().dk_token_starts(
             order.ctypes.data, len(order), lengths.ctypes.data, begin, _STRIDE, starts.ctypes.data
         )
         if lengths.min() < 0 or total != self.epochs.num_epochs * self.num_tokens_read:
@@ -155,4 +155,4 @@ def _shuffle(twister: "array[int]", values: npt.NDArray[np.int32] | UInt32s, apa
     """Shuffle the first `apart` values in place, and the others after them, as RandomState.shuffle does."""
     for part in (values[:apart], values[apart:]):
         if len(part):
-            stream_library().dk_shuffle(twister.buffer_info()[0], part.ctypes.data, len(part))
+            megatron_library().dk_shuffle(twister.buffer_info()[0], part.ctypes.data, len(part))

@@ -18,16 +18,24 @@ PROTOTYPES: Prototypes = {
     "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
     "dk_rotation_locate": (None, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
     "dk_permute": (None, POINTER, INT64, INT64, POINTER),
+}  # fmt: skip
+MEGATRON_PROTOTYPES: Prototypes = {
     "dk_shuffle": (None, POINTER, POINTER, INT64),
     "dk_token_starts": (INT64, POINTER, INT64, POINTER, INT64, INT64, POINTER),
     "dk_greedy_blend": (INT, POINTER, INT64, INT64, INT64, POINTER, POINTER),
-}  # fmt: skip
+}
 
 
 @cache
 def stream_library() -> ctypes.CDLL:
     """Load the library at first use."""
     return bind(load_library("datakit"), PROTOTYPES)
+
+
+@cache
+def megatron_library() -> ctypes.CDLL:
+    """Load the library at first use, with what the order of Megatron needs of it."""
+    return bind(load_library("datakit"), MEGATRON_PROTOTYPES)
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:

@@ -95,6 +95,15 @@ class StreamConfig(BlendConfig):
     document_mask: bool = option(False, "let attention not cross documents")
     max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
     mixture: tuple[MixtureConfig, ...] = option((), "what changes from a sample on: [[data.mixture]] in the file")
+    order: Literal["permuted", "megatron"] = option(
+        "permuted", "which sample comes when: megatron repeats the datasets of megatron-core"
+    )
+    split: tuple[float, ...] = option(
+        (), "megatron: shares of training, validation and test documents; empty: all train", minimum=0
+    )
+    train_samples: int = option(0, "megatron: samples of the whole run; 0: up to train.train_steps", minimum=0)
+    mid_level_dataset_surplus: float = option(0.005, "megatron: what each weighted store holds beyond", minimum=0)
+    start_sample: int = option(0, "megatron: the sample of the order at which the run begins", minimum=0)
 
     @property
     def plan(self) -> Plan:
@@ -103,8 +112,29 @@ class StreamConfig(BlendConfig):
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between the fields of this table."""
-        found = BlendConfig.faults(self, table)
+        found = BlendConfig.faults(self, table) + self._order_faults(table)
         return found or plan(self.stores, self.weights, self.mixture, table)[1]
+
+    def _order_faults(self, table: str) -> list[Fault]:
+        """Return the faults between the order of samples and the other fields."""
+        if self.order == "permuted":
+            given = [name for name in ("split", "train_samples", "start_sample") if getattr(self, name)]
+            return [
+                ({f"{table}.{name}", f"{table}.order"}, f'{table}.{name} needs {table}.order = "megatron"')
+                for name in given
+            ]
+        from datakit.stream.megatron_order import split_fault
+
+        found: list[Fault] = []
+        if self.mixture:
+            text = f"{table}.mixture changes a stream, and the order of Megatron is one for a whole run"
+            found.append(({f"{table}.mixture", f"{table}.order"}, text))
+        if self.packing != "concat":
+            text = f"{table}.packing is {self.packing}, and the order of Megatron cuts rows itself"
+            found.append(({f"{table}.packing", f"{table}.order"}, text))
+        if self.split and (fault := split_fault(self.split)):
+            found.append(({f"{table}.split"}, f"{table}.{fault}"))
+        return found
 
     def open(
         self, steps: StepConfig, *, table: str, recorded: "Recorded | None" = None, is_draft: bool = False
@@ -120,6 +150,8 @@ class StreamConfig(BlendConfig):
         from datakit.stream.stream_record import Recorded
 
         self.check(table)
+        if self.order == "megatron":
+            return self._open_megatron(steps)
         known, found = recorded or Recorded(None, 0, 0), self.plan
         stores = [self._store(number, found, known, steps, is_draft=is_draft) for number in range(len(found.sources))]
         later = segments(found, self.mixture, lambda step: known.sample_of(step, steps.global_batch_size), table)
@@ -136,6 +168,27 @@ class StreamConfig(BlendConfig):
                     f"the token store {path} is gone, and read from sample {sample} on",
                     hint=f'bring it back, or append [[data.mixture]], from_sample = {first}, remove = ["{path}"]',
                 )
+        return blend
+
+    def _open_megatron(self, steps: StepConfig) -> "Blend":
+        """Return the stream of megatron-core's datasets; UserError if it ends before the run does."""
+        from datakit.store.token_store import TokenStore
+        from datakit.stream.megatron_blend import MegatronBlend
+        from datakit.stream.megatron_order import MegatronOrder
+
+        num_samples = steps.train_steps * steps.global_batch_size
+        needed = self.start_sample + num_samples
+        split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
+        order = MegatronOrder(self.train_samples or needed, split, surplus, self.start_sample)
+        stores = [TokenStore.open(path) for path in self.stores]
+        blend = MegatronBlend(stores, self.weights, seq_length=steps.seq_length, seed=steps.seed, order=order)
+        if blend.mixture.max_samples < num_samples:
+            size = self.start_sample + blend.mixture.max_samples
+            raise UserError(
+                f"the run reads {needed} samples of the order, and the order has {size}",
+                hint=f"--data.train-samples {needed}, or --train-steps "
+                f"{blend.mixture.max_samples // steps.global_batch_size}",
+            )
         return blend
 
     def _store(

@@ -51,7 +51,9 @@ def test_the_tables_are_those_of_the_headers() -> None:
     ops = pytest.importorskip("trainer.ops.native")
     tables: dict[str, Prototypes] = {
         "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
-        "datakit/datakit.h": datakit.stream.native.PROTOTYPES | datakit.packing.native.PROTOTYPES,
+        "datakit/datakit.h": datakit.stream.native.PROTOTYPES
+        | datakit.stream.native.MEGATRON_PROTOTYPES
+        | datakit.packing.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
     }
     for header, table in tables.items():

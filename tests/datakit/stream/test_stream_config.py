@@ -68,3 +68,29 @@ def test_the_last_step_may_be_that_of_an_epoch(tmp_path: Path, store: TokenStore
     assert blend.rows.tolist() == [10]
     assert run.num_steps(blend) == last
     assert [run.samples(1), run.samples(last)] == [range(3), range(3 * last - 3, 3 * last)]
+
+
+def test_the_order_of_megatron_is_opened_by_its_keys(tmp_path: Path, store: TokenStore) -> None:
+    text = (
+        f"[data]\nstores = ['{store.path}']\norder = 'megatron'\n[train]\n"
+        "seq_length = 8\ntrain_steps = 3\nglobal_batch_size = 2\n"
+    )
+    blend, late = (read(tmp_path, text, data__start_sample=at, data__train_samples="9").open() for at in ("0", "3"))
+    assert late.batch(range(6)).tokens.tolist() == blend.batch(range(3, 9)).tokens.tolist()
+    with pytest.raises(UserError, match="the run reads 17 samples of the order, and the order has 10") as caught:
+        read(tmp_path, text, data__start_sample="3", data__train_samples="9", train__train_steps="7").open()
+    assert caught.value.hint == "--data.train-samples 17, or --train-steps 3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ("start_sample = 4", 'data.start_sample needs data.order = "megatron"'),
+        ("order = 'megatron'\nsplit = [0, 0]", "data.split 0,0 does not sum"),
+        ("order = 'megatron'\npacking = 'pad'", "the order of Megatron cuts rows itself"),
+        ("order = 'megatron'\n[[data.mixture]]\nfrom_sample = 4\nskip = [[5, 6]]", "is one for a whole run"),
+    ],
+)
+def test_keys_that_the_order_of_megatron_refuses(tmp_path: Path, keys: str, fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        read(tmp_path, f"[data]\nstores = ['a']\n{keys}\n")
