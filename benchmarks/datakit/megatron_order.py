@@ -38,6 +38,7 @@ OURS = (
     MEASURE
     + """
 from datakit import MegatronBlend, MegatronOrder, TokenStore
+import numpy.random
 def make():
     weights = range(1, num_stores + 1) if num_stores > 1 else ()
     stores = [TokenStore.open(folder) for _ in range(num_stores)]
