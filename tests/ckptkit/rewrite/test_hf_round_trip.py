@@ -18,6 +18,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.rewrite import hf_export
 from ckptkit.rewrite.hf_import import import_folder
 from tests.ckptkit.support.hf_folders import write_folder
+from threefold.errors import UserError
 from threefold.storage import open_storage
 
 
@@ -188,3 +189,20 @@ def test_an_import_is_one_attempt_however_often_it_is_tried(tmp_path: Path) -> N
         import_folder(folder, open_storage(tmp_path / run), step=100)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert (tmp_path / "a" / "step-000000100" / folder.attempt).is_dir()
+
+
+def test_a_second_import_beside_the_first_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    write_folder(tmp_path / "source", "gpt2", num_files=2)
+    folder, storage = HfFolder(str(tmp_path / "source")), open_storage(tmp_path / "run")
+    refused: list[str] = []
+
+    def rival(done: int, total: int) -> None:
+        with pytest.raises(UserError, match="another process imports the same folder") as caught:
+            import_folder(HfFolder(str(tmp_path / "source")), open_storage(tmp_path / "run"))
+        refused.append(str(caught.value.hint))
+
+    assert not import_folder(folder, storage, progress=rival).was_there
+    assert refused[0] == "wait until it ends, then run this again"
+    assert import_folder(folder, storage).was_there
+    with CheckpointReader(storage, 0) as reader:
+        assert verify_checkpoint(reader).ok
