@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config
-from trainer.config.resolve import schedule_of
+from trainer.config.resolve import cuts_tokens, schedule_of
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
@@ -63,7 +63,8 @@ class Engine:
         self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = OpChoices(choose_attention(config, mesh, self.dtype, None, by_timing=False))
         self.chunk = Chunk(config, self.store, mesh, self.choices)
-        shape_TD = config.train.micro_batch_size * config.train.seq_length, config.model.hidden_size
+        num_tokens = config.train.micro_batch_size * config.train.seq_length
+        shape_TD = num_tokens // (mesh.tp.size if cuts_tokens(config) else 1), config.model.hidden_size
         self.pipeline: Executor[MicroBatch] = Executor(
             self._link_of, lambda: torch.empty(shape_TD, dtype=self.dtype, device=mesh.device)
         )
@@ -98,7 +99,7 @@ class Engine:
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),
-            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_T).sum() * scale.to(loss_T.dtype),
+            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum() * scale.to(loss_T.dtype),
         )
         squares = self.store.finish_reduce()
         # each tensor-parallel rank of the last stage has its data-parallel share of the loss
@@ -118,7 +119,7 @@ class Engine:
         loss = self._run(
             "forward",
             self._microbatches(0, batch),
-            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_T).sum(dtype=torch.float64),
+            lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum(dtype=torch.float64),
         )
         count = batch.loss_mask.sum(dtype=torch.float64)
         counts_here = mesh.is_last_stage and mesh.coords.tp == 0
@@ -171,6 +172,6 @@ class Engine:
             weights = None if scale is None else loss_mask.to(wide) * scale.to(wide)
             arrays = tokens, labels, positions, loss_mask
             microbatches.append(
-                MicroBatch(*arrays, train.seq_length, first_sample, key, weights_T=weights, documents=documents)
+                MicroBatch(*arrays, train.seq_length, first_sample, key, weights_S=weights, documents=documents)
             )
         return microbatches

@@ -34,12 +34,13 @@ MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 a
 )  # fmt: skip
 
 
-def config_of(layout: ParallelLayout, zero_stage: int = 1, **model: Any) -> Config:
+def config_of(layout: ParallelLayout, zero_stage: int = 1, cuts_tokens: bool = False, **model: Any) -> Config:
+    parallel = ParallelConfig(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage)  # type: ignore[arg-type]
     config = Config(
         model=replace(MODEL, **model),
-        parallel=ParallelConfig(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage),  # type: ignore[arg-type]
+        parallel=replace(parallel, sequence_parallel="on" if cuts_tokens else "off"),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05),
-        train=TrainConfig(train_steps=5, seq_length=5, global_batch_size=4, precision="fp64", device="cpu"),
+        train=TrainConfig(train_steps=5, seq_length=6, global_batch_size=4, precision="fp64", device="cpu"),
     )
     return resolve(config, layout.world_size)
 
@@ -68,7 +69,7 @@ def compare_plain(config: Config) -> None:
 
 
 def compare(fault: Fault) -> None:
-    config = config_of(fault.layout or ParallelLayout(), fault.zero_stage, **fault.model)
+    config = config_of(fault.layout or ParallelLayout(), fault.zero_stage, fault.cuts_tokens, **fault.model)
     if fault.layout is None:
         compare_plain(config)
     else:
@@ -82,10 +83,12 @@ def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
         compare(fault)
 
 
-@pytest.mark.parametrize(("layout", "zero_stage"), [(TP, 1), (PP, 1), (DP, 0), (DP, 1), (None, 1)])
+@pytest.mark.parametrize(
+    ("layout", "zero_stage", "cuts"), [(TP, 1, 0), (TP, 1, 1), (PP, 1, 0), (DP, 0, 0), (DP, 1, 0), (None, 1, 0)]
+)
 @pytest.mark.parametrize("position", ["learned", "rope"])
-def test_without_a_fault_they_pass(layout: ParallelLayout | None, zero_stage: int, position: str) -> None:
-    compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}))
+def test_without_a_fault_they_pass(layout: ParallelLayout | None, zero_stage: int, cuts: int, position: str) -> None:
+    compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, bool(cuts)))
 
 
 def test_faults_have_names_of_their_own() -> None:

@@ -1,5 +1,7 @@
 """Many ranks in one process: what they exchange, how they fail, and what an engine's step calls of its groups."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,20 +97,29 @@ def test_calls_that_differ_are_an_error(other: torch.Tensor | None) -> None:
     assert caught.value.__notes__ == [f"in {kind} of group dp, ranks 0, 1"]
 
 
-def test_a_step_calls_its_groups_as_often_as_the_layout_says() -> None:
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_step_calls_its_groups_as_often_as_the_layout_says(cuts: bool) -> None:
     layout = ParallelLayout(tp=2, pp=2, dp=2)
-    recorder_of = run_threads(8, recorders, small(config_for("llama", layout)))
+    config = small(config_for("llama", layout))
+    config = replace(config, parallel=replace(config.parallel, sequence_parallel="on" if cuts else "off"))
+    recorder_of = run_threads(8, recorders, config)
     num_microbatches = 8
     for rank, recorder in enumerate(recorder_of):
         is_last = layout.coords(rank).pp == 1
         num_layers = 1 if is_last else 2
         loss, embedding, head = (2, 0, 1) if is_last else (0, 1, 0)
-        forward, backward = 2 * num_layers + embedding + loss, 2 * num_layers + head
+        forward, backward = 2 * num_layers + embedding, 2 * num_layers + head
+        calls = {("all_reduce", "tp"): loss} if loss else {}
+        if cuts:  # what is gathered for a linear is gathered again for the gradient of its weight
+            calls[("reduce_scatter", "tp")] = forward + backward
+            calls[("all_gather", "tp")] = 2 * forward + backward - embedding
+        else:
+            calls[("all_reduce", "tp")] = forward + backward + loss
         cut = num_layers + 1  # buckets of what tp cuts: one a layer, and the embedding or the head
         whole = num_layers + is_last  # of norms: one a layer, and the last norm
         away, back = ("gradients", "activations") if is_last else ("activations", "gradients")
         assert recorder.counts() == {
-            ("all_reduce", "tp"): num_microbatches * (forward + backward),
+            **{name: num_microbatches * number for name, number in calls.items()},
             ("all_reduce", "dp"): 1,  # the number of tokens
             ("all_reduce", "world"): 1,  # loss and squared norm
             ("reduce_scatter", "dp"): cut,
@@ -119,7 +130,7 @@ def test_a_step_calls_its_groups_as_often_as_the_layout_says() -> None:
             ("receive", back): num_microbatches,
         }
         sent = [call.num_bytes for call in recorder.calls if call.kind == "send"]
-        assert sent == [8 * 16 * 32] * num_microbatches
+        assert sent == [8 * 16 * 32 // (2 if cuts else 1)] * num_microbatches
 
 
 def recorders(rank: int, config: Config, *, network: Network) -> Recorder:

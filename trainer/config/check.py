@@ -48,6 +48,11 @@ def model_faults(config: Config) -> list[Fault]:
     if kv_heads % tp and tp % kv_heads and kv_heads != heads:  # several ranks may hold the same one; one fault, not two
         text = f"model.num_kv_heads {kv_heads} and parallel.tp {tp}: one must divide the other"
         faults.append(({"model.num_kv_heads", "parallel.tp"}, text))
+    num_tokens = config.train.micro_batch_size * config.train.seq_length
+    if config.parallel.sequence_parallel == "on" and num_tokens % tp:
+        names = {"parallel.sequence_parallel", "parallel.tp", "train.micro_batch_size", "train.seq_length"}
+        text = f"parallel.sequence_parallel cuts the {num_tokens} tokens of a micro-batch over parallel.tp {tp}"
+        faults.append((names, f"{text}, which does not divide them"))
     if model.num_layers < pp:
         text = f"model.num_layers {model.num_layers} is less than parallel.pp {pp}"
         faults.append(({"model.num_layers", "parallel.pp"}, text))

@@ -13,6 +13,9 @@ class ParallelConfig:
     tp: int = option(1, "tensor-parallel size", minimum=1, flags=["--tp", "--tensor-model-parallel-size"])
     pp: int = option(1, "pipeline stages", minimum=1, flags=["--pp", "--pipeline-model-parallel-size"])
     dp: int = option(0, "data-parallel size; 0 means all ranks that tp and pp leave over", minimum=0, flags=["--dp"])
+    sequence_parallel: Literal["auto", "on", "off"] = option(
+        "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"]
+    )
     schedule: Literal["1f1b", "gpipe"] = option(
         "1f1b", "order of the pipeline's passes; gpipe keeps the activations of all micro-batches", flags=["--schedule"]
     )

@@ -56,6 +56,13 @@ def schedule_of(config: Config) -> str:
     return config.parallel.schedule if config.parallel.pp > 1 else "1f1b"
 
 
+def cuts_tokens(config: Config) -> bool:
+    """Return whether tokens are cut over tp between the cut linears: sequence parallel."""
+    parallel, train = config.parallel, config.train
+    divides = train.micro_batch_size * train.seq_length % parallel.tp == 0
+    return parallel.tp > 1 and divides and parallel.sequence_parallel != "off"
+
+
 def kv_replicas(config: Config) -> int:
     """Return how many tensor-parallel neighbours hold the same key-value heads: more than one if tp exceeds them."""
     return max(config.parallel.tp // config.model.num_kv_heads, 1)

@@ -93,22 +93,29 @@ class Group:
         self._call("broadcast", tensor, source)
         return tensor
 
-    def reduce_scatter(self, flat: Tensor) -> Tensor:
-        """Sum a flat buffer over the group and return this rank's equal share of it, a view; the rest is undefined."""
-        self._call("reduce_scatter", flat)
-        return flat.chunk(self.size)[self.index]
+    def share(self, whole: Tensor) -> Tensor:
+        """Return this rank's equal share of a tensor's rows, a view."""
+        return whole.chunk(self.size)[self.index]
 
-    def all_gather(self, flat: Tensor) -> Tensor:
-        """Fill a flat buffer from the equal shares that the ranks hold of it, and return it."""
-        self._call("all_gather", flat)
-        return flat
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """Sum a tensor in place over the group and return this rank's `share` of it; the rest is undefined."""
+        self._call("reduce_scatter", whole)
+        return self.share(whole)
+
+    def all_gather(self, whole: Tensor) -> Tensor:
+        """Fill a tensor from the shares that the ranks hold of it, and return it."""
+        self._call("all_gather", whole)
+        return whole
 
     def all_gather_rows(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, ...]."""
-        rows = tensor.new_empty(self.size, *tensor.shape)
-        rows[self.index] = tensor
-        self.all_gather(rows.view(-1))
-        return rows
+        return self.start_gather(tensor.unsqueeze(0)).wait()
+
+    def start_gather(self, share: Tensor) -> Work:
+        """Begin to gather the shares of all ranks; the work's tensor is their rows, in the order of ranks."""
+        whole = share.new_empty(self.size * len(share), *share.shape[1:])
+        self.share(whole).copy_(share)
+        return self.start("all_gather", whole)
 
     def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
         """Begin `all_reduce`, `broadcast`, `reduce_scatter` or `all_gather`, with that method's arguments.

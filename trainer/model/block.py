@@ -1,18 +1,19 @@
 """The transformer block: norms, attention and MLP around the residual stream.
 
-Letters of shapes in this folder: T tokens of this rank, D hidden size, N query heads and K key-value heads of this
-rank, H head size, C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank.
+Letters of shapes in this folder: S tokens of a micro-batch, T those of them that this rank has between cut linears
+(all, unless sequence parallel cuts them), D hidden size, N query heads and K key-value heads of this rank, H head size,
+C = (N + 2 K) H, F feed-forward size of this rank, V vocabulary rows of this rank.
 """
 
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.mesh.group import Group
 from trainer.model.attention import Attention
 from trainer.model.microbatch import MicroBatch
 from trainer.model.mlp import MLP
 from trainer.model.norm import Norm
 from trainer.model.op_choices import OpChoices
+from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 
 SITE_ATTENTION, SITE_MLP = 0, 1  # the dropouts of a block; the embedding counts as a layer after the last
@@ -22,13 +23,13 @@ class Block:
     """One pre-norm layer; `number` is its place in the whole model."""
 
     def __init__(
-        self, model: ModelConfig, store: ParameterStore, number: int, group: Group, choices: OpChoices
+        self, model: ModelConfig, store: ParameterStore, number: int, tensor: TensorParallel, choices: OpChoices
     ) -> None:
         prefix, self.number = f"layers.{number}", number
         self.norm1 = Norm(model, store, f"{prefix}.norm1")
-        self.attention = Attention(model, store, f"{prefix}.attn", group, choices)
+        self.attention = Attention(model, store, f"{prefix}.attn", tensor, choices)
         self.norm2 = Norm(model, store, f"{prefix}.norm2")
-        self.mlp = MLP(model, store, f"{prefix}.mlp", group)
+        self.mlp = MLP(model, store, f"{prefix}.mlp", tensor)
 
     def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the branch that is yet to be added to it, as it takes them.

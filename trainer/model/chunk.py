@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ckptkit import stage_layers
 from trainer.config import Config
+from trainer.config.resolve import cuts_tokens
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.block import Block
 from trainer.model.embedding import embed_tokens, lookup
@@ -15,6 +16,7 @@ from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import recompute
 from trainer.model.rotary import rotary_frequencies
 from trainer.ops.rope import turns_at
+from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 
 
@@ -22,30 +24,31 @@ class Chunk:
     """The part of the model on this rank; owned by the training thread."""
 
     def __init__(self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.tensor = config, TensorParallel(mesh.tp, cuts_tokens(config))
         model = config.model
         if mesh.is_first_stage:
             self.embed = store.weight("embed.weight")
             self.positions = store.weight_if_any("pos.weight")
         layers = stage_layers(model.num_layers, mesh.layout.pp, mesh.coords.pp)
-        self.blocks = [Block(model, store, number, mesh.tp, choices) for number in layers]
-        self.head = Head(config, store, mesh.tp) if mesh.is_last_stage else None
+        self.blocks = [Block(model, store, number, self.tensor, choices) for number in layers]
+        self.head = Head(config, store, self.tensor) if mesh.is_last_stage else None
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [T]."""
+        """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [S]."""
         x_TD, branch_TD = self.hidden(received_TD, batch)
         if self.head is not None:
-            return self.head.losses(x_TD, branch_TD, batch.labels_T, batch.weights_T)
+            return self.head.losses(x_TD, branch_TD, batch.labels_S, batch.weights_S)
         return x_TD if branch_TD is None else x_TD + branch_TD
 
     def hidden(self, received_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this stage's layers, and the branch that is yet to be added to it."""
+        batch = replace(batch, first_token=self.tensor.first_token(len(batch.tokens_S)))
         x_TD = self._embedded(batch) if received_TD is None else received_TD
         branch_TD: Tensor | None = None
         model = self.config.model
         if model.position == "rope":
             frequencies_H = rotary_frequencies(model, device=x_TD.device)
-            batch = replace(batch, turns_TH=turns_at(batch.positions_T, frequencies_H, x_TD.dtype))
+            batch = replace(batch, turns_SH=turns_at(batch.positions_S, frequencies_H, x_TD.dtype))
         for block in self.blocks:
             if self.config.train.recompute == "full":
                 x_TD, branch_TD = recompute(block, x_TD, branch_TD, batch)
@@ -56,12 +59,13 @@ class Chunk:
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the logits of the whole vocabulary of each row's last token, for a model on one pipeline stage."""
         assert self.head is not None, "the last stage has the head"
+        assert not self.tensor.cuts_tokens, "the last token of each row is on every rank"
         last = slice(batch.seq_length - 1, None, batch.seq_length)
         x_TD, branch_TD = self.hidden(None, batch)
         return self.head.logits(x_TD[last], None if branch_TD is None else branch_TD[last])
 
     def _embedded(self, batch: MicroBatch) -> Tensor:
-        x_TD = embed_tokens(batch.tokens_T, self.embed, self.mesh.tp)
+        x_TD = embed_tokens(batch.tokens_S, self.embed, self.tensor)
         if self.positions is not None:
-            x_TD = x_TD + lookup(batch.positions_T, self.positions)
+            x_TD = x_TD + lookup(self.tensor.own(batch.positions_S), self.positions)
         return batch.drop(x_TD, layer=self.config.model.num_layers, site=0)

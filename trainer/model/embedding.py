@@ -7,23 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.linear.weight import Weight, add_or_write
-from trainer.mesh.group import Group
 from trainer.ops.dtypes import wide_dtype
-from trainer.parallel.collectives import reduce_from
+from trainer.parallel.tensor import TensorParallel
 
 
-def embed_tokens(tokens_T: Tensor, weight: Weight, group: Group) -> Tensor:
-    """Return the rows of the whole matrix, [T, D], the same on all ranks of the group.
+def embed_tokens(tokens_S: Tensor, weight: Weight, tensor: TensorParallel) -> Tensor:
+    """Return the rows of the whole matrix that this rank's tokens of the micro-batch are, [T, D].
 
     For example with 10 rows on each of two ranks token 13 is row 3 of the second, and zero on the first.
     """
-    if group.size == 1:
-        return lookup(tokens_T, weight)
+    if tensor.group.size == 1:
+        return lookup(tokens_S, weight)
     num_rows = weight.values.shape[0]
-    local_T = tokens_T - group.index * num_rows
-    is_here_T = (local_T >= 0) & (local_T < num_rows)
-    rows_TD = lookup(local_T.masked_fill(~is_here_T, 0), weight)
-    return reduce_from(rows_TD * is_here_T.unsqueeze(-1), group)
+    local_S = tokens_S - tensor.group.index * num_rows
+    is_here_S = (local_S >= 0) & (local_S < num_rows)
+    rows_SD = lookup(local_S.masked_fill(~is_here_S, 0), weight)
+    return tensor.leave(rows_SD * is_here_S.unsqueeze(-1))
 
 
 def lookup(rows_T: Tensor, weight: Weight) -> Tensor:

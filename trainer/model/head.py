@@ -4,21 +4,20 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.linear.linear import linear
-from trainer.mesh.group import Group
 from trainer.model.norm import Norm
 from trainer.ops.cross_entropy import VocabularyPart
-from trainer.parallel.collectives import copy_to
 from trainer.parallel.cross_entropy import vocab_cross_entropy
 from trainer.parallel.linear_cross_entropy import linear_cross_entropy, tokens_at_once
+from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 
 
 class Head:
     """Norm and output matrix, which is the embedding's if they are tied."""
 
-    def __init__(self, config: Config, store: ParameterStore, group: Group) -> None:
-        model = config.model
-        self.group, self.vocab_size = group, model.vocab_size
+    def __init__(self, config: Config, store: ParameterStore, tensor: TensorParallel) -> None:
+        model, group = config.model, tensor.group
+        self.tensor, self.group, self.vocab_size = tensor, group, model.vocab_size
         self.z_loss, self.max_bytes = config.train.z_loss, config.train.max_logits_gib * 2**30
         self.norm = Norm(model, store, "norm")
         self.matrix = store.weight("embed.weight" if model.tie_embeddings else "head.weight")
@@ -26,22 +25,22 @@ class Head:
         self.first_row = group.index * num_rows
         self.num_true_rows = max(min(model.vocab_size - self.first_row, num_rows), 0)
 
-    def losses(self, x_TD: Tensor, branch_TD: Tensor | None, labels_T: Tensor, weights_T: Tensor | None) -> Tensor:
-        """Return the loss of each token, [T], the same on all ranks of the group; in training with the z-loss.
+    def losses(self, x_TD: Tensor, branch_TD: Tensor | None, labels_S: Tensor, weights_S: Tensor | None) -> Tensor:
+        """Return the loss of each token, [S], the same on all ranks of the group; in training with the z-loss.
 
-        There the step's loss is their sum times weights_T, which an evaluation leaves out.
+        There the step's loss is their sum times weights_S, which an evaluation leaves out.
         """
-        x_TD = copy_to(self.norm(x_TD, branch_TD)[0], self.group)
-        z_loss = 0.0 if weights_T is None else self.z_loss
-        at_once = tokens_at_once(len(x_TD), len(self.matrix.values) * x_TD.itemsize, self.max_bytes)
-        if at_once < len(x_TD):
+        x_SD = self.tensor.enter(self.norm(x_TD, branch_TD)[0])
+        z_loss = 0.0 if weights_S is None else self.z_loss
+        at_once = tokens_at_once(len(x_SD), len(self.matrix.values) * x_SD.itemsize, self.max_bytes)
+        if at_once < len(x_SD):
             part = VocabularyPart(self.first_row, self.num_true_rows)
             return linear_cross_entropy(
-                x_TD, self.matrix, labels_T, part, self.group, weights_T=weights_T, z_loss=z_loss,
+                x_SD, self.matrix, labels_S, part, self.group, weights_T=weights_S, z_loss=z_loss,
                 tokens_at_once=at_once,
             )  # fmt: skip
         return vocab_cross_entropy(
-            linear(x_TD, self.matrix), labels_T, first_row=self.first_row, num_true_rows=self.num_true_rows,
+            linear(x_SD, self.matrix), labels_S, first_row=self.first_row, num_true_rows=self.num_true_rows,
             group=self.group, z_loss=z_loss,
         )  # fmt: skip
 

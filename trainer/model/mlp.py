@@ -3,20 +3,19 @@
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.mesh.group import Group
 from trainer.ops.activation import ACTIVATIONS, SWIGLU
-from trainer.parallel.tensor import column_linear, row_linear
+from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
 
 
 class MLP:
     """gate and up as one product, the nonlinearity, down; without a gate for GELU.
 
-    Kept for the backward: x and the packed gate|up, [T, 2 F], of which the backward makes down's input again.
+    Kept for the backward: x and the packed gate|up, [S, 2 F], of which the backward makes down's input again.
     """
 
-    def __init__(self, model: ModelConfig, store: ParameterStore, prefix: str, group: Group) -> None:
-        self.group, self.activation = group, ACTIVATIONS[model.activation]
+    def __init__(self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel) -> None:
+        self.tensor, self.activation = tensor, ACTIVATIONS[model.activation]
         names = ("gate", "up") if self.activation is SWIGLU else ("up",)
         self.up = store.weight(*(f"{prefix}.{name}.weight" for name in names))
         self.up_bias = store.weight_if_any(*(f"{prefix}.{name}.bias" for name in names))
@@ -24,5 +23,5 @@ class MLP:
         self.down_bias = store.weight_if_any(f"{prefix}.down.bias")
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        packed_TC = column_linear(x_TD, [(self.up, self.up_bias)], self.group)
-        return row_linear(packed_TC, self.down, self.down_bias, self.group, self.activation)
+        packed_SC = self.tensor.column_linear(x_TD, [(self.up, self.up_bias)])
+        return self.tensor.row_linear(packed_SC, self.down, self.down_bias, self.activation)

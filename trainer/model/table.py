@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ckptkit import Coords, Cut, ParallelLayout, Placement
 from trainer.config import Config, ModelConfig
+from trainer.config.resolve import cuts_tokens
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Run, plan_runs
 
@@ -19,6 +20,13 @@ def parameter_table(config: Config) -> dict[str, Parameter]:
 
     A tied head has a row with `tied_to` and no values of its own.
     """
+    table = _rows(config)
+    if cuts_tokens(config):  # each tensor-parallel rank has the part of its tokens
+        table = {name: replace(row, is_partial=True) for name, row in table.items()}
+    return table
+
+
+def _rows(config: Config) -> dict[str, Parameter]:
     model = config.model
     hidden, vocab = model.hidden_size, model.vocab_size
     rows, round_to = (Cut(0),), model.round_vocab_to

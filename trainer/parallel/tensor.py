@@ -2,10 +2,13 @@
 
 Weights are [out, in]. A column-cut linear holds rows of the weight, which are some of the outputs; a row-cut one
 columns, which are some of the inputs. For example a weight [8, 4] is [4, 4] on each of two ranks when cut by columns,
-[8, 2] when cut by rows. Source: Megatron-LM (Shoeybi et al., 2019).
+[8, 2] when cut by rows. Source: Megatron-LM (Shoeybi et al., 2019). Sequence parallel cuts the tokens of what is
+between a row-cut linear and the next column-cut one, of which each rank then keeps and computes its share: all-reduces
+become reduce-scatters and all-gathers (Korthikanti et al., 2022, arXiv 2205.05198).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,22 +16,47 @@ from torch import Tensor
 from trainer.linear.linear import MakeX, add_bias, linear
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
-from trainer.parallel.collectives import copy_to, reduce_from
+from trainer.parallel.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
 
 
-def column_linear(x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]], group: Group) -> Tensor:
-    """Return this rank's outputs, [T, N / tp], of a replicated input: those of several weights side by side."""
-    x_TD = copy_to(x_TD, group)
-    parts = [linear(x_TD, weight, bias) for weight, bias in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The group over which linears are cut, and whether tokens are too: then T below is S / tp of S tokens."""
 
+    group: Group
+    cuts_tokens: bool
 
-def row_linear(x_TK: Tensor, weight: Weight, bias: Weight | None, group: Group, make_x: MakeX | None = None) -> Tensor:
-    """Return all outputs, [T, D], of this rank's inputs, the same on all ranks; the bias is added after the sum.
+    def enter(self, x_TD: Tensor) -> Tensor:
+        """Return the input of cut weights, [S, D], from an activation that is replicated, or cut by tokens."""
+        return gather_from(x_TD, self.group) if self.cuts_tokens else copy_to(x_TD, self.group)
 
-    `make_x` makes the inputs, as in `linear`.
-    """
-    if group.size == 1:
-        return linear(x_TK, weight, bias, make_x=make_x)
-    y_TD = reduce_from(linear(x_TK, weight, make_x=make_x), group)
-    return y_TD if bias is None else add_bias(y_TD, bias)
+    def leave(self, x_SD: Tensor) -> Tensor:
+        """Return the sum of the ranks' partial results, [T, D]; if tokens are cut the argument is overwritten."""
+        return reduce_scatter_to(x_SD, self.group) if self.cuts_tokens else reduce_from(x_SD, self.group)
+
+    def own(self, x_S: Tensor) -> Tensor:
+        """Return what this rank has of something of all tokens, a view."""
+        return self.group.share(x_S) if self.cuts_tokens else x_S
+
+    def first_token(self, num_tokens: int) -> int:
+        """Return which of so many tokens is the first that this rank has."""
+        return self.group.index * (num_tokens // self.group.size) if self.cuts_tokens else 0
+
+    def column_linear(self, x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]]) -> Tensor:
+        """Return this rank's outputs, [S, N / tp]: those of several weights side by side."""
+        if self.cuts_tokens:
+            parts = [linear(x_TD, weight, bias, gather=self.group) for weight, bias in weights]
+        else:
+            x_TD = copy_to(x_TD, self.group)
+            parts = [linear(x_TD, weight, bias) for weight, bias in weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def row_linear(self, x_SK: Tensor, weight: Weight, bias: Weight | None, make_x: MakeX | None = None) -> Tensor:
+        """Return all outputs, [T, D], of this rank's inputs; the bias is added after the sum.
+
+        `make_x` makes the inputs, as in `linear`.
+        """
+        if self.group.size == 1:
+            return linear(x_SK, weight, bias, make_x=make_x)
+        y_TD = self.leave(linear(x_SK, weight, make_x=make_x))
+        return y_TD if bias is None else add_bias(y_TD, bias)

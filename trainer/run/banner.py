@@ -6,6 +6,7 @@ from ckptkit import Retention, Tier, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
+from trainer.config.resolve import cuts_tokens
 from trainer.observe.flops import count_parameters
 
 
@@ -29,7 +30,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         (
             "layout",
             f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
-            f"ZeRO stage {parallel.zero_stage}",
+            f"ZeRO stage {parallel.zero_stage}{', sequence parallel' if cuts_tokens(config) else ''}",
         ),
         (
             "step",

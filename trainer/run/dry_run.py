@@ -12,7 +12,7 @@ from ckptkit import Coords
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
-from trainer.config.resolve import kv_replicas, layout_of, schedule_of, tiers_of
+from trainer.config.resolve import cuts_tokens, kv_replicas, layout_of, schedule_of, tiers_of
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import groups_needed
@@ -99,17 +99,18 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
 def activation_bytes(config: Config, pp: int) -> int:
     """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
 
-    A layer keeps 4 tensors as wide as the residual stream, queries, keys, values and their result, and what the MLP's
-    nonlinearity reads, which SwiGLU makes twice as wide. The last stage also keeps the logits, or at most
-    train.max_logits_gib of them and the gradient of their input.
+    A layer keeps 4 tensors as wide as the residual stream (of this rank's tokens, if they are cut), queries, keys,
+    values and their result, and what the MLP's nonlinearity reads, which SwiGLU makes twice as wide. The last stage
+    also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input.
     """
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
     q_size, kv_size = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
     inside = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
-    layer = 4 * model.hidden_size + (2 * q_size + 2 * kv_size + inside) // parallel.tp
+    hidden = model.hidden_size // (parallel.tp if cuts_tokens(config) else 1)
+    layer = 4 * hidden + (2 * q_size + 2 * kv_size + inside) // parallel.tp
     if train.recompute == "full":
-        layer = model.hidden_size
+        layer = hidden
     num_layers = -(-model.num_layers // parallel.pp)
     in_flight = peak_live(rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, pp))
     num_bytes = train.micro_batch_size * train.seq_length * in_flight * dtype.itemsize  # of one number a token

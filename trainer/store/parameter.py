@@ -11,7 +11,7 @@ class Parameter:
 
     `std` is None for ones, 0 for zeros, else the standard deviation of normals. `decays`: weight decay applies. The
     gradient of a parameter that tp does not cut is the same on all tp ranks, so one of them contributes it, unless it
-    `is_partial`: then each has the part of its own heads.
+    `is_partial`: then each has the part of its own heads, or of its own tokens.
     """
 
     shape: tuple[int, ...]

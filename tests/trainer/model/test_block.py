@@ -49,7 +49,7 @@ def test_no_position_sees_a_later_one(model: str) -> None:
 def test_rotations_see_distances_alone() -> None:
     layer, x = block("llama"), stream()
     near, far = (
-        replace(each, turns_TH=rope_turns(each.positions_T, 8, 10000.0, torch.float64))
+        replace(each, turns_SH=rope_turns(each.positions_S, 8, 10000.0, torch.float64))
         for each in (batch(), batch(first_position=500))
     )
     torch.testing.assert_close(stream_after(layer, x, near), stream_after(layer, x, far))

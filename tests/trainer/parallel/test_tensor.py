@@ -5,6 +5,7 @@ Three ranks hold a vocabulary of four as 2, 2 and 0 rows: the last rank has padd
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -15,11 +16,10 @@ from trainer.linear.linear import linear
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.embedding import embed_tokens
-from trainer.parallel.collectives import copy_to
 from trainer.parallel.cross_entropy import vocab_cross_entropy
-from trainer.parallel.tensor import column_linear, row_linear
+from trainer.parallel.tensor import TensorParallel
 
-TP, VOCAB, HIDDEN, INNER, NUM_TOKENS = 3, 4, 5, 6, 7
+TP, VOCAB, HIDDEN, INNER, NUM_TOKENS = 3, 4, 5, 6, 9
 
 
 def values(*shape: int, seed: int) -> torch.Tensor:
@@ -28,8 +28,8 @@ def values(*shape: int, seed: int) -> torch.Tensor:
 
 TABLE, UP, UP_BIAS = values(VOCAB, HIDDEN, seed=0), values(INNER, HIDDEN, seed=1), values(INNER, seed=2)
 DOWN, DOWN_BIAS = values(HIDDEN, INNER, seed=3), values(HIDDEN, seed=4)
-TOKENS = torch.tensor([0, 3, 1, 2, 2, 0, 3])
-LABELS = torch.tensor([3, 0, 1, 2, 0, 3, 1])
+TOKENS = torch.tensor([0, 3, 1, 2, 2, 0, 3, 1, 0])
+LABELS = torch.tensor([3, 0, 1, 2, 0, 3, 1, 1, 2])
 WEIGHTS = values(NUM_TOKENS, seed=5)  # of the token losses in the sum that is differentiated
 
 
@@ -37,7 +37,7 @@ def own_rows(rank: int) -> list[int]:
     return [row for row in range(VOCAB) if row // 2 == rank]
 
 
-def cut(rank: int, *, network: Network) -> dict[str, Any]:
+def cut(rank: int, cuts_tokens: bool, *, network: Network) -> dict[str, Any]:
     """Losses and gradients of one rank."""
     tp = ProcessMesh(ParallelLayout(tp=TP), rank, CPU, timeout_s=60, network=network).tp
     features = slice(2 * rank, 2 * rank + 2)
@@ -46,21 +46,29 @@ def cut(rank: int, *, network: Network) -> dict[str, Any]:
     parts = {"table": rows, "up": UP[features], "up_bias": UP_BIAS[features], "down": DOWN[:, features]}
     handles = {name: handle(part) for name, part in (parts | {"bias": DOWN_BIAS}).items()}
     table, up, up_bias, down, bias = (weight for weight, _ in handles.values())
-    x = embed_tokens(TOKENS, table, tp)
-    x = x + row_linear(torch.tanh(column_linear(x, [(up, up_bias)], tp)), down, bias, tp)
-    logits = linear(copy_to(x, tp), table)
+    tensor = TensorParallel(tp, cuts_tokens)
+    x = embed_tokens(TOKENS, table, tensor)
+    assert len(x) == NUM_TOKENS // (TP if cuts_tokens else 1)
+    x = x + tensor.row_linear(torch.tanh(tensor.column_linear(x, [(up, up_bias)])), down, bias)
+    logits = linear(tensor.enter(x), table)
     losses = vocab_cross_entropy(logits, LABELS, first_row=2 * rank, num_true_rows=len(own_rows(rank)), group=tp)
     (losses * WEIGHTS).sum().backward()
     return {"losses": losses.detach()} | {name: gradient for name, (_, gradient) in handles.items()}
 
 
-def test_three_ranks_equal_the_whole() -> None:
+@pytest.mark.parametrize("cuts_tokens", [False, True])
+def test_three_ranks_equal_the_whole(cuts_tokens: bool) -> None:
     table, up, up_bias, down, bias = (v.clone().requires_grad_() for v in (TABLE, UP, UP_BIAS, DOWN, DOWN_BIAS))
     x = table[TOKENS]
     x = x + F.linear(torch.tanh(F.linear(x, up, up_bias)), down, bias)
     losses = F.cross_entropy(x @ table.T, LABELS, reduction="none")
     (losses * WEIGHTS).sum().backward()
-    for rank, part in enumerate(run_threads(TP, cut)):
+    parts = run_threads(TP, cut, cuts_tokens)
+    if cuts_tokens:  # each has what its own tokens ask of the bias
+        whole = sum(part["bias"] for part in parts)
+        for part in parts:
+            part["bias"] = whole
+    for rank, part in enumerate(parts):
         features, rows = slice(2 * rank, 2 * rank + 2), own_rows(rank)
         expected = {
             "losses": losses.detach(),

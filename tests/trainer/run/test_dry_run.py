@@ -24,7 +24,7 @@ def test_a_run_is_described_and_nothing_is_written(
     assert call("train", job_config, *flags) == 0
     text = capsys.readouterr().err
     assert "model    27,168 parameters: 3 layers of 32" in text
-    assert "layout   tp 2 x pp 3 x dp 2 = 12 ranks, ZeRO stage 1\n" in text
+    assert "layout   tp 2 x pp 3 x dp 2 = 12 ranks, ZeRO stage 1, sequence parallel\n" in text
     assert "save     run every 600 s" in text
     assert [line.split()[:5] for line in text.splitlines() if line.startswith("memory")] == [
         ["memory", "a", "rank", "of", "stage"]

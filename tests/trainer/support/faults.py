@@ -17,15 +17,16 @@ from trainer import engine
 from trainer.engine import Engine
 from trainer.linear.linear import linear
 from trainer.linear.weight import Weight
-from trainer.mesh.group import Group
-from trainer.model import chunk, head, mlp
+from trainer.mesh.group import Group, Work
+from trainer.model import chunk, head
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import lookup
 from trainer.model.head import Head
 from trainer.ops.activation import Activation
 from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
-from trainer.parallel.collectives import _ReduceFrom, reduce_from
+from trainer.parallel.collectives import _ReduceFrom
+from trainer.parallel.tensor import TensorParallel
 from trainer.store import plan, store
 from trainer.store.bucket import Bucket
 from trainer.store.store import ParameterStore
@@ -44,6 +45,7 @@ class Fault:
     plant: Callable[[Patch], None]
     zero_stage: int = 1
     model: dict[str, Any] = field(default_factory=dict)
+    cuts_tokens: bool = False
 
 
 def skipping(kind: str, group: str) -> Callable[[Patch], None]:
@@ -79,7 +81,7 @@ def own_first_sample(real: Any, self: Engine, step: int, batch: Any, **options: 
 
 def shifted_positions(real: Any, self: Engine, step: int, batch: Any, **options: Any) -> Any:
     seq, index = self.config.train.seq_length, self.mesh.dp.index
-    return [replace(each, positions_T=(each.positions_T + index) % seq) for each in real(self, step, batch, **options)]
+    return [replace(each, positions_S=(each.positions_S + index) % seq) for each in real(self, step, batch, **options)]
 
 
 def every_row_decays(real: Any, config: Any) -> Any:
@@ -102,8 +104,8 @@ def averaged(real: Any, self: Any) -> None:
     self.gradients.div_(self.group.size)
 
 
-def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_T: torch.Tensor, **options: Any) -> Any:
-    return real(logits_TV, labels_T, **options | {"num_true_rows": logits_TV.shape[-1]})
+def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_S: torch.Tensor, **options: Any) -> Any:
+    return real(logits_TV, labels_S, **options | {"num_true_rows": logits_TV.shape[-1]})
 
 
 def next_first_row(real: Any, self: Head, *args: Any) -> None:
@@ -118,9 +120,9 @@ def swapped(real: Any, name: str, num_stages: int, num_microbatches: int, rank: 
 
 
 def bias_before_the_sum(
-    real: Any, x: torch.Tensor, weight: Weight, bias: Weight, group: Group, make_x: Any
+    real: Any, self: TensorParallel, x: torch.Tensor, weight: Weight, bias: Weight, make_x: Any = None
 ) -> torch.Tensor:
-    return reduce_from(linear(x, weight, bias, make_x=make_x), group)
+    return self.leave(linear(x, weight, bias, make_x=make_x))
 
 
 def own_norm(real: Any, self: Group, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -169,16 +171,21 @@ def neighbours_interval(real: Any, total: int, size: int, index: int, itemsize: 
 
 def own_means(real: Any, self: Engine, name: str, batches: Any, reduce_loss: Any) -> torch.Tensor:
     def reduce(losses: torch.Tensor, batch: Any) -> torch.Tensor:
-        return (losses * batch.loss_mask_T).sum() / batch.loss_mask_T.sum().clamp(min=1) / len(batches)
+        return (losses * batch.loss_mask_S).sum() / batch.loss_mask_S.sum().clamp(min=1) / len(batches)
 
     return real(self, name, batches, reduce)
 
 
-def row_0_for_others(real: Any, tokens: torch.Tensor, weight: Weight, group: Group) -> torch.Tensor:
+def row_0_for_others(real: Any, tokens: torch.Tensor, weight: Weight, cut: TensorParallel) -> torch.Tensor:
     num_rows = weight.values.shape[0]
-    local = tokens - group.index * num_rows
+    local = tokens - cut.group.index * num_rows
     is_here = (local >= 0) & (local < num_rows)
-    return reduce_from(lookup(local.masked_fill(~is_here, 0), weight), group)
+    return cut.leave(lookup(local.masked_fill(~is_here, 0), weight))
+
+
+def not_summed(real: Any, self: Group, kind: str, tensor: torch.Tensor, *args: Any) -> Work:
+    is_left_out = kind == "reduce_scatter" and self.name == "tp"
+    return Work(self, kind, tensor, None) if is_left_out else real(self, kind, tensor, *args)
 
 
 def own_maximum(real: Any, self: Group, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -199,7 +206,7 @@ FAULTS = [
     Fault("gradients of cut inputs are not summed over tp", TP, wrapping(tensor, "copy_to", lambda real, x, group: x)),
     Fault("gradients of row linears are summed over tp", TP, outputs_are_summed_twice),
     Fault("a row bias is added on each tp rank before the sum", TP,
-          wrapping(mlp, "row_linear", bias_before_the_sum)),
+          wrapping(TensorParallel, "row_linear", bias_before_the_sum)),
     Fault("the squared norm counts norms on every tp rank", TP,
           wrapping(ParameterStore, "finish_reduce", norms_count_twice)),
     Fault("every tp rank draws the weights of the first", TP, wrapping(store, "initial_values", weights_of_the_first)),
@@ -209,6 +216,16 @@ FAULTS = [
     Fault("tokens of other ranks look up row 0", TP, wrapping(chunk, "embed_tokens", row_0_for_others)),
     Fault("the softmax subtracts each rank's own maximum", TP, wrapping(Group, "all_reduce", own_maximum)),
     Fault("evaluation counts on each tp rank", TP, wrapping(Engine, "eval_batch", counted_on_each)),
+    Fault("a row bias is added on each tp rank before the sum of cut tokens", TP,
+          wrapping(TensorParallel, "row_linear", bias_before_the_sum), cuts_tokens=True),
+    Fault("one tp rank contributes the gradients of norms, of its own tokens", TP,
+          wrapping(engine, "parameter_table", no_partial_rows), model={"qk_norm": False}, cuts_tokens=True),
+    Fault("gradients of gathered tokens are not summed over tp", TP, wrapping(Group, "start", not_summed),
+          cuts_tokens=True),
+    Fault("dropout begins with the first token on each tp rank", TP,
+          wrapping(TensorParallel, "first_token", lambda real, self, num_tokens: 0), cuts_tokens=True),
+    Fault("each tp rank has the positions of the first tokens", TP,
+          wrapping(TensorParallel, "own", lambda real, self, x: x[: len(x) // self.group.size]), cuts_tokens=True),
     Fault("tied gradients are not summed over the ends", PP, skipping("reduce_scatter", "ends_dp")),
     Fault("the tied head does not get the new values", PP, skipping("all_gather", "ends_dp")),
     Fault("dropout numbers layers within a stage", PP, wrapping(Chunk, "__init__", layers_from_zero)),

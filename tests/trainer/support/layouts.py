@@ -53,6 +53,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         # a bucket of 0 MiB holds one parameter
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp,
+            sequence_parallel=draw(st.sampled_from(["auto", "off"])),
             schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
             zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
         ),
