@@ -20,7 +20,7 @@ from threefold.storage import open_storage
 TENSORS = gpt_tensors(hidden=64, ffn=128, vocab=2001)
 OLDER, NEWER = 1, 2
 INDEX_COLUMNS = (
-    "name ends", "dtypes", "dims", "names", "tensor", "offset", "shape", "start", "stop", "checksums"
+    "name ends", "dtypes", "dims", "names", "shapes", "tensor", "offset", "shape", "start", "stop", "checksums", "sums"
 )  # fmt: skip
 
 
@@ -65,8 +65,8 @@ def blocks(run: Path) -> dict[str, tuple[Path, int, int]]:
         "data: last granule": (data, (granules - 1) * GRANULE_BYTES, part.data_bytes),
     }
     num_dims, width, num_tensors, num_chunks, num_bytes = struct.unpack_from("<4xHHQQ16xQ", table.read_bytes(), 8)
-    counts = [4 * num_tensors, num_tensors, num_tensors, num_bytes, 4 * num_chunks]
-    counts += [width * num_chunks * num_dims] * 2 + [width * num_chunks] * 2 + [8 * granules]
+    counts = [4 * num_tensors, num_tensors, num_tensors, num_bytes, width * num_tensors * num_dims, 4 * num_chunks]
+    counts += [width * num_chunks * num_dims] * 2 + [width * num_chunks] * 2 + [8 * granules, 8 * num_tensors]
     found["index: header"], at = (table, 0, 64), 64
     for name, size in zip(INDEX_COLUMNS, counts, strict=True):
         found[f"index: {name}"] = (table, at, at + -(-size // 8) * 8)  # with the zeros that pad it
