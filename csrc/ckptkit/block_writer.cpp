@@ -89,25 +89,36 @@ class Sequence {
   std::vector<uint64_t> ends_;
 };
 
+// What reads the granules that are hashed: their elements go into the sums of their tensors.
+struct Summing {
+  const ck_chunks* chunks;
+  uint64_t offset;  // of the next byte in the file
+
+  static void read(void* context, const uint8_t* data, size_t size) {
+    auto& self = *static_cast<Summing*>(context);
+    add_sums(*self.chunks, data, self.offset, size, has_carryless());
+    self.offset += size;
+  }
+};
+
 int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64_t stop, uint64_t offset,
                 uint64_t* checksums, uint8_t* buffer) {
   const uint64_t size = stop - start;
   const uint8_t* const whole = sequence.contiguous(start, stop);
   const bool aligned = reinterpret_cast<uintptr_t>(whole) % kDirectAlignment == 0 && size % kDirectAlignment == 0;
   const bool in_place = whole != nullptr && (aligned || !writer.direct);
+  Summing summing{writer.chunks, offset};
+  const Reader summer{Summing::read, &summing};
+  const Reader* const reader = writer.chunks != nullptr ? &summer : nullptr;
   for (uint64_t done = 0; done < size; done += kGranule) {
     const uint64_t part = std::min(kGranule, size - done);
-    const uint8_t* const data = sequence.contiguous(start + done, start + done + part);
-    if (in_place) {
-      checksums[done / kGranule] = xxh3_64(data, part);
-    } else if (data != nullptr) {
-      checksums[done / kGranule] = xxh3_64(data, part, best_simd(), buffer + done);
-    } else {
-      sequence.gather(start + done, start + done + part, buffer + done);
-      checksums[done / kGranule] = xxh3_64(buffer + done, part);
+    const uint8_t* data = sequence.contiguous(start + done, start + done + part);
+    uint8_t* target = in_place ? nullptr : buffer + done;
+    if (data == nullptr) {
+      sequence.gather(start + done, start + done + part, target);
+      data = target, target = nullptr;
     }
-    if (writer.chunks != nullptr)  // while the bytes are in the cache
-      add_sums(*writer.chunks, data != nullptr ? data : buffer + done, offset + done, part, has_carryless());
+    checksums[done / kGranule] = xxh3_64(data, part, best_simd(), target, reader);
   }
   if (in_place) return write_fully(writer, whole, size, offset);
   if (!writer.direct) return write_fully(writer, buffer, size, offset);

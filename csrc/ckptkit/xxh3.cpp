@@ -6,6 +6,8 @@
 namespace ckptkit {
 namespace {
 
+constexpr size_t kPiece = 256 * kBlockBytes;  // that a reader gets at once: a part of a core's L2 cache
+
 uint64_t read32(const uint8_t* from) {
   uint32_t value;
   std::memcpy(&value, from, sizeof value);
@@ -80,19 +82,26 @@ uint64_t hash_up_to_240(const uint8_t* data, size_t size) {
   return avalanche(hash + mix16(data + size - 16, kSecret + 136 - 17));
 }
 
-uint64_t hash_long(const uint8_t* data, size_t size, Simd simd, uint8_t* target) {
+uint64_t hash_long(const uint8_t* data, size_t size, Simd simd, uint8_t* target, const Reader* reader) {
   uint64_t lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-  switch (simd) {
-    case Simd::avx512: xxh3_stripes_avx512(data, size, lanes, target); break;
-    case Simd::avx2: xxh3_stripes_avx2(data, size, lanes, target); break;
-    case Simd::base: xxh3_stripes_base(data, size, lanes, target); break;
-  }
-  uint64_t hash = size * kPrime64_1;
+  const auto hash = [&](size_t start, size_t part, bool is_end) {
+    uint8_t* const to = target != nullptr ? target + start : nullptr;
+    switch (simd) {
+      case Simd::avx512: xxh3_stripes_avx512(data + start, part, lanes, to, is_end); break;
+      case Simd::avx2: xxh3_stripes_avx2(data + start, part, lanes, to, is_end); break;
+      case Simd::base: xxh3_stripes_base(data + start, part, lanes, to, is_end); break;
+    }
+    if (reader != nullptr) reader->read(reader->context, data + start, part);
+  };
+  size_t done = 0;
+  for (; reader != nullptr && size - done > kPiece; done += kPiece) hash(done, kPiece, false);
+  hash(done, size - done, true);
+  uint64_t merged = size * kPrime64_1;
   for (int i = 0; i < 8; i += 2) {
     const uint8_t* const secret = kSecret + 11 + 8 * i;
-    hash += multiply_and_fold(lanes[i] ^ read64(secret), lanes[i + 1] ^ read64(secret + 8));
+    merged += multiply_and_fold(lanes[i] ^ read64(secret), lanes[i + 1] ^ read64(secret + 8));
   }
-  return avalanche(hash);
+  return avalanche(merged);
 }
 
 }  // namespace
@@ -108,10 +117,11 @@ Simd best_simd() {
   return best;
 }
 
-uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target) {
+uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target, const Reader* reader) {
   const auto* const bytes = static_cast<const uint8_t*>(data);
-  if (size > 240) return hash_long(bytes, size, simd, static_cast<uint8_t*>(target));
+  if (size > 240) return hash_long(bytes, size, simd, static_cast<uint8_t*>(target), reader);
   if (target != nullptr) std::memcpy(target, data, size);
+  if (reader != nullptr) reader->read(reader->context, bytes, size);
   if (size <= 16) return hash_up_to_16(bytes, size);
   if (size <= 128) return hash_up_to_128(bytes, size);
   return hash_up_to_240(bytes, size);

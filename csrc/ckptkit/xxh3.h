@@ -13,15 +13,21 @@ enum class Simd { base = 0, avx2 = 1, avx512 = 2 };
 
 Simd best_simd();                                               // the widest set this CPU offers
 uint64_t xxh3_64(const void* data, size_t size);                // with best_simd()
+struct Reader {  // of data that is hashed: called with each piece of it in turn, while that is in the cache
+  void (*read)(void* context, const uint8_t* data, size_t size);
+  void* context;
+};
 // With a chosen set, which the CPU must offer. If `target` (64-byte aligned) is not null, the data is copied there in the
-// same pass, past the cache: for memory that a device reads next.
-uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target = nullptr);
+// same pass, past the cache: for memory that a device reads next. `reader`, if not null, reads it too.
+uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target = nullptr, const Reader* reader = nullptr);
 
-// The stripe loops: `accumulators` come in initialised and leave ready to be merged; size > 240. Where `target` is not
-// null the data is copied there.
-void xxh3_stripes_base(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target);
-void xxh3_stripes_avx2(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target);
-void xxh3_stripes_avx512(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target);
+// The stripe loops: `accumulators` come in initialised, or as an earlier piece left them, and leave ready to be merged
+// after the end of an input of more than 240 bytes. Another piece is whole blocks. Where `target` is not null the data is
+// copied there.
+inline constexpr size_t kStripeBytes = 64, kStripesABlock = 16, kBlockBytes = kStripeBytes * kStripesABlock;
+void xxh3_stripes_base(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target, bool is_end);
+void xxh3_stripes_avx2(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target, bool is_end);
+void xxh3_stripes_avx512(const uint8_t* data, size_t size, uint64_t accumulators[8], uint8_t* target, bool is_end);
 
 // The specification's default secret.
 alignas(64) inline constexpr uint8_t kSecret[192] = {
