@@ -1,18 +1,22 @@
 """Sums: what parts of any cut add up to is the CRC of the tensor's bytes, and every change of elements changes it."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.io.blocks import checksums
+from ckptkit.io.data_files import open_writer
 from ckptkit.io.sums import ChunkSums
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from tests.ckptkit.support.checkpoints import cut
+from threefold.storage import open_storage
 
 POLYNOMIAL = 0x9A6C9329AC4BC9B5
 TABLE = np.arange(256, dtype=np.uint64)
@@ -151,3 +155,20 @@ def test_every_length_takes_the_same_sum(size: int, carryless: int) -> None:
     sums = ChunkSums(ChunkTable.of([whole(info)]), 0)
     sums.add(array, 0, carryless=carryless)
     assert sums.values.tolist() == [crc(array.tobytes())]
+
+
+def test_a_writer_sums_what_it_writes_whatever_its_pieces(tmp_path: Path) -> None:
+    shape = (1500, 300)
+    info = TensorInfo("w", "F32", shape, Placement("first"))
+    chunks = ChunkTable.of([(info, Box((0, 0), shape), 0, 1500 * 300)])
+    data = np.random.default_rng(0).integers(0, 256, 1500 * 300 * 4, np.uint8)
+    whole = ChunkSums(chunks, 0)
+    whole.add(data, 0)
+    for name, begins in (("one", [0]), ("many", [0, 100_004, 1_048_576 + 12])):
+        written = ChunkSums(chunks, 0)
+        ends = [*begins[1:], data.size]
+        rows = [(data.ctypes.data + begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
+        with open_writer(open_storage(tmp_path), name, data.size, sums=written) as writer:
+            found = writer.write(np.array(rows, np.uint64))
+        assert found.tolist() == checksums(data).tolist()
+        assert written.values.tolist() == whole.values.tolist()
