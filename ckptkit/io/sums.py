@@ -2,9 +2,9 @@
 
 A tensor's sum is the CRC-64/NVME, register from 0 and not inverted, of its row-major bytes. What a part adds depends on
 its elements and their places in the tensor alone, and parts are joined by exclusive or: so a sum does not depend on
-cuts. One changed element, or two of other values that change places, always change it. Cost to a
-writer that checksums the same bytes: 0.03 to 0.08 CPU-seconds a GB where the CPU multiplies without carry, 0.19 for
-rows of 1 KiB out of memory, and 0.6 where the CPU cannot.
+cuts. One changed element, or two of other values that change places, always change it. Cost to a writer that checksums
+the same bytes: 0.03 to 0.08 CPU-seconds a GB where the CPU multiplies without carry, 0.19 for rows of 1 KiB out of
+memory, and 0.6 where the CPU cannot.
 """
 
 import ctypes
