@@ -4,8 +4,8 @@
 
 Only public names are imported, so that the files can be made with the code of any commit. What the files must hold for
 ever is in NAME/expected.json: digests of every file, of the documents, of a stream of batches and of each checkpoint.
-v0.1 has all formats as they first were, v0.1-root2 has checkpoints of version 2 of the root, v0.1-index2 those with sums
-in their indexes and a certificate.
+v0.1 has all formats as they first were, v0.1-root2 has checkpoints of version 2 of the root, v0.1-index2 those with
+sums in their indexes and a certificate.
 """
 
 import hashlib
