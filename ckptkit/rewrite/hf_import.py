@@ -43,11 +43,15 @@ def import_folder(
 
 @contextlib.contextmanager
 def _claimed(storage: Storage, inner: str) -> Iterator[None]:
-    """Hold a folder of a local disk; UserError if another process does. Where there are no locks, nothing is held."""
+    """Hold a folder of a local disk; UserError if another process does. Where there are no locks, nothing is held.
+
+    Of the folders that this makes those stay that hold something at the end.
+    """
     root = local_root(storage)
     if root is None:
         yield
         return
+    made = [each for each in (root / inner, root / os.path.dirname(inner), root) if not each.exists()]
     with local_failures("lock", root / inner), Folder(root, inner, make=True) as folder:
         held = folder.open(".", os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -60,3 +64,6 @@ def _claimed(storage: Storage, inner: str) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()

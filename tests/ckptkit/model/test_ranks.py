@@ -14,7 +14,7 @@ from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition, rank_chunks
 from ckptkit.model.tensor import storage_order
-from ckptkit.rewrite import reshard as reshard_module
+from ckptkit.rewrite import target_files as target_files_module
 from ckptkit.rewrite.reshard import reshard
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
@@ -68,7 +68,7 @@ def test_ranks_that_store_the_same_tensors_share_their_names() -> None:
 def test_a_reshard_to_many_ranks_sorts_the_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(open_storage(tmp_path / "a"), 1, ParallelLayout(tp=2), LAYERS, TENSORS, values(TENSORS))
     sorts = counted(monkeypatch, partition_module, "storage_order")
-    looks = counted(monkeypatch, reshard_module, "positions_before")
+    looks = counted(monkeypatch, target_files_module, "positions_before")
     with CheckpointReader(open_storage(tmp_path / "a"), 1) as reader:
         reshard(reader, open_storage(tmp_path / "b"), ParallelLayout(tp=4, dp=4))
     assert len(sorts) == len(TENSORS)
