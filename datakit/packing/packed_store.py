@@ -65,14 +65,6 @@ class PackedStore(TokenStore):
         """Return the token addresses [start, stop) that a row reads; a piece reads its last label too."""
         return [(piece.start, piece.start + piece.size + piece.goes_on) for piece in self.index.row(row)]
 
-    def token_at(self, row: int, column: int, seq_length: int) -> int:
-        """Return the address of a token of a row that is not padding."""
-        for start, stop in self.row_spans(row, seq_length):
-            if column < stop - start:
-                return start + column
-            column -= stop - start
-        raise IndexError(f"row {row} of {self.index.folder} is padded there")
-
     def rows_of(self, document: int, seq_length: int) -> Int64s:
         """Return the rows that read tokens of a document."""
         begin = self.first_token(document)

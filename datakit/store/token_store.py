@@ -186,8 +186,12 @@ class TokenStore:
         return [(start, start + seq_length + 1)]
 
     def token_at(self, row: int, column: int, seq_length: int) -> int:
-        """Return the address of a token of a row, 0 to seq_length: the last one is its last label."""
-        return row * seq_length + column
+        """Return the address of a token of a row, 0 to seq_length: the last is its last label. Padding has none."""
+        for start, stop in self.row_spans(row, seq_length):
+            if column < stop - start:
+                return start + column
+            column -= stop - start
+        raise IndexError(f"row {row} of {self.path} has no token there")
 
     def rows_of(self, document: int, seq_length: int) -> Int64s:
         """Return the rows that read tokens of a document."""

@@ -84,14 +84,6 @@ class MegatronStore(TokenStore):
             place += 2 * _STRIDE
         return found
 
-    def token_at(self, row: int, column: int, seq_length: int) -> int:
-        """Return the address of a token of a row, 0 to seq_length."""
-        for start, stop in self.row_spans(row, seq_length):
-            if column < stop - start:
-                return start + column
-            column -= stop - start
-        raise IndexError(f"a row of {self.path} has {seq_length} + 1 tokens")
-
     def rows_of(self, document: int, seq_length: int) -> Int64s:
         """Return the rows that read tokens of a document, in rising order."""
         order, starts, _ = self._order
