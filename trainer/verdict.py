@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
+from trainer.mesh.clock import Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,11 @@ class PendingStats:
     def __init__(self, numbers: Tensor, lr: float, waits: Callable[[], dict[str, float]]) -> None:
         """Begin to copy the numbers of a Verdict; `waits` returns the waits of the step once it is done."""
         self._numbers, self._lr, self._waits = numbers.to("cpu", non_blocking=True), lr, waits
-        self._copied = torch.cuda.Event() if numbers.is_cuda else None
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(numbers.device))
+        self.ended = Moment(numbers.device)
 
     def read(self) -> StepStats:
         """Wait for the step; raise UserError if it, or one before it, did not count."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.ended.wait()
         step, loss, norm, num_tokens, is_bad = self._numbers.tolist()
         if is_bad:
             raise UserError(

@@ -1,6 +1,7 @@
 """How the op benchmarks measure: every form once in turn, many times over, and the median of each.
 
-Shared and noisy machines drift, so only ratios within one run hold. On CUDA, events around a run of calls are read.
+Shared and noisy machines drift, so only ratios within one run hold. On CUDA, events around a run of calls are read; the
+device sleeps before them while the host enqueues the calls, so what is measured is the device's time and not Python's.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+SLEEP_CYCLES = 40_000_000  # about 20 ms: longer than ten calls of autograd take the host
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 Forms = dict[str, Callable[[], object]]
 
@@ -61,6 +63,7 @@ def _seconds(form: Callable[[], object]) -> float:
 
 def _seconds_on_cuda(form: Callable[[], object], calls: int = 10) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(SLEEP_CYCLES)
     start.record()
     for _ in range(calls):
         form()

@@ -27,10 +27,11 @@ KINDS = {  # the first whose pattern is in a kernel's name
     "matrix products": r"nvjet|gemm|cutlass",
     "attention": r"cudnn|flash|fmha",
     "RoPE": r"rope",
-    "RMSNorm": r"::(backward|forward)<|add_partials",
-    "AdamW, norm, clip": r"multi_tensor",
-    "loss": r"SoftMax|exp_kernel|reduce_kernel",
-    "SwiGLU": r"activation_|silu",
+    "cross-entropy": r"op_logits|SoftMax",
+    "norms": r"::(backward|forward)(_long)?<|add_partials|layer_norm",
+    "AdamW": r"adamw|sum_squares|multi_tensor",
+    "sums": r"reduce_kernel",
+    "SwiGLU, GELU": r"activation_",
     "other elementwise": r"elementwise",
 }
 

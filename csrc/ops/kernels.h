@@ -11,11 +11,11 @@ struct Kernels {
   void (*adamw)(int dtype, const op_interval& interval, int64_t begin, int64_t end, const AdamwNumbers& numbers,
                 double factor);
   double (*sum_of_squares)(int dtype, const void* values, int64_t count);
-  void (*rmsnorm_forward)(int dtype, const void* x, const void* residual, const void* weight, void* sum, void* y,
-                          void* rstd, int64_t num_rows, int64_t num_cols, double eps);
-  // Adds the weight gradient of these rows to `dweight`, which has rstd's type.
-  void (*rmsnorm_backward)(int dtype, const void* dy, const void* dsum, const void* x, const void* weight,
-                           const void* rstd, void* dx, void* dweight, int64_t num_rows, int64_t num_cols);
+  void (*norm_forward)(int dtype, int norm, const void* x, const void* residual, const void* weight, const void* bias,
+                       void* sum, void* y, void* numbers, int64_t num_rows, int64_t num_cols, double eps);
+  // Adds the gradients of these rows to `dweights`, which have the type of the numbers.
+  void (*norm_backward)(int dtype, int norm, const void* dy, const void* dsum, const void* x, const void* weight,
+                        const void* numbers, void* dx, void* dweights, int64_t num_rows, int64_t num_cols);
   // Tokens [begin, end); the backward adds the gradients of the weights to `dweights` [2, head_size].
   void (*rope_forward)(int dtype, const op_heads& heads, const void* qkv, void* out, int64_t out_stride, int64_t begin,
                        int64_t end);

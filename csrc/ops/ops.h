@@ -25,27 +25,29 @@ OP_API int op_has_cuda(void);
 OP_API int op_simd(void);
 OP_API void op_limit_simd(int simd);
 
-// RMSNorm over rows [num_rows, num_cols], of x, or of the residual stream after x is added to it: sum = x + residual,
-// rounded; y = sum * rstd * weight, rstd = 1 / sqrt(mean(sum^2) + eps). Without a residual (null), `sum` is x and not
-// written. rstd [num_rows] is double for OP_F64, else float; so is all arithmetic. The result of a row does not depend
-// on the other rows. No output may be an input.
-OP_API int op_add_rmsnorm_forward(int dtype, const void* x, const void* residual, const void* weight, void* sum,
-                                  void* y, void* rstd, int64_t num_rows, int64_t num_cols, double eps,
-                                  int num_threads);
+// A norm over rows [num_rows, num_cols], of x, or of the residual stream after x is added to it: sum = x + residual,
+// rounded; y = (sum - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((sum - mean)^2) + eps). For OP_RMSNORM the mean
+// in y and rstd is 0, and so is the bias (null). Without a residual (null), `sum` is x and not written. `numbers` [num_rows]
+// are each row's rstd, for OP_LAYERNORM its mean and rstd; they are double for OP_F64, else float; so is all arithmetic.
+// The result of a row does not depend on the other rows. No output may be an input.
+enum op_norm { OP_RMSNORM = 0, OP_LAYERNORM = 1 };
+OP_API int op_add_norm_forward(int dtype, int norm, const void* x, const void* residual, const void* weight,
+                               const void* bias, void* sum, void* y, void* numbers, int64_t num_rows, int64_t num_cols,
+                               double eps, int num_threads);
 // dx is the gradient of `sum`, so of x and of the residual alike: what comes through y, and dsum, which may be null.
-// dweight [num_cols] has rstd's type. `partials` is scratch memory for op_add_rmsnorm_partials[_cuda](...) rows of
-// num_cols numbers of that type.
-OP_API int op_add_rmsnorm_backward(int dtype, const void* dy, const void* dsum, const void* sum, const void* weight,
-                                   const void* rstd, void* dx, void* dweight, void* partials, int64_t num_rows,
-                                   int64_t num_cols, int num_threads);
-OP_API int64_t op_add_rmsnorm_partials(int64_t num_rows);
-OP_API int op_add_rmsnorm_forward_cuda(int dtype, const void* x, const void* residual, const void* weight, void* sum,
-                                       void* y, void* rstd, int64_t num_rows, int64_t num_cols, double eps,
-                                       void* stream);
-OP_API int op_add_rmsnorm_backward_cuda(int dtype, const void* dy, const void* dsum, const void* sum,
-                                        const void* weight, const void* rstd, void* dx, void* dweight, void* partials,
-                                        int64_t num_rows, int64_t num_cols, void* stream);
-OP_API int64_t op_add_rmsnorm_partials_cuda(int64_t num_rows);
+// `dweights` [num_cols] is the gradient of the weight, for OP_LAYERNORM [2, num_cols] those of weight and bias, and has
+// the type of `numbers`. `partials` is scratch memory for op_add_norm_partials[_cuda](...) times as much.
+OP_API int op_add_norm_backward(int dtype, int norm, const void* dy, const void* dsum, const void* sum,
+                                const void* weight, const void* numbers, void* dx, void* dweights, void* partials,
+                                int64_t num_rows, int64_t num_cols, int num_threads);
+OP_API int64_t op_add_norm_partials(int64_t num_rows);
+OP_API int op_add_norm_forward_cuda(int dtype, int norm, const void* x, const void* residual, const void* weight,
+                                    const void* bias, void* sum, void* y, void* numbers, int64_t num_rows,
+                                    int64_t num_cols, double eps, void* stream);
+OP_API int op_add_norm_backward_cuda(int dtype, int norm, const void* dy, const void* dsum, const void* sum,
+                                     const void* weight, const void* numbers, void* dx, void* dweights, void* partials,
+                                     int64_t num_rows, int64_t num_cols, void* stream);
+OP_API int64_t op_add_norm_partials_cuda(int64_t num_rows);
 
 // Rows of packed heads: [num_tokens, (num_heads + 2 * num_kv_heads) * head_size] holds the heads of q, then of k, then
 // of v. A head of q or k is normalized if its weight is there (as by RMSNorm), then turned if `turns` is there.

@@ -15,6 +15,11 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["rms", "layer"])
+def norm(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
 def every_simd() -> Iterator[list[int]]:
     """Limits to run under, one after the other, through `native.library().op_limit_simd`."""

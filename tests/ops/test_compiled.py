@@ -5,7 +5,7 @@ import torch
 
 from trainer.ops.activation import SWIGLU, activate
 from trainer.ops.dropout import dropout
-from trainer.ops.rmsnorm import rms_norm
+from trainer.ops.norm import layer_norm, rms_norm
 from trainer.ops.rope import rope, rope_turns
 
 
@@ -21,6 +21,15 @@ def test_dropout_has_the_same_bits() -> None:
 def test_rms_norm() -> None:
     def form(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(2 * x, weight) + 1
+
+    x, weight = torch.randn(4, 16), torch.randn(16)
+    compiled = torch.compile(form, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight), form(x, weight))
+
+
+def test_layer_norm() -> None:
+    def form(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return layer_norm(2 * x, weight, weight) + 1
 
     x, weight = torch.randn(4, 16), torch.randn(16)
     compiled = torch.compile(form, backend="eager", fullgraph=True)

@@ -51,9 +51,9 @@ def test_needs_the_c_library_alone() -> None:
 def test_a_refused_call_says_what_it_was_given() -> None:
     x = torch.ones(3, 4)
     with pytest.raises(
-        RuntimeError, match=r"op_add_rmsnorm_forward on cpu, torch.float32 \[3, 4\]: bad argument \(code -1\)"
+        RuntimeError, match=r"op_add_norm_forward on cpu, torch.float32 \[3, 4\]: bad argument \(code -1\)"
     ):
-        native.call("add_rmsnorm_forward", x, *[x.data_ptr()] * 6, -3, 4, 1e-5)
+        native.call("add_norm_forward", x, 0, *[x.data_ptr()] * 7, -3, 4, 1e-5)
 
 
 def test_an_op_that_an_older_library_lacks_is_named() -> None:
@@ -66,8 +66,9 @@ def test_the_c_functions_check_their_arguments() -> None:
     library = native.library()
     x = torch.ones(8)
     at = x.data_ptr()
-    assert library.op_add_rmsnorm_forward(9, at, at, at, at, at, at, 1, 8, 1e-5, 1) == -1
-    assert library.op_add_rmsnorm_backward(1, at, at, at, at, at, at, at, at, 1, 0, 1) == -1
+    assert library.op_add_norm_forward(9, 0, *[at] * 7, 1, 8, 1e-5, 1) == -1
+    assert library.op_add_norm_forward(1, 2, *[at] * 7, 1, 8, 1e-5, 1) == -1
+    assert library.op_add_norm_backward(1, 0, *[at] * 8, 1, 0, 1) == -1
     dims = [(ctypes.c_int64 * 1)(*value) for value in ([8], [8], [1])]
     assert library.op_normal(1, at, 0, 1, *dims, 1.0, 1) == -1
     assert library.op_error_text(0) == b"ok"

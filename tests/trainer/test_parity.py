@@ -38,7 +38,7 @@ BOUNDS = {"fp64": LOSSES_WITHIN, "fp32": 1e-5}
 def assert_trained(run: dict[str, Any], config: Config, *, fall: float) -> None:
     assert run["losses"][-1] <= (1 - fall) * run["losses"][0]
     assert all(norm > config.optim.clip for norm in run["norms"]), "clipping must be active"
-    op = "dropout" if config.model.dropout else "add_rmsnorm_forward"
+    op = "dropout" if config.model.dropout else "add_norm_forward"
     assert run["calls"].get(op, 0) > 0, "the native kernel was not called"
 
 

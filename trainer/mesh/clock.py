@@ -1,4 +1,4 @@
-"""Clock: how long a step waited, by cause; events on CUDA, so that measuring never stalls the stream."""
+"""Moments of a device's work, and how long a step waited, by cause; measuring never stalls a CUDA stream."""
 
 import time
 from collections import defaultdict
@@ -8,38 +8,46 @@ from contextlib import contextmanager
 import torch
 
 
+class Moment:
+    """When a device reaches this point of its work: on a GPU by an event, for which the host does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Mark the point after all work enqueued so far on the current stream."""
+        self._seconds, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Wait until the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Wait until the device is there; return its time since an earlier moment."""
+        self.wait()
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
 class Clock:
     """Seconds that the main thread spent in named spans since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._device = device
+        self._spans: dict[str, list[tuple[Moment, Moment]]] = defaultdict(list)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Count the time of the enclosed work under `name`."""
-        if self._is_cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._spans[name].append((begin, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - started
+        begin = Moment(self._device)
+        yield
+        self._spans[name].append((begin, Moment(self._device)))
 
     def take(self) -> Callable[[], dict[str, float]]:
         """Take the spans since the last call; what is returned waits for their ends and returns seconds by name."""
-        spans, seconds = self._spans, self._seconds
-        self._spans, self._seconds = defaultdict(list), defaultdict(float)
-
-        def read() -> dict[str, float]:
-            for name, events in spans.items():
-                for begin, end in events:
-                    end.synchronize()
-                    seconds[name] += begin.elapsed_time(end) / 1e3
-            return dict(seconds)
-
-        return read
+        spans, self._spans = self._spans, defaultdict(list)
+        return lambda: {
+            name: sum(end.seconds_since(begin) for begin, end in moments) for name, moments in spans.items()
+        }

@@ -56,7 +56,8 @@ class Channel:
         return _reduce_scatter(self._share(flat), flat, group=self.handle, async_op=is_async)
 
     def all_gather(self, flat: Tensor, *, is_async: bool) -> Handle | None:
-        return _all_gather(flat, self._share(flat).clone(), group=self.handle, async_op=is_async)
+        share = self._share(flat)  # NCCL takes it where it is
+        return _all_gather(flat, share if flat.is_cuda else share.clone(), group=self.handle, async_op=is_async)
 
     def send(self, tensor: Tensor, to: int) -> Handle | None:
         return dist.isend(tensor, group=self.handle, group_dst=to)

@@ -38,7 +38,7 @@ class StepMetrics:
     mfu: float | None  # the same against the device's peak; None on CPU and on an unknown device
     mfu_with_embeddings: float | None
     mfu_causal: float | None
-    step_s: float  # since the line before: data, arithmetic, communication, the stall of a save after that line
+    step_s: float  # since the end of the step before: data, arithmetic, communication, the stall of a save between
     data_wait_s: float
     comm_s: float
     bubble_s: float

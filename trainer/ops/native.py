@@ -16,8 +16,8 @@ from threefold.native import BUILD, DOUBLE, INT, INT64, POINTER, TEXT, UINT64, P
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
 SIMD_NAMES = ("base", "avx2", "avx512")
-_FORWARD = (INT, *[POINTER] * 6, INT64, INT64, DOUBLE)
-_BACKWARD = (INT, *[POINTER] * 8, INT64, INT64)
+_NORM_FORWARD = (INT, INT, *[POINTER] * 7, INT64, INT64, DOUBLE)
+_NORM_BACKWARD = (INT, INT, *[POINTER] * 8, INT64, INT64)
 _ROPE_FORWARD = (INT, POINTER, POINTER, POINTER, INT64)
 _ROPE_BACKWARD = (INT, *[POINTER] * 6)
 _CROSS_ENTROPY = (INT, POINTER, POINTER)
@@ -31,9 +31,9 @@ PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_has_cuda": (INT,),
     "op_simd": (INT,),
     "op_limit_simd": (None, INT),
-    "op_add_rmsnorm_forward": (INT, *_FORWARD, INT),
-    "op_add_rmsnorm_backward": (INT, *_BACKWARD, INT),
-    "op_add_rmsnorm_partials": (INT64, INT64),
+    "op_add_norm_forward": (INT, *_NORM_FORWARD, INT),
+    "op_add_norm_backward": (INT, *_NORM_BACKWARD, INT),
+    "op_add_norm_partials": (INT64, INT64),
     "op_rope_forward": (INT, *_ROPE_FORWARD, INT),
     "op_rope_backward": (INT, *_ROPE_BACKWARD, INT),
     "op_rope_partials": (INT64, POINTER),
@@ -48,9 +48,9 @@ PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
     "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
 }
 CUDA_PROTOTYPES: Prototypes = {
-    "op_add_rmsnorm_forward_cuda": (INT, *_FORWARD, POINTER),
-    "op_add_rmsnorm_backward_cuda": (INT, *_BACKWARD, POINTER),
-    "op_add_rmsnorm_partials_cuda": (INT64, INT64),
+    "op_add_norm_forward_cuda": (INT, *_NORM_FORWARD, POINTER),
+    "op_add_norm_backward_cuda": (INT, *_NORM_BACKWARD, POINTER),
+    "op_add_norm_partials_cuda": (INT64, INT64),
     "op_rope_forward_cuda": (INT, *_ROPE_FORWARD, POINTER),
     "op_rope_backward_cuda": (INT, *_ROPE_BACKWARD, POINTER),
     "op_rope_partials_cuda": (INT64, POINTER),

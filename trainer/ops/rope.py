@@ -17,7 +17,7 @@ from torch import Tensor
 from threefold.errors import UserError
 from trainer.ops import native
 from trainer.ops.dtypes import wide_dtype
-from trainer.ops.rmsnorm import rms_norm_reference
+from trainer.ops.norm import add_norm_reference
 
 
 class _Heads(ctypes.Structure):  # op_heads of csrc/ops/ops.h
@@ -94,7 +94,9 @@ def rope_reference(
     wide = wide_dtype(qkv_TC.dtype)
     weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
     q, k = (
-        x.to(wide) if norm is None or weight is None else rms_norm_reference(x.to(wide), weight.to(wide), norm.eps)
+        x.to(wide)
+        if norm is None or weight is None
+        else add_norm_reference(x.to(wide), None, weight.to(wide), None, norm.eps)[0]
         for x, weight in zip((q, k), weights, strict=True)
     )
     return turned(q, turns_TH).to(qkv_TC.dtype), turned(k, turns_TH).to(qkv_TC.dtype), v

@@ -13,12 +13,15 @@ from trainer.mesh.group import Group
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Hand a replicated activation to weights cut over the group: identity forward, gradients summed backward."""
+    """Hand a replicated activation to weights cut over the group: identity forward, gradients summed backward.
+
+    The backward overwrites the gradient that it is handed.
+    """
     return _CopyTo.apply(x, group) if group.size > 1 else x
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Sum partial results over the group forward, identity backward."""
+    """Sum partial results over the group forward, which overwrites them; identity backward."""
     return _ReduceFrom.apply(x, group) if group.size > 1 else x
 
 
@@ -43,13 +46,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(dx.contiguous().clone()), None
+        return ctx.group.all_reduce(dx.contiguous()), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(x.contiguous().clone())
+        return group.all_reduce(x.detach().contiguous())
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:

@@ -18,9 +18,11 @@ from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
+from trainer.config.resolve import cuts_tokens
 from trainer.data import StepReader, open_blend, open_loader, spoil, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
+from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.observe.flops import peak_flops, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
@@ -38,6 +40,9 @@ def train(config: Config) -> int:
     """
     if config.train.deterministic:
         make_deterministic()
+    if cuts_tokens(config):
+        # CUDA starts what is enqueued in one order: else the product beside a transfer takes the whole GPU before it
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
     with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
         run = Run(ranks.on_all(lambda: with_vocabulary(config)), ranks, stop)
@@ -82,7 +87,7 @@ class Run:
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
         self._started: _Started | None = None
-        self._reported_s = time.perf_counter()
+        self._ended, self._paused_s = Moment(ranks.device), 0.0
 
     @property
     def goes_on(self) -> bool:
@@ -159,8 +164,8 @@ class Run:
             ]
         )  # fmt: skip
         self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
-        now_s = time.perf_counter()
-        step_s, self._reported_s = now_s - self._reported_s, now_s
+        step_s = started.stats.ended.seconds_since(self._ended) - self._paused_s
+        self._ended, self._paused_s = started.stats.ended, 0.0
         self._log.step(
             StepMetrics(
                 step=started.progress.step,
@@ -231,7 +236,7 @@ class Run:
         )
         self._log.event("eval", self.progress.step, **result)
         self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
-        self._reported_s += time.perf_counter() - started_s  # the time of no step
+        self._paused_s = time.perf_counter() - started_s  # the time of no step
 
 
 @dataclass(frozen=True, slots=True)

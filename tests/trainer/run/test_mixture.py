@@ -103,9 +103,9 @@ def test_a_store_that_is_still_read_may_not_be_gone(folder: Path, capsys: pytest
 
 @pytest.mark.slow
 def test_with_other_ranks_the_loss_is_that_of_one_process(folder: Path, tmp_path: Path) -> None:
-    path, flags = config(folder, CHANGE), ("--train.precision", "fp64", "--train-steps", 7)
-    Job(1, path, *flags, metrics=folder / "one.jsonl").run()
-    words = (path, *flags[:2], "--save", tmp_path / "run")
+    flags = (config(folder, CHANGE), "--train.precision", "fp64", "--optim.decay-steps", 7)
+    Job(1, *flags, "--train-steps", 7, metrics=folder / "one.jsonl").run()
+    words = (*flags, "--save", tmp_path / "run")
     Job(2, *words, "--train-steps", 3, metrics=folder / "many.jsonl").run()
     Job(4, *words, "--tp", 2, "--train-steps", 5, metrics=folder / "many.jsonl").run()
     Job(1, *words, "--train-steps", 7, metrics=folder / "many.jsonl").run()

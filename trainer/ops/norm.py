@@ -1,0 +1,147 @@
+"""RMSNorm and LayerNorm over the last dim, of x or of a residual stream that x is added to.
+
+y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias; RMSNorm has no bias and takes the means for 0.
+Forward and backward are one native pass each. Arithmetic is fp32 for bf16 and fp32 tensors, fp64 for fp64; a bf16
+result is rounded once. The norm is that of the rounded sum, so a norm of a sum that was made elsewhere has its bits.
+The bits of y, of the sum and of its gradient depend on the row alone; on the CPU no bit depends on the number of
+threads. Saved for the backward: the sum (or x), weight, and one number a row, two for LayerNorm. Under torch.compile
+the plain form is used, which the compiler fuses with its neighbours. Sources: Zhang and Sennrich, "Root Mean Square
+Layer Normalization", 2019; Ba, Kiros and Hinton, "Layer Normalization", 2016.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+from trainer.ops import native
+from trainer.ops.dtypes import wide_dtype
+
+RMS_NORM, LAYER_NORM = 0, 1  # csrc/ops/ops.h: op_norm
+TakeGradients = Callable[[tuple[Tensor, ...]], object]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm of x [..., D] with weight [D] of the same dtype and device; differentiable once.
+
+    Raises UserError if weight does not fit x, or the dtype is not float64, float32 or bfloat16.
+    """
+    return add_norm(x, None, weight, None, eps)[0]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """LayerNorm of x [..., D] with weight and bias [D] of the same dtype and device; differentiable once.
+
+    Raises UserError as `rms_norm` does.
+    """
+    return add_norm(x, None, weight, bias, eps)[0]
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    take_gradients: TakeGradients | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the norm of the sum of x and residual, and that sum, for the residual stream to go on.
+
+    RMSNorm without a bias, LayerNorm with one; differentiable once. Without a residual the sum is x. Use the returned
+    sum in place of x: then one pass of the backward adds up what comes back through both results. `take_gradients`, if
+    there is one, is called with the gradients of weight and bias in the wide dtype, and autograd gets none. Raises
+    UserError as `rms_norm` does.
+    """
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise UserError(f"norm: weight {list(weight.shape)} does not fit the last dim of x {list(x.shape)}")
+    others = (("weight", weight, weight.shape), ("bias", bias, weight.shape), ("residual", residual, x.shape))
+    for name, other, shape in others:
+        if other is None:
+            continue
+        if other.dtype != x.dtype or other.device != x.device:
+            raise UserError(
+                f"norm: {name} is {other.dtype} on {other.device}, x is {x.dtype} on {x.device}; they must agree"
+            )
+        if other.shape != shape:
+            raise UserError(f"norm: {name} {list(other.shape)} does not fit x {list(x.shape)}")
+    if torch.compiler.is_compiling():
+        return add_norm_reference(x, residual, weight, bias, eps)
+    return _AddNorm.apply(x, residual, weight, bias, eps, take_gradients)
+
+
+def add_norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the same in plain torch, in the same precision."""
+    total = x if residual is None else x + residual
+    wide = total.to(wide_dtype(x.dtype))
+    if bias is not None:
+        wide = wide - wide.mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype), total
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the sum and, for the backward, 1 / the root of each row after, for LayerNorm, its mean.
+
+    All inputs are contiguous.
+    """
+    y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    norm = RMS_NORM if bias is None else LAYER_NORM
+    numbers = x.new_empty((*x.shape[:-1], norm + 1), dtype=wide_dtype(x.dtype))
+    if x.numel() > 0:
+        inputs = (x.data_ptr(), native.pointer(residual), weight.data_ptr(), native.pointer(bias))
+        outputs = (total.data_ptr(), y.data_ptr(), numbers.data_ptr())
+        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+        native.call("add_norm_forward", x, norm, *inputs, *outputs, rows, cols, eps)
+    return y, total, numbers
+
+
+def _backward(
+    dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, numbers: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the gradient of the sum, in its dtype, and those of weight and bias, in the wide one.
+
+    All inputs are contiguous.
+    """
+    dx, count, num_cols = torch.empty_like(total), numbers.shape[-1], total.shape[-1]
+    if total.numel() == 0:
+        return dx, tuple(numbers.new_zeros(count, num_cols))
+    num_rows = total.numel() // num_cols
+    # the gradients of the weights and, below them, the partial sums that they are made of
+    sums = numbers.new_empty(1 + native.partials("add_norm", total, num_rows), count, num_cols)
+    inputs = (dy.data_ptr(), native.pointer(dsum), total.data_ptr(), weight.data_ptr(), numbers.data_ptr())
+    outputs = (dx.data_ptr(), sums.data_ptr(), sums[1].data_ptr())
+    native.call("add_norm_backward", total, count - 1, *inputs, *outputs, num_rows, num_cols)
+    return dx, tuple(sums[0])
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+        take_gradients: TakeGradients | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x, weight = x.contiguous(), weight.contiguous()
+        residual, bias = (None if each is None else each.contiguous() for each in (residual, bias))
+        y, total, numbers = _forward(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, numbers)
+        ctx.set_materialize_grads(False)
+        ctx.weight, ctx.take_gradients = weight, take_gradients
+        return y, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
+        has_residual = ctx.needs_input_grad[1]
+        if dy is None:  # y was not used
+            return dsum, dsum if has_residual else None, None, None, None, None
+        total, numbers = ctx.saved_tensors
+        dsum = None if dsum is None else dsum.contiguous()
+        dx, dweights = _backward(dy.contiguous(), dsum, total, ctx.weight, numbers)
+        gradients: tuple[Tensor | None, ...] = (None, None)
+        if ctx.take_gradients is not None:
+            ctx.take_gradients(dweights)
+        else:
+            gradients = (*(each.to(ctx.weight.dtype, copy=True) for each in dweights), None)[:2]
+        return dx, dx if has_residual else None, *gradients, None, None
