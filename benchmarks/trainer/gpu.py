@@ -81,9 +81,9 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Train each row and print the table."""
+    output = fresh_folder(arguments.output, "gpu.py")
     import torch  # what refuses flags and folders does not wait for it
 
-    output = fresh_folder(arguments.output, "gpu.py")
     store, num_gpus = make_store(output), torch.cuda.device_count()
     rows = arguments.rows or [name for name, row in ROWS.items() if row.num_gpus <= num_gpus]
     trees = {"": ROOT} | ({"before": arguments.before.resolve()} if arguments.before else {})
