@@ -359,7 +359,7 @@ VARIED = [range(0x20000), range(0x2F800, 0x2FA20), range(0xE0000, 0xE01F0)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_every_character_of_unicode(engines: tuple[GigatokenEncoder, Library], request: pytest.FixtureRequest) -> None:
     fast, library = engines
     step = 1 if request.node.callspec.params["engines"] == "gpt2" else 61
