@@ -111,7 +111,6 @@ int with_shape(int64_t num_cols, bool aligned, Body body) {
     if (Shape<T, kCenters, kSize, 256, 1> shape; fits(shape)) return body(shape);
     if (Shape<T, kCenters, kSize, 256, 2> shape; fits(shape)) return body(shape);
     if (Shape<T, kCenters, kSize, 512, 2> shape; fits(shape)) return body(shape);
-    if (Shape<T, kCenters, kSize, 1024, 2> shape; fits(shape)) return body(shape);
   } else {
     if (Shape<T, kCenters, kSize, 32, 4> shape; fits(shape)) return body(shape);
     if (Shape<T, kCenters, kSize, 256, 1> shape; fits(shape)) return body(shape);
