@@ -98,9 +98,9 @@ def liger(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
 
 
 def quack(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Call quack's kernels, of RMSNorm: its LayerNorm has no backward."""
+    """Call quack's kernels of RMSNorm: those of LayerNorm (0.6.5) take fp32 weights and are not joined for autograd."""
     if bias is not None:
-        raise NotImplementedError("its LayerNorm has no backward")
+        raise NotImplementedError("its LayerNorm takes fp32 weights, and autograd does not know it")
     found = importlib.import_module("quack").rmsnorm(
         x, weight, residual=residual, eps=EPS, prenorm=residual is not None
     )
