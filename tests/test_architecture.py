@@ -51,7 +51,6 @@ MANY_PARAMETERS = {
     "ckptkit/saving/save.py: save",
     "datakit/preprocessing/preprocess.py: preprocess",
     "trainer/ops/dropout.py: dropout",
-    "trainer/ops/dropout.py: dropout_reference",
 }
 
 

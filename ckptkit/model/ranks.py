@@ -132,13 +132,3 @@ class Partition:
             members, info.placement, is_stored[place], offset[place], shape[place], numels,
             np.array(offsets, np.int64), total, itemsize,
         )  # fmt: skip
-
-
-def rank_chunks(
-    tensors: Sequence[TensorInfo], num_layers: int, layout: ParallelLayout, coords: Coords
-) -> list[RankChunk]:
-    """Return what the rank at `coords` stores of a table.
-
-    For many ranks of one layout a Partition sorts the table once.
-    """
-    return Partition(tensors, num_layers, layout).chunks(coords)

@@ -5,7 +5,7 @@
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -103,6 +103,22 @@ def check_key(key: str) -> str:
 def buffers_of(data: Buffer | Iterable[Buffer]) -> Iterable[Buffer]:
     """Return the buffers to write one after the other: data itself, or its items."""
     return [data] if isinstance(data, bytes | bytearray | memoryview) else data
+
+
+def bytes_of_ranges(
+    place: str, ranges: Sequence[tuple[int, int]], get: Callable[[list[int], list[int]], Iterable[Buffer]]
+) -> list[Buffer]:
+    """Return the bytes of each range of an object; `get(starts, stops)` returns those of the ranges that have any.
+
+    Raises StorageError, which names the `place`, if the object ends before one.
+    """
+    wanted = [each for each in ranges if each[1] > each[0]]
+    found = iter(get([start for start, _ in wanted], [stop for _, stop in wanted]) if wanted else ())
+    parts = [next(found) if stop > start else b"" for start, stop in ranges]
+    for (start, stop), part in zip(ranges, parts, strict=True):
+        if len(part) != stop - start:
+            raise StorageError(f"{place} ends at byte {start + len(part)}, wanted were {start} to {stop}")
+    return parts
 
 
 def temporary_name(name: str) -> str:

@@ -19,6 +19,7 @@ from threefold.storage.contract import (
     ObjectInfo,
     TemporaryFailure,
     buffers_of,
+    bytes_of_ranges,
     check_key,
     is_temporary,
     temporary_name,
@@ -87,16 +88,12 @@ class FsspecStorage:
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         path = self._path(key)
-        wanted = [(start, stop) for start, stop in ranges if stop > start]
-        starts, stops = [start for start, _ in wanted], [stop for _, stop in wanted]
-        found = iter(
-            self._call("read", key, lambda: self._fs.cat_ranges([path] * len(wanted), starts, stops, on_error="raise"))
-        )
-        parts: list[Buffer] = [bytes(next(found)) if stop > start else b"" for start, stop in ranges]
-        for (start, stop), part in zip(ranges, parts, strict=True):
-            if len(part) != stop - start:
-                raise StorageError(f"{self.url}/{key} gave {len(part)} of the bytes {start} to {stop}")
-        return parts
+
+        def get(starts: list[int], stops: list[int]) -> list[bytes]:
+            fetch = self._fs.cat_ranges
+            return self._call("read", key, lambda: fetch([path] * len(starts), starts, stops, on_error="raise"))
+
+        return bytes_of_ranges(f"{self.url}/{key}", ranges, get)
 
     def info(self, key: str) -> ObjectInfo | None:
         path = self._path(key)

@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 from threefold.backoff import Backoff
 from threefold.errors import StorageError
 from threefold.masking import shown_cause
-from threefold.storage.contract import AlreadyExists, Buffer, ObjectInfo, TemporaryFailure, buffers_of, check_key
+from threefold.storage.contract import (
+    AlreadyExists,
+    Buffer,
+    ObjectInfo,
+    TemporaryFailure,
+    buffers_of,
+    bytes_of_ranges,
+    check_key,
+)
 from threefold.storage.service import open_service, request_timeout_s
 
 PART_BYTES = 8 << 20
@@ -86,19 +94,14 @@ class ObjectStorage:
         import obstore
 
         path = self._path(key)
-        wanted = [(start, stop) for start, stop in ranges if stop > start]
-        starts, stops = [start for start, _ in wanted], [stop for _, stop in wanted]
-        found: list[Any] = []
-        if wanted:
-            found = self._call(
-                "read", key, lambda: obstore.get_ranges(self._store, path, starts=starts, ends=stops, coalesce=0)
-            )
-        gotten = iter(found)
-        parts: list[Buffer] = [memoryview(next(gotten)) if stop > start else b"" for start, stop in ranges]
-        for (start, stop), part in zip(ranges, parts, strict=True):
-            if len(part) != stop - start:
-                raise StorageError(f"{self.url}/{key} ends at byte {start + len(part)}, wanted were {start} to {stop}")
-        return parts
+
+        def get(starts: list[int], stops: list[int]) -> list[memoryview]:
+            def fetch() -> Any:
+                return obstore.get_ranges(self._store, path, starts=starts, ends=stops, coalesce=0)
+
+            return [memoryview(part) for part in self._call("read", key, fetch)]
+
+        return bytes_of_ranges(f"{self.url}/{key}", ranges, get)
 
     def info(self, key: str) -> ObjectInfo | None:
         import obstore

@@ -73,20 +73,9 @@ def dropout(
     return cast(Tensor, _Dropout.apply(x, _Mask(*numbers, p)))
 
 
-def dropout_reference(
-    x: Tensor,
-    p: float,
-    *,
-    seed: int,
-    step: int,
-    layer: int,
-    site: int,
-    first_sample: int,
-    first_position: int = 0,
-    first_feature: int = 0,
-) -> Tensor:
-    """Return the same in plain torch, bit for bit."""
-    numbers = (seed, step, layer, site, first_sample, first_position, first_feature)
+def dropout_reference(x: Tensor, p: float, **place: int) -> Tensor:
+    """Return the same in plain torch, bit for bit, for the same arguments."""
+    numbers = tuple(({"first_position": 0, "first_feature": 0} | place)[name] for name in _LIMITS)
     _check(x, p, numbers)
     return _plain(x, p, numbers)
 

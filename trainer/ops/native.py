@@ -16,51 +16,34 @@ from threefold.native import BUILD, DOUBLE, INT, INT64, POINTER, TEXT, UINT64, P
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
 SIMD_NAMES = ("base", "avx2", "avx512")
-_NORM_FORWARD = (INT, INT, *[POINTER] * 7, INT64, INT64, DOUBLE)
-_NORM_BACKWARD = (INT, INT, *[POINTER] * 8, INT64, INT64)
-_ROPE_FORWARD = (INT, POINTER, POINTER, POINTER, INT64)
-_ROPE_BACKWARD = (INT, *[POINTER] * 6)
-_CROSS_ENTROPY = (INT, POINTER, POINTER)
-_ADAMW = (INT, POINTER, POINTER, INT64, POINTER, POINTER, POINTER)
-_SQUARED_NORMS = (INT, POINTER, INT64, POINTER, INT64, POINTER, POINTER)
-_ACTIVATION_FORWARD = (INT, INT, POINTER, POINTER, INT64, INT64)
-_ACTIVATION_BACKWARD = (INT, INT, *[POINTER] * 4, INT64, INT64)
-_DROPOUT = (INT, POINTER, POINTER, INT64, INT64, INT64, POINTER)
-PROTOTYPES: Prototypes = {  # csrc/ops/ops.h explains them
+# csrc/ops/ops.h explains them. Arguments between the dtype and, at the end, threads on the CPU or a stream on CUDA:
+_OPS: dict[str, tuple[Any, ...]] = {
+    "add_norm_forward": (INT, *[POINTER] * 7, INT64, INT64, DOUBLE),
+    "add_norm_backward": (INT, *[POINTER] * 8, INT64, INT64),
+    "rope_forward": (POINTER, POINTER, POINTER, INT64),
+    "rope_backward": (POINTER,) * 6,
+    "cross_entropy_forward": (POINTER, POINTER),
+    "cross_entropy_backward": (POINTER, POINTER),
+    "adamw": (POINTER, POINTER, INT64, POINTER, POINTER, POINTER),
+    "squared_norms": (POINTER, INT64, POINTER, INT64, POINTER, POINTER),
+    "activation_forward": (INT, POINTER, POINTER, INT64, INT64),
+    "activation_backward": (INT, *[POINTER] * 4, INT64, INT64),
+    "dropout": (POINTER, POINTER, INT64, INT64, INT64, POINTER),
+}
+_SIZES = {"add_norm_partials": INT64, "rope_partials": POINTER}  # of scratch memory
+PROTOTYPES: Prototypes = {
     "op_error_text": (TEXT, INT),
     "op_has_cuda": (INT,),
     "op_simd": (INT,),
     "op_limit_simd": (None, INT),
-    "op_add_norm_forward": (INT, *_NORM_FORWARD, INT),
-    "op_add_norm_backward": (INT, *_NORM_BACKWARD, INT),
-    "op_add_norm_partials": (INT64, INT64),
-    "op_rope_forward": (INT, *_ROPE_FORWARD, INT),
-    "op_rope_backward": (INT, *_ROPE_BACKWARD, INT),
-    "op_rope_partials": (INT64, POINTER),
-    "op_cross_entropy_forward": (INT, *_CROSS_ENTROPY, INT),
-    "op_cross_entropy_backward": (INT, *_CROSS_ENTROPY, INT),
-    "op_adamw": (INT, *_ADAMW, INT),
-    "op_squared_norms": (INT, *_SQUARED_NORMS, INT),
-    "op_activation_forward": (INT, *_ACTIVATION_FORWARD, INT),
-    "op_activation_backward": (INT, *_ACTIVATION_BACKWARD, INT),
-    "op_dropout": (INT, *_DROPOUT, INT),
     "op_philox": (None, POINTER, POINTER, POINTER),
     "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
+    **{f"op_{name}": (INT, INT, *arguments, INT) for name, arguments in _OPS.items()},
+    **{f"op_{name}": (INT64, of) for name, of in _SIZES.items()},
 }
 CUDA_PROTOTYPES: Prototypes = {
-    "op_add_norm_forward_cuda": (INT, *_NORM_FORWARD, POINTER),
-    "op_add_norm_backward_cuda": (INT, *_NORM_BACKWARD, POINTER),
-    "op_add_norm_partials_cuda": (INT64, INT64),
-    "op_rope_forward_cuda": (INT, *_ROPE_FORWARD, POINTER),
-    "op_rope_backward_cuda": (INT, *_ROPE_BACKWARD, POINTER),
-    "op_rope_partials_cuda": (INT64, POINTER),
-    "op_cross_entropy_forward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
-    "op_cross_entropy_backward_cuda": (INT, *_CROSS_ENTROPY, POINTER),
-    "op_adamw_cuda": (INT, *_ADAMW, POINTER),
-    "op_squared_norms_cuda": (INT, *_SQUARED_NORMS, POINTER),
-    "op_activation_forward_cuda": (INT, *_ACTIVATION_FORWARD, POINTER),
-    "op_activation_backward_cuda": (INT, *_ACTIVATION_BACKWARD, POINTER),
-    "op_dropout_cuda": (INT, *_DROPOUT, POINTER),
+    **{f"op_{name}_cuda": (INT, INT, *arguments, POINTER) for name, arguments in _OPS.items()},
+    **{f"op_{name}_cuda": (INT64, of) for name, of in _SIZES.items()},
 }
 
 _calls: Counter[str] = Counter()

@@ -4,6 +4,7 @@
 `reduce_scatter_to` take their places if tokens are cut (Korthikanti et al., 2022, arXiv 2205.05198).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
 
     The backward overwrites the gradient that it is handed.
     """
-    return _CopyTo.apply(x, group) if group.size > 1 else x
+    return _Pair.apply(x, _same, group.all_reduce) if group.size > 1 else x
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """Sum partial results over the group forward, which overwrites them; identity backward."""
-    return _ReduceFrom.apply(x, group) if group.size > 1 else x
+    return _Pair.apply(x, group.all_reduce, _same) if group.size > 1 else x
 
 
 def gather_from(x_TD: Tensor, group: Group) -> Tensor:
@@ -30,52 +31,29 @@ def gather_from(x_TD: Tensor, group: Group) -> Tensor:
 
     The backward overwrites the gradient that it is handed.
     """
-    return _GatherFrom.apply(x_TD, group)
+    return _Pair.apply(x_TD, lambda x: group.start_gather(x).wait(), group.reduce_scatter)
 
 
 def reduce_scatter_to(x_TD: Tensor, group: Group) -> Tensor:
     """Sum partial results over the group, which overwrites them, and return this rank's tokens; backward gathers."""
-    return _ReduceScatterTo.apply(x_TD, group)
+    return _Pair.apply(x_TD, group.reduce_scatter, lambda dy: group.start_gather(dy).wait())
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(dx.contiguous()), None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(x.detach().contiguous())
+class _Pair(torch.autograd.Function):
+    """A function of a dense tensor, and the one that makes its gradient of the result's."""
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx, None
-
-
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.start_gather(x_TD).wait()
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x.detach().contiguous())
 
     @staticmethod
-    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter(dx_TD.contiguous()), None
-
-
-class _ReduceScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(x_TD.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.start_gather(dx_TD).wait(), None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(dy.contiguous()), None, None

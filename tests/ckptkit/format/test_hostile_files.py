@@ -23,11 +23,10 @@ from ckptkit.io.blocks import xxh3_64
 from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.plan.load_plan import plan_load
 from ckptkit.plan.save_plan import plan_save
 from tests.ckptkit.support.checkpoints import stored_chunks
-from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks
 from threefold.errors import UserError
 
 TENSORS = gpt_tensors()

@@ -15,10 +15,9 @@ from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.plan.save_plan import plan_save
-from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks
 from threefold.errors import CheckFailed, UserError
 
 

@@ -18,9 +18,8 @@ from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.ranks import rank_chunks
 from tests.ckptkit.support.checkpoints import cut, write_checkpoint
-from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks, values
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
 from threefold.storage.local import LocalStorage

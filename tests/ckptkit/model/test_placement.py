@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from ckptkit.model.box import Box
 from ckptkit.model.layout import Axis, Coords, ParallelLayout, rank_stages, stage_layers, stage_rank
 from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from tests.ckptkit.plan.test_cover import faults_of
 from tests.ckptkit.plan.test_load_plan import load, save
 from tests.ckptkit.support.checkpoints import cut
-from tests.ckptkit.support.model_tables import values
+from tests.ckptkit.support.model_tables import rank_chunks, values
 from threefold.errors import UserError
 
 LAYERS = 5

@@ -12,12 +12,12 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model import ranks as partition_module
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.ranks import Partition, rank_chunks
+from ckptkit.model.ranks import Partition
 from ckptkit.model.tensor import storage_order
 from ckptkit.rewrite import target_files as target_files_module
 from ckptkit.rewrite.reshard import reshard
 from tests.ckptkit.support.checkpoints import write_checkpoint
-from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks, values
 from threefold.storage import open_storage
 
 LAYERS = 4

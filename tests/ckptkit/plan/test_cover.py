@@ -12,12 +12,12 @@ from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
-from ckptkit.model.ranks import RankChunk, rank_chunks
+from ckptkit.model.ranks import RankChunk
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.cover import MAX_SEARCHED, Cover
 from tests.ckptkit.plan.test_load_plan import layouts, partitions, shapes
 from tests.ckptkit.support.checkpoints import cut, stored_chunks
-from tests.ckptkit.support.model_tables import gpt_tensors
+from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks
 from threefold.errors import CheckFailed
 
 NONE = np.empty(0, np.uint64)

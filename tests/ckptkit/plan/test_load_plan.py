@@ -14,13 +14,13 @@ from ckptkit.model.box import Box, Piece
 from ckptkit.model.chunk_table import ChunkTable, TensorColumns
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.ranks import RankChunk, rank_chunks
+from ckptkit.model.ranks import RankChunk
 from ckptkit.model.tensor import TensorInfo, storage_order
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.plan.stored import Bounds
 from tests.ckptkit.support.checkpoints import stored_chunks
-from tests.ckptkit.support.model_tables import gpt_tensors, values
+from tests.ckptkit.support.model_tables import gpt_tensors, rank_chunks, values
 from threefold.errors import CheckFailed, UserError
 
 NONE = np.empty(0, np.uint64)

@@ -11,10 +11,10 @@ from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import checksums, xxh3_64
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
+from tests.ckptkit.support.model_tables import rank_chunks
 from threefold.storage import Storage
 
 

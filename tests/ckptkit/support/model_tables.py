@@ -1,11 +1,22 @@
 """Tensor tables of small GPT-shaped models, and their values: every element a function of name and global index."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from ckptkit.model.layout import Coords, ParallelLayout
 from ckptkit.model.placement import Cut, Placement
+from ckptkit.model.ranks import Partition, RankChunk
 from ckptkit.model.tensor import TensorInfo
 
 NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
+
+
+def rank_chunks(
+    tensors: Sequence[TensorInfo], num_layers: int, layout: ParallelLayout, coords: Coords
+) -> list[RankChunk]:
+    """What the rank at `coords` stores of a table; for many ranks of one layout, a Partition sorts it once."""
+    return Partition(tensors, num_layers, layout).chunks(coords)
 
 
 def gpt_tensors(

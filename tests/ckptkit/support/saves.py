@@ -16,11 +16,10 @@ import pytest
 from ckptkit.format.keys import ROOT_KEY
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
-from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, values
+from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, rank_chunks, values
 from threefold.errors import CheckFailed
 from threefold.storage import open_storage
 

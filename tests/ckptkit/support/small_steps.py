@@ -16,12 +16,12 @@ from ckptkit.loading.roots import read_root
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Cut, Placement
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.save_plan import plan_save
 from ckptkit.writer.retries import Retries
 from ckptkit.writer.step import PartSource, StepTarget, write_step
 from tests.ckptkit.support.checkpoints import cut
+from tests.ckptkit.support.model_tables import rank_chunks
 from threefold.storage import Storage
 
 NUM_LAYERS = 2

@@ -18,7 +18,6 @@ from ckptkit.io.blocks import num_granules, xxh3_64
 from ckptkit.loading.roots import committed_attempt, read_root
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.model.ranks import rank_chunks
 from ckptkit.plan.cover import Cover
 from ckptkit.plan.save_plan import plan_files, storage_rows
 from ckptkit.runs.catalogue import committed_steps
@@ -32,6 +31,7 @@ from ckptkit.writer.commit import (
     wait_for_parts,
 )  # fmt: skip
 from ckptkit.writer.retries import Retries
+from tests.ckptkit.support.model_tables import rank_chunks
 from tests.ckptkit.support.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import AlreadyExists, ObjectInfo, Storage, TemporaryFailure, open_storage

@@ -25,7 +25,7 @@ from trainer.model.head import Head
 from trainer.ops.activation import Activation
 from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
-from trainer.parallel.collectives import _ReduceFrom
+from trainer.parallel.collectives import copy_to
 from trainer.parallel.tensor import TensorParallel
 from trainer.store import plan, store
 from trainer.store.bucket import Bucket
@@ -142,21 +142,6 @@ def counted_on_each(real: Any, self: Engine, batch: Any) -> Any:
         self.mesh.coords = at
 
 
-def summed_backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return ctx.group.all_reduce(dx.clone()), None
-
-
-def keeping_its_group(real: Any, ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-    ctx.group = group
-    return real(ctx, x, group)
-
-
-def outputs_are_summed_twice(patch: Patch) -> None:
-    real = _ReduceFrom.forward
-    patch.setattr(_ReduceFrom, "forward", staticmethod(lambda ctx, *args: keeping_its_group(real, ctx, *args)))
-    patch.setattr(_ReduceFrom, "backward", staticmethod(summed_backward))
-
-
 def weights_of_the_first(real: Any, name: str, row: Any, shape: Any, layout: Any, coords: Any, *rest: Any) -> Any:
     return real(name, row, shape, layout, replace(coords, tp=0), *rest)
 
@@ -204,7 +189,8 @@ def gradient_for_product(real: Any, self: Activation, dy: torch.Tensor, x: torch
 FAULTS = [
     Fault("QK-norm gradients are not summed over tp", TP, wrapping(engine, "parameter_table", no_partial_rows)),
     Fault("gradients of cut inputs are not summed over tp", TP, wrapping(tensor, "copy_to", lambda real, x, group: x)),
-    Fault("gradients of row linears are summed over tp", TP, outputs_are_summed_twice),
+    Fault("gradients of row linears are summed over tp", TP,
+          wrapping(tensor, "reduce_from", lambda real, x, group: copy_to(real(x, group), group))),
     Fault("a row bias is added on each tp rank before the sum", TP,
           wrapping(TensorParallel, "row_linear", bias_before_the_sum)),
     Fault("the squared norm counts norms on every tp rank", TP,
