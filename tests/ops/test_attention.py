@@ -10,7 +10,7 @@ from torch import Tensor
 from threefold.errors import UserError
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
 from trainer.ops.attention.reference import Reference
-from trainer.ops.attention.sdpa import CpuFlash
+from trainer.ops.attention.sdpa import CpuFlash, CudaFlash
 from trainer.ops.attention.seam import Backend, Mask, attention
 from trainer.ops.rope import rope
 
@@ -30,9 +30,12 @@ def documents(*lengths: int, device: str = "cpu", **options) -> Mask:
 
 
 def inputs(heads: tuple[int, int], dtype: torch.dtype, device: str = "cpu", tokens: int = 300) -> list[Tensor]:
-    """q, k, v and the gradient of the result; q, k and v are views of one packed tensor, as `rope` makes them."""
+    """q, k, v and the gradient of the result; q, k and v are views of one packed tensor, as `rope` makes them.
+
+    Heads are of 16, on CUDA of 64, which all backends there take.
+    """
     generator = torch.Generator().manual_seed(sum(heads))
-    (num, num_kv), size = heads, 16
+    (num, num_kv), size = heads, 64 if device == "cuda" else 16
     packed = torch.randn(tokens, (num + 2 * num_kv) * size, generator=generator).to(device, dtype)
     dout = torch.randn(tokens, num, size, generator=generator).to(device, dtype)
     return [*(each.detach() for each in rope(packed, None, num, num_kv, in_place=True)), dout]
@@ -189,6 +192,22 @@ def test_who_is_chosen(device: str) -> None:
         assert choose(q, k, ROWS, deterministic=True) == "sdpa-flash"
         assert choose(q, k, ROWS) != "reference"
         assert choose(q.double(), k.double(), ROWS) == "reference"
+
+
+class _Broken(Reference):
+    name = "broken"
+
+    def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        raise ValueError("no compiler")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_a_backend_that_fails_is_left_out_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.ops.attention.choose.BACKENDS", (_Broken(), CudaFlash(), Reference()))
+    q, k, _, _ = inputs((4, 2), torch.bfloat16, "cuda")
+    with pytest.warns(UserWarning, match="broken fails here and is left out: no compiler"):
+        assert choose(q, k, ROWS) == "sdpa-flash"
 
 
 def test_names() -> None:

@@ -203,8 +203,10 @@ class Run:
             raise
 
     def _choose_ops(self, recorded: Mapping[str, str]) -> None:
-        """Take the forms of ops that the run recorded, or choose them; report one that this device cannot take."""
+        """Take the forms of ops that the run recorded, or choose them, and report each."""
         self.engine.choose_ops(recorded, by_timing=not self.config.train.deterministic)
+        if self.ranks.rank == 0:
+            print_facts(list(self.engine.choices.names.items()))
         for op, name in self.engine.choices.names.items():
             if recorded.get(op, name) != name:
                 self.ranks.say(f"not bit for bit as it was: {op} {recorded[op]} -> {name}")

@@ -4,18 +4,28 @@ A choice changes bits. So one rank chooses, all others take its name, and a resu
 """
 
 import statistics
+import warnings
 
 import torch
 from torch import Tensor
 
 from threefold.errors import UserError
-from trainer.ops.attention.flash import Flash2, Flash3
+from trainer.ops.attention.flash import Flash2, Flash3, Flash4
 from trainer.ops.attention.reference import Reference
 from trainer.ops.attention.sdpa import CpuFlash, CudaFlash, Cudnn, Efficient
 from trainer.ops.attention.seam import Backend, Mask, attention
 
 # in the order in which a fixed rule takes them
-BACKENDS: tuple[Backend, ...] = (CpuFlash(), CudaFlash(), Flash2(), Flash3(), Cudnn(), Efficient(), Reference())
+BACKENDS: tuple[Backend, ...] = (
+    CpuFlash(),
+    CudaFlash(),
+    Flash2(),
+    Flash3(),
+    Flash4(),
+    Cudnn(),
+    Efficient(),
+    Reference(),
+)
 WARM_UPS, ROUNDS = 2, 5
 
 
@@ -45,7 +55,7 @@ def choose(q_TNH: Tensor, k_UKH: Tensor, mask: Mask, *, deterministic: bool = Fa
 
 
 def _seconds(backend: Backend, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> float:
-    """Return the median of a forward with its backward; infinity if the kernel fails on this device."""
+    """Return the median of a forward with its backward; infinity, and a warning, if the kernel fails on this device."""
     q, k, v, dout = (torch.randn_like(x) for x in (q_TNH, k_UKH, k_UKH, q_TNH))
     inputs = [each.requires_grad_() for each in (q, k, v)]
     times = []
@@ -57,6 +67,7 @@ def _seconds(backend: Backend, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> floa
             stop.record()
             stop.synchronize()
             times.append(start.elapsed_time(stop) / 1e3)
-    except RuntimeError:  # e.g. no plan of cuDNN for this shape
+    except Exception as error:  # e.g. no plan of cuDNN for this shape, no compiler for a package that needs one
+        warnings.warn(f"attention: {backend.name} fails here and is left out: {error}", stacklevel=2)
         return float("inf")
     return statistics.median(times[WARM_UPS:])

@@ -1,8 +1,10 @@
-"""FlashAttention's own packages, where they are installed: `flash_attn` 2.7 or later, and `flash_attn_interface` (3).
+"""FlashAttention's own packages where they are installed: `flash_attn` 2.7 or later, `flash_attn_interface` (3), and 4.
 
 Source: Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Nothing here imports them before use.
 """
 
+import os
+import warnings
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from trainer.ops.attention.seam import Mask
 from trainer.ops.attention.shapes import as_rows, lse_by_head, lse_by_row, refuses_half
+
+INTERFACE_4 = "flash_attn.cute.interface"
 
 
 class Flash2:
@@ -90,6 +94,48 @@ class Flash3:
         return dq, dk, dv
 
 
+class Flash4:
+    """Version 4, for Hopper and Blackwell: causal rows, documents and a window.
+
+    It compiles each kind of call at its first use, for seconds, and keeps what it compiled in the user's temporary
+    folder, or where FLASH_ATTENTION_CUTE_DSL_CACHE_DIR points.
+    """
+
+    name = "flash-4"
+    is_deterministic = True
+
+    def refusal(self, q_TNH: Tensor, k_UKH: Tensor, mask: Mask) -> str | None:
+        """Return the first thing that the package does not know, or that it is missing."""
+        if mask.alibi is not None:
+            return "no ALiBi through it"
+        if q_TNH.shape[2] % 32:  # of 4.0.0b36, heads of 16 have wrong gradients on sm_90
+            return f"heads of {q_TNH.shape[2]}: it takes multiples of 32"
+        return refuses_half(q_TNH, 128, major=9) or _missing_4()
+
+    def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the result and the lse."""
+        forward = import_module(INTERFACE_4)._flash_attn_fwd
+        out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), return_lse=True, **_how_4(q_TNH, mask))
+        return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
+
+    def backward(
+        self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients."""
+        how = _how_4(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        tensors = as_rows(mask, q_TNH, k_UKH, v_UKH, out_TNH, dout_TNH)
+        grads = import_module(INTERFACE_4)._flash_attn_bwd(*tensors, lse_by_row(lse_NT, mask), **how)[:3]
+        dq, dk, dv = grads if mask.cu_q is not None else (each.flatten(0, 1) for each in grads)
+        return dq, dk, dv
+
+
+@cache
+def _missing_4() -> str | None:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read at its import
+    warnings.filterwarnings("ignore", r"Argument aux_data ", UserWarning)  # its compiler's, of what is not used here
+    return _missing(INTERFACE_4, "_flash_attn_bwd")
+
+
 @cache
 def _missing(module: str, name: str) -> str | None:
     try:
@@ -104,3 +150,13 @@ def _how_2(q_TNH: Tensor, mask: Mask) -> dict[str, Any]:
         "dropout_p": 0.0, "softmax_scale": q_TNH.shape[-1] ** -0.5, "causal": True, "window_size_left": left,
         "window_size_right": right, "softcap": 0.0, "alibi_slopes": mask.alibi,
     }  # fmt: skip
+
+
+def _how_4(q_TNH: Tensor, mask: Mask) -> dict[str, Any]:
+    how: dict[str, Any] = {"softmax_scale": q_TNH.shape[-1] ** -0.5, "causal": True}
+    if mask.window is not None:
+        how |= {"window_size_left": mask.window - 1, "window_size_right": 0}
+    if mask.cu_q is not None:
+        how |= {"cu_seqlens_q": mask.cu_q, "cu_seqlens_k": mask.cu_k}
+        how |= {"max_seqlen_q": mask.max_q, "max_seqlen_k": mask.max_k}
+    return how
