@@ -1,9 +1,9 @@
 """Tokens/s of models and layouts on GPUs, by the command that a user types, beside another tree and peers.
 
 Each row trains for some steps on a token store of the standard library's sources; its figures are medians of the
-metrics file's steps after the warm-up. `--before TREE` trains each row with that checkout too, in turn; each `--peer`
-is a command that prints a line `RESULT ...`, run before the first row and after the last. The last call of one GPU
-profiles a step of the 1b model by kind of kernel (step.py).
+metrics file's steps after the warm-up, "start s" is when the second step's line was there. `--before TREE` trains each
+row with that checkout too, in turn; each `--peer` is a command that prints a line `RESULT ...`, run before the first
+row and after the last. The last call of one GPU profiles a step of the 1b model by kind of kernel (step.py).
 
     python benchmarks/trainer/gpu.py --output DIR [--rows 1b 350m] [--before TREE] [--peer "COMMAND"]...
 """
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +93,16 @@ def benchmark(arguments: argparse.Namespace) -> int:
         for label, tree in trees.items():
             title = f"{name} {label}".strip()
             flags = ["--data.stores", store, "--train-steps", arguments.train_steps]
-            steps = train(tree, output / f"{title}.jsonl", ROWS[name], *flags)
-            table.append(figures(title, ROWS[name].num_gpus, steps))
+            steps, start_s = train(tree, output / f"{title}.jsonl", ROWS[name], *flags)
+            table.append(figures(title, ROWS[name].num_gpus, steps, start_s))
             print(table[-1], flush=True)
     table += [peer(command) for command in arguments.peer]
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; tokens/s of each GPU")
-    print("row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    loss first -> last")
+    titles = "row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    start s"
+    print(f"{titles}  loss first -> last")
     print("\n".join(table))
     if num_gpus == 1:
-        python(ROOT, HERE / "step.py")
+        finish(python(ROOT, HERE / "step.py"))
     return 0
 
 
@@ -113,26 +115,47 @@ def make_store(output: Path) -> Path:
             if text.strip() and "site-packages" not in source.parts and "dist-packages" not in source.parts:
                 out.write(json.dumps({"text": text}) + "\n")
     tokenizer, store = output / "tokenizer.json", output / "store"
-    python(ROOT, "-m", "datakit", "train-tokenizer", corpus, "--vocab-size", 8192, "--output", tokenizer)
+    datakit = ROOT, "-m", "datakit"
+    finish(python(*datakit, "train-tokenizer", corpus, "--vocab-size", 8192, "--output", tokenizer))
     flags = ["--tokenizer", tokenizer, "--append-eod", "--workers", os.cpu_count()]
-    python(ROOT, "-m", "datakit", "preprocess", corpus, "--output", store, *flags)
+    finish(python(*datakit, "preprocess", corpus, "--output", store, *flags))
     return store
 
 
-def train(tree: Path, metrics: Path, row: Row, *flags: object) -> list[dict[str, Any]]:
-    """Train a row with the code of `tree`; return the steps of its metrics file."""
+def train(tree: Path, metrics: Path, row: Row, *flags: object) -> tuple[list[dict[str, Any]], float]:
+    """Train a row with the code of `tree`; return the steps of its metrics file, and when the second was there.
+
+    That is in seconds after the command was started.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row.num_gpus]
     start = [*(launcher if row.num_gpus > 1 else []), "-m", "trainer", "train", *row.flags, *flags]
-    python(tree, *start, "--metrics", metrics)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    began_s = time.monotonic()
+    process = python(tree, *start, "--metrics", metrics)
+    while process.poll() is None and len(steps_of(metrics)) < 2:
+        time.sleep(0.05)
+    start_s = time.monotonic() - began_s
+    finish(process)
+    return steps_of(metrics), start_s
+
+
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
+    """Return the steps of a metrics file; one that is being written is left out."""
+    texts = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    lines = [json.loads(text) for text in texts if text.endswith("\n")]
     return [line for line in lines if "event" not in line]
 
 
-def python(tree: Path, *arguments: object) -> None:
-    """Run Python with the packages of `tree`."""
+def python(tree: Path, *arguments: object) -> "subprocess.Popen[bytes]":
+    """Start Python with the packages of `tree`."""
     words = [interpreter(tree), *map(str, arguments)]
     print("+", " ".join(Path(word).name for word in words[1:]), flush=True)
-    subprocess.run(words, check=True, env=environment(tree), cwd=tree)
+    return subprocess.Popen(words, env=environment(tree), cwd=tree)
+
+
+def finish(process: "subprocess.Popen[bytes]") -> None:
+    """Wait for a process; raise CalledProcessError if it failed."""
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 @functools.cache
@@ -160,8 +183,8 @@ def peer(command: str) -> str:
     return line
 
 
-def figures(name: str, num_gpus: int, steps: list[dict[str, Any]]) -> str:
-    """Return the line of a row: medians of the steps after the warm-up."""
+def figures(name: str, num_gpus: int, steps: list[dict[str, Any]], start_s: float) -> str:
+    """Return the line of a row: medians of the steps after the warm-up, and when the second step was there."""
 
     def median(key: str) -> float:
         return statistics.median(step[key] for step in steps[WARMUP_STEPS:])
@@ -169,7 +192,7 @@ def figures(name: str, num_gpus: int, steps: list[dict[str, Any]]) -> str:
     return (
         f"{name:<25} {median('tokens_per_s') / num_gpus:>9,.0f}  {median('mfu'):.1%}  {median('mfu_causal'):.1%}   "
         f"{1e3 * median('step_s'):>7.1f}  {1e3 * median('comm_s'):>8.1f}  {1e3 * median('bubble_s'):>9.1f}  "
-        f"{median('memory_gib'):>5.1f}  {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+        f"{median('memory_gib'):>5.1f}  {start_s:>7.1f}  {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     )
 
 

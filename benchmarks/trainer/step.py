@@ -24,8 +24,8 @@ from trainer.mesh.mesh import mesh_of
 CONFIG = Path(__file__).with_name("1b.toml")
 WARMUP_STEPS = 4
 KINDS = {  # the first whose pattern is in a kernel's name
-    "matrix products": r"nvjet|gemm|cutlass",
     "attention": r"cudnn|flash|fmha",
+    "matrix products": r"nvjet|gemm|cutlass",
     "RoPE": r"rope",
     "cross-entropy": r"op_logits|SoftMax",
     "norms": r"::(backward|forward)(_long)?<|add_partials|layer_norm",

@@ -1,0 +1,146 @@
+"""Losses of a model on one GPU: `trainer train` with its fused ops beside plain torch, on the same tokens.
+
+    python benchmarks/trainer/curves.py --output DIR [--model 1b] [--train-steps 200]
+
+Plain torch is what a script would have: `torch.nn.functional` under autocast to bf16, fp32 weights, `torch.optim.AdamW`
+and `clip_grad_norm_`. Both start from the same weights. The losses are in DIR/fused.jsonl and DIR/plain.jsonl, for
+`tools/plot_metrics.py`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from gpu import HERE, ROOT, Row, make_store, train
+from torch import Tensor
+
+from threefold.cli import Parser, run
+from threefold.scratch import fresh_folder
+from trainer.config import Config, ModelConfig
+from trainer.config.walk import config_from, read_toml
+from trainer.data import StepReader, open_blend, open_loader
+from trainer.mesh.mesh import mesh_of
+from trainer.model.table import parameter_table
+from trainer.store.initial import initial_values
+from trainer.store.lr import learning_rate
+
+SHAPES = {"1b": 4, "350m": 16}  # samples a step, in one micro-batch
+SHOWN = (1, 10, 50, 100, 150, 200)  # steps
+
+
+def main() -> int:
+    parser = Parser(prog="curves.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
+    parser.add_argument("--model", choices=SHAPES, default="1b", help="which of the models here")
+    parser.add_argument("--train-steps", type=int, default=200, help="steps of both")
+    parser.set_defaults(handler=benchmark)
+    return run(parser)
+
+
+def benchmark(arguments: argparse.Namespace) -> int:
+    """Train twice and compare."""
+    output, steps, samples = fresh_folder(arguments.output, "curves.py"), arguments.train_steps, SHAPES[arguments.model]
+    store = make_store(output)
+    row = Row(arguments.model, samples, samples)
+    fused, _ = train(ROOT, output / "fused.jsonl", row, "--data.stores", store, "--train-steps", steps)
+    tables = read_toml(str(HERE / f"{arguments.model}.toml"))
+    sizes = {"train_steps": steps, "micro_batch_size": samples, "global_batch_size": samples}
+    tables = {**tables, "train": tables["train"] | sizes, "data": {"stores": [str(store)]}}
+    plain = plain_losses(config_from(tables, source=arguments.model), torch.device("cuda", 0))
+    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(plain, 1)]
+    (output / "plain.jsonl").write_text("".join(lines))
+    gaps = [abs(line["loss"] - loss) for line, loss in zip(fused, plain, strict=True)]
+    print(f"{arguments.model}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("step    fused    plain")
+    for step in (each for each in SHOWN if each <= steps):
+        print(f"{step:>4} {fused[step - 1]['loss']:>8.4f} {plain[step - 1]:>8.4f}")
+    print(f"largest gap {max(gaps):.1e}, median {statistics.median(gaps):.1e}")
+    return 0
+
+
+def plain_losses(config: Config, device: torch.device) -> list[float]:
+    """Return the loss of each step in plain torch."""
+    model, optim = config.model, config.optim
+    mesh = mesh_of(config, 0, device)
+    weights, groups = {}, {True: [], False: []}
+    for name, parameter in parameter_table(config).items():
+        if parameter.placement.tied_to is None:
+            place = (parameter.shape, mesh.layout, mesh.coords, config.train.seed, torch.float32)
+            weights[name] = initial_values(name, parameter, *place).to(device).requires_grad_()
+            groups[parameter.decays].append(weights[name])
+    decays = [{"params": groups[True], "weight_decay": optim.weight_decay}]
+    adam = torch.optim.AdamW(
+        [*decays, {"params": groups[False], "weight_decay": 0.0}], betas=(optim.beta1, optim.beta2), eps=optim.eps
+    )
+    reader, losses = StepReader(open_loader(open_blend(config), config, 0, None), device), []
+    for step in range(config.train.train_steps):
+        batch = reader.to_device(reader.next_step())
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+            logits = plain_logits(model, weights, batch.tokens[0])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels[0].flatten())
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), optim.clip)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(optim, step)
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_logits(model: ModelConfig, weights: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
+    """Return the logits of every token: GPT-2 or Llama by the model's configuration."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight, shape = weights[f"{name}.weight"], (model.hidden_size,)
+        if model.norm == "layernorm":
+            return F.layer_norm(x, shape, weight, weights[f"{name}.bias"], model.norm_eps)
+        return F.rms_norm(x, shape, weight, model.norm_eps)
+
+    x_BSD = F.embedding(tokens_BS, weights["embed.weight"])
+    if model.position == "learned":
+        x_BSD = x_BSD + weights["pos.weight"][: tokens_BS.shape[1]]
+    for layer in range(model.num_layers):
+        prefix = f"layers.{layer}"
+        x_BSD = x_BSD + attend(model, linear, norm(x_BSD, f"{prefix}.norm1"), f"{prefix}.attn")
+        h_BSD = norm(x_BSD, f"{prefix}.norm2")
+        if model.activation == "swiglu":
+            inner = F.silu(linear(h_BSD, f"{prefix}.mlp.gate")) * linear(h_BSD, f"{prefix}.mlp.up")
+        else:
+            inner = F.gelu(linear(h_BSD, f"{prefix}.mlp.up"), approximate="tanh")
+        x_BSD = x_BSD + linear(inner, f"{prefix}.mlp.down")
+    head = "embed.weight" if model.tie_embeddings else "head.weight"
+    return F.linear(norm(x_BSD, "norm"), weights[head])
+
+
+def attend(model: ModelConfig, linear: Callable[[Tensor, str], Tensor], x_BSD: Tensor, prefix: str) -> Tensor:
+    """Return the output of a layer's attention."""
+    heads = (linear(x_BSD, f"{prefix}.{name}").unflatten(-1, (-1, model.head_size)).transpose(1, 2) for name in "qkv")
+    q_BNSH, k_BNSH, v_BNSH = heads
+    if model.position == "rope":
+        q_BNSH, k_BNSH = (turned(each, model.rope_theta) for each in (q_BNSH, k_BNSH))
+    gqa = model.num_heads != model.num_kv_heads
+    y_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH, is_causal=True, enable_gqa=gqa)
+    return linear(y_BNSH.transpose(1, 2).flatten(2), f"{prefix}.out")
+
+
+def turned(x_BNSH: Tensor, theta: float) -> Tensor:
+    """Return heads turned by their positions, the pair (i, i + H / 2) by position * theta^(-2i / H)."""
+    num_positions, size = x_BNSH.shape[2:]
+    rates = theta ** (-torch.arange(0, size, 2, device=x_BNSH.device, dtype=torch.float64) / size)
+    angles = torch.arange(num_positions, device=x_BNSH.device).unsqueeze(1) * rates
+    cos, sin = angles.cos().float(), angles.sin().float()
+    first, second = x_BNSH.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x_BNSH.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
