@@ -84,7 +84,7 @@ def damages(draw: st.DrawFn, sound: bytes, counts_at: tuple[int, ...]) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("is_resealed", [False, True])
+@pytest.mark.parametrize("is_resealed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("suffix", "counts_at"), [(".idx", (17, 18, 26)), (".origin", (8, 16, 24))])
 @EXAMPLES
 @given(data=st.data())

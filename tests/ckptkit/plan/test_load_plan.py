@@ -148,7 +148,9 @@ def test_any_layout_to_any_layout_and_back(first: ParallelLayout, second: Parall
         assert back == files[rank].tobytes()
 
 
-@pytest.mark.parametrize("second", ["tp4-pp8", "tp1", "tp2-dp4", "tp16-pp2"])
+@pytest.mark.parametrize(
+    "second", ["tp4-pp8", "tp1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2-dp4", "tp16-pp2"))]
+)
 def test_granules_read_are_within_a_twentieth_of_the_bytes_needed(second: str) -> None:
     """Over a whole reshard, where the granules kept from one batch of tensors to the next are read once."""
     tensors = [

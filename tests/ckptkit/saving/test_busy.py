@@ -79,7 +79,7 @@ def test_nobody_waits_for_a_rank_that_skips(s3_proxy: FaultProxy, s3_url: str) -
     assert committed_steps(open_storage(s3_url)) == [1]
 
 
-@pytest.mark.parametrize(("delay_s", "patience_s"), [(0.5, 30.0), (60.0, 0.2)])
+@pytest.mark.parametrize(("delay_s", "patience_s"), [pytest.param(0.5, 30.0, marks=pytest.mark.slow), (60.0, 0.2)])
 def test_an_older_save_is_given_up_for_a_newer(
     s3_proxy: FaultProxy, s3_url: str, delay_s: float, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,7 @@ def test_the_ids_in_the_store_are_the_librarys(
     [
         pytest.param(["gigatoken", "tokenizers"], marks=pytest.mark.slow),
         pytest.param(["gigatoken over ranks", "tiktoken"], marks=pytest.mark.slow),
-        ["sentencepiece"],
+        pytest.param(["sentencepiece"], marks=pytest.mark.slow),
     ],
 )
 def test_a_mebibyte_of_one_letter(tmp_path: Path, tokenizer_of: Callable, backends: list[str], cli: Cli) -> None:
@@ -276,14 +276,14 @@ CASES = {
     "gpt2 with NFC": (None, normalizers.NFC()),
     "qwen with NFC": (QWEN_PATTERN, normalizers.NFC()),
 }
-QUICK_CASES = ("gpt2 with NFC", "llama3")
+QUICK_CASE = "llama3"
 HOSTILE_PIECES = st.sampled_from([*"".join(SCRIPTS.values()), "'s", "'LL", "\r\n", "  ", DEFAULT_EOD, "don't", "12345"])
 HOSTILE_TEXTS = st.lists(HOSTILE_PIECES | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join)
 
 
 @pytest.fixture(
     scope="module",
-    params=[each if each in QUICK_CASES else pytest.param(each, marks=pytest.mark.slow) for each in CASES],
+    params=[each if each == QUICK_CASE else pytest.param(each, marks=pytest.mark.slow) for each in CASES],
 )
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -1,5 +1,6 @@
 """The store: gradients in the wide dtype, stale memory that changes nothing, state that its holders share."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -51,8 +52,14 @@ def poisoned_steps(rank: int, config: Config, *, network: Network | None = None)
     return [(each.loss, each.grad_norm) for each in stats]
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "dp3"])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *itertools.product(["llama", "gpt2"], ["tp1", "dp3"]),
+        ("gpt2", "tp2-pp2"),
+        pytest.param("llama", "tp2-pp2", marks=pytest.mark.slow),
+    ],
+)
 def test_what_gradient_buffers_held_changes_nothing(model: str, layout: str) -> None:
     parsed = ParallelLayout.parse(layout)
     config = small(config_for(model, parsed))
