@@ -125,10 +125,17 @@ def compare_any(case: dict[str, Tensor], swapped: set[str], offset: int) -> None
         case[name] = room[offset:].view_as(each).copy_(each)
         if name in swapped:
             case[name] = case[name].mT.contiguous().mT
-    tolerance = 2 * TOLERANCES[case["x"].dtype]
     norm, got = "layer" if "bias" in case else "rms", results(case)
+    tolerance = 2 * TOLERANCES[case["x"].dtype] * (magnified(case) if norm == "layer" else 1.0)
     for name, a, b in zip(NAMES[: len(got)], got, exact(case), strict=True):
         assert torch.equal(a.cpu().double(), b) or relative_error(norm, a.cpu(), b) <= tolerance, name
+
+
+def magnified(case: dict[str, Tensor]) -> float:
+    """By how much rounding may grow, in the reference too, where a row's numbers are nearly equal, as of one column."""
+    total = (case["x"] + case["residual"]).double()
+    variance = (total - total.mean(-1, keepdim=True)).square().mean(-1)
+    return max([1.0, *(variance + EPS).rsqrt().tolist()])
 
 
 def test_results_that_nobody_uses_need_no_gradient(device: str) -> None:
