@@ -131,6 +131,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Compare within a tolerance": write_run,
     "Reshard a step": write_run,
     "Rename, drop, grow, repeat": write_run,
+    "Split and fuse": write_run,
     "On many machines with Slurm": write_run,
     "On many machines with torchrun, or Ray": write_run,
     "Look at the values of one": write_run,

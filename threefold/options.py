@@ -243,7 +243,7 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
     if annotation is float and isinstance(parsed, int) and not isinstance(parsed, bool):
         parsed = float(parsed)
     if type(parsed) is not annotation or (annotation is float and not math.isfinite(parsed)):
-        raise Mismatch(KINDS[annotation])
+        raise Mismatch(KINDS.get(annotation, "text"))
     if annotation in (int, float) and not is_within(parsed, described):
         raise Mismatch(" and ".join(f"{word} {bound:g}" for word, _, bound in bounds_of(described)))
     return parsed

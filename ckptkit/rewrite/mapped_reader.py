@@ -4,7 +4,9 @@ Rows that a tensor gets are parts of their own behind the data files: one row in
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,10 +16,11 @@ from ckptkit.io.blocks import Bytes
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns, ramps
-from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.stored import StoredChunks
-from ckptkit.rewrite.mapping import Mapped, Mapper
+from ckptkit.rewrite.mapped import Mapped, RowRange, num_rows
+from ckptkit.rewrite.mapping import Mapper
 
 MEAN_BYTES = 16 << 20  # of a tensor whose mean is made, at once
 NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
@@ -30,33 +33,29 @@ class MappedReader(CheckpointReader):
         super().__init__(inner.storage, inner.root.step, num_threads=inner.num_threads, root=mapper.root)
         self._inner = inner
         self._mapped = [each for each in mapper.tensors if each.info.placement.tied_to is None]
-        self._grown = [each for each in self._mapped if each.info.shape != each.source.shape]
+        self._grown = [each for each in self._mapped if each.num_rows != num_rows(each.info)]
         self._num_files = int(inner.stored.part.max(initial=-1)) + 1
         self._rows: dict[str, Bytes] = {}  # the bytes of a new row, by tensor
 
     @property
     def identity(self) -> bytes:
         """What the values follow from: the source, and what each tensor is made of."""
-        made_of = [(each.info.name, each.source.name, each.fill) for each in self._mapped]
+        made_of = [(each.info.name, each.made_of, each.fill) for each in self._mapped]
         return self._inner.identity + super().identity + repr(made_of).encode()
 
     @cached_property
     def stored(self) -> StoredChunks:
-        """The source's chunks under their new names; those of a layer that is repeated are there as often."""
-        inner = self._inner.stored
+        """The source's chunks under their new names and in their new rows, those of repeated layers as often."""
         tensors = TensorColumns.of(list(self.root.tensors.values()))
-        sources = [inner.chunks.tensors.numbers[each.source.name] for each in self._mapped]
-        first = np.searchsorted(inner.chunks.tensor, sources, "left")
-        counts = np.searchsorted(inner.chunks.tensor, sources, "right") - first
-        kept = inner.take(ramps(first, counts))
-        numbers = np.array([tensors.numbers[each.info.name] for each in self._mapped], np.int64)
-        chunks = ChunkTable(
-            tensors, np.repeat(numbers, counts), kept.chunks.offset, kept.chunks.shape, kept.chunks.start,
-            kept.chunks.stop,
-        )  # fmt: skip
+        ranges = [
+            (tensors.numbers[each.info.name], at, part)
+            for each in self._mapped
+            for at, part in zip(accumulate((p.stop - p.first for p in each.ranges), initial=0), each.ranges)
+        ]
+        kept = _moved(self._inner.stored, tensors, ranges)
         new = ChunkTable.of([(each.info, *_new_rows(each)) for each in self._grown])
         new = new.renumbered(tensors, np.array([tensors.numbers[name] for name in new.names], np.int64))
-        chunks = ChunkTable.concatenate([chunks, new])
+        chunks = ChunkTable.concatenate([kept.chunks, new])
         part = np.concatenate([kept.part, self._num_files + np.arange(len(new))])
         offset = np.concatenate([kept.offset, np.zeros(len(new), np.int64)])
         return StoredChunks(chunks, part, offset).take(np.argsort(chunks.tensor, kind="stable"))
@@ -88,20 +87,45 @@ class MappedReader(CheckpointReader):
         name, info = each.info.name, each.info
         if name not in self._rows:
             zeros = np.zeros(info.size_bytes // info.shape[0], np.uint8)
-            self._rows[name] = zeros if each.fill == "zeros" else self._mean(each.source)
+            self._rows[name] = zeros if each.fill == "zeros" else self._mean(each)
         return self._rows[name]
 
-    def _mean(self, source: TensorInfo) -> Bytes:
+    def _mean(self, each: Mapped) -> Bytes:
         """Return the mean of a tensor's rows, summed in float64."""
-        num_rows, width = source.shape[0], source.numel // source.shape[0]
-        rows_at_once = max(MEAN_BYTES // max(width * ITEMSIZE[source.dtype], 1), 1)
+        dtype, width = each.info.dtype, each.info.numel // each.info.shape[0]
+        rows_at_once = max(MEAN_BYTES // max(width * ITEMSIZE[dtype], 1), 1)
         total = np.zeros(width)
-        buffer = np.empty(min(rows_at_once, num_rows) * width * ITEMSIZE[source.dtype], np.uint8)
-        for start in range(0, num_rows, rows_at_once):
-            stop = min(start + rows_at_once, num_rows)
-            [block] = fill(self._inner, [(source, start * width, stop * width)], buffer)
-            total += widened(block, source.dtype).reshape(-1, width).sum(axis=0)
-        return narrowed(total / num_rows, source.dtype)
+        buffer = np.empty(min(rows_at_once, each.num_rows) * width * ITEMSIZE[dtype], np.uint8)
+        for part in each.ranges:
+            for start in range(part.first, part.stop, rows_at_once):
+                stop = min(start + rows_at_once, part.stop)
+                [block] = fill(self._inner, [(part.source, start * width, stop * width)], buffer)
+                total += widened(block, dtype).reshape(-1, width).sum(axis=0)
+        return narrowed(total / each.num_rows, dtype)
+
+
+def _moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[int, int, RowRange]]) -> StoredChunks:
+    """Return what is stored of each range of rows, as rows of the tensor of that number, from `at` on."""
+    sources = [stored.chunks.tensors.numbers[part.source.name] for _, _, part in ranges]
+    begin = np.searchsorted(stored.chunks.tensor, sources, "left")
+    counts = np.searchsorted(stored.chunks.tensor, sources, "right") - begin
+    kept = stored.take(ramps(begin, counts))
+    numbers = [(number, at, part.first, part.stop) for number, at, part in ranges]
+    number, at, first, stop = np.repeat(np.array(numbers, np.int64).reshape(-1, 4), counts, axis=0).T
+    chunks = kept.chunks.with_dims(max(kept.chunks.offset.shape[1], 1))
+    row = np.arange(len(chunks)), chunks.offset.shape[1] - np.maximum(tensors.num_dims[number], 1)  # the first dim's
+    offset, shape, length = chunks.offset.copy(), chunks.shape.copy(), chunks.shape[row]
+    low = np.clip(first - offset[row], 0, length)  # the rows of the box that are in the range: [low, high)
+    high = np.clip(stop - offset[row], low, length)
+    width = shape.prod(axis=1) // np.maximum(length, 1)
+    offset[row] += low + at - first
+    shape[row] = high - low
+    before = low * width
+    begins, ends = (np.clip(each - before, 0, shape[row] * width) for each in (chunks.start, chunks.stop))
+    skipped = np.maximum(before - chunks.start, 0) * tensors.itemsize[number]
+    moved = ChunkTable(tensors, number, offset, shape, begins, ends)
+    is_kept = (begins < ends) | (high - low == length)
+    return StoredChunks(moved, kept.part, kept.offset + skipped).take(np.flatnonzero(is_kept))
 
 
 def narrowed(values: np.ndarray, dtype: str) -> Bytes:
@@ -115,6 +139,6 @@ def narrowed(values: np.ndarray, dtype: str) -> Bytes:
 
 def _new_rows(each: Mapped) -> tuple[Box, int, int]:
     """Return the box of the rows that the source has not, and the range of all its positions."""
-    num_old, rest = each.source.shape[0], each.info.shape[1:]
+    num_old, rest = each.num_rows, each.info.shape[1:]
     box = Box((num_old, *(0 for _ in rest)), (each.info.shape[0] - num_old, *rest))
     return box, 0, box.numel

@@ -1,82 +1,22 @@
-"""Mapping: which tensors a checkpoint is to have, made of which of another: the rules of a TOML file. Pure but for it.
+"""Mapping: which tensors a checkpoint is to have, made of which of another, by the rules of a file. Pure but for it.
 
-Rules apply in this order, each to the names that the one before made: drop, layers, rename, grow. Strict: a rule that
-matches nothing, a name that two tensors would have and a tensor without a source are faults, all reported at once.
+Rules apply in this order, each to the names that the one before made: drop, layers, split, fuse, rename, grow. Strict:
+a rule that matches nothing, a name that two tensors would have and a tensor without a source are faults, all reported
+at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ckptkit.format.root import Root
 from ckptkit.model.tensor import TensorInfo
+from ckptkit.rewrite.map_rules import LAYER, Grow, read_rules
+from ckptkit.rewrite.mapped import Mapped, RowRange, fused, parts_of, shown, why_not_fused, why_not_split
 from ckptkit.rewrite.name_pattern import NamePattern
-from threefold.options import Fault, option, raise_faults, read_toml, walk
+from threefold.options import Fault, raise_faults
 
-SAMPLE = "docs/guides/change-the-layout.md"
 FLOATS = ("F64", "F32", "F16", "BF16")  # of which a mean is made
-Fill = Literal["zeros", "mean"]
-LAYER = "layer"
-MATCHED = "tensors to match; {a} is one word of a name, {a*} any text"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drop:
-    """Tensors that are left out."""
-
-    tensors: NamePattern = option(..., MATCHED, parse=NamePattern.parse)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rename:
-    """Tensors that get another name."""
-
-    tensors: NamePattern = option(..., MATCHED, parse=NamePattern.parse)
-    to: NamePattern = option(..., "the new name, with what {a} matched", parse=NamePattern.parse)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grow:
-    """Tensors that get more rows at their end."""
-
-    tensors: NamePattern = option(..., MATCHED, parse=NamePattern.parse)
-    rows: int = option(..., "rows of the output", minimum=1)
-    fill: Fill = option(..., "what the new rows hold: zeros, or the mean of the old ones")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layers:
-    """Which layer of the source each layer of the output is."""
-
-    order: tuple[int, ...] = option((), "the source's layer of each; one that is left out is dropped")
-    tensors: NamePattern = option(
-        NamePattern.parse("{kind*}layers.{layer}.{rest*}"), "names of layers", parse=NamePattern.parse
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """A mapping file."""
-
-    drop: tuple[Drop, ...] = ()
-    layers: Layers = Layers()
-    rename: tuple[Rename, ...] = ()
-    grow: tuple[Grow, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """One tensor of the output and the one that it is made of; `fill` is what rows hold that the source has not."""
-
-    info: TensorInfo
-    source: TensorInfo
-    layer: int | None = None  # of the output, if layers were put into order
-    fill: Fill | None = None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether nothing changes."""
-        return self.info == self.source
 
 
 @dataclass(frozen=True)
@@ -101,21 +41,6 @@ class MapReport:
         yield from (f"{rule}: {num_matched} tensors" for rule, num_matched in self.rules)
         counts = (len(self.new), len(self.changed), len(self.dropped), self.num_unchanged)
         yield "tensors: {} new, {} changed, {} dropped, {} as they were".format(*counts)
-
-
-def read_rules(path: str) -> tuple[Rules, dict[str, Any]]:
-    """Return the rules of a file, and the values that it puts into the metadata; UserError lists all faults."""
-    tables, faults = read_toml(path, sample=SAMPLE), list[Fault]()
-    metadata = tables.pop("metadata", {})
-    rules = walk(Rules, tables, faults)
-    if not isinstance(metadata, dict):
-        faults.append((set(), "metadata: must be a table [metadata]"))
-    if not faults:
-        faults += [(set(), f"rename.to: {fault}") for each in rules.rename if (fault := _unknown(each))]
-        if LAYER not in rules.layers.tensors.words:
-            faults.append((set(), f"layers.tensors: must have {{{LAYER}}}, got '{rules.layers.tensors}'"))
-    raise_faults(path, faults, hint=f"{SAMPLE} has samples of all rules")
-    return rules, metadata
 
 
 class Mapper:
@@ -144,12 +69,12 @@ class Mapper:
         return mapped
 
     def _mapped(self) -> list[Mapped]:
-        tensors = [Mapped(info, info) for info in self._root.tensors.values()]
+        tensors = [Mapped(info, (RowRange.whole(info),)) for info in self._root.tensors.values()]
         dropped = {name for each in self.rules.drop for name in self._matched("drop", each.tensors, tensors)}
         tensors = [each for each in tensors if each.info.name not in dropped]
         if self.rules.layers.order:
             tensors = list(self._ordered(tensors))
-        tensors = self._grown(self._retied(self._renamed(tensors)))
+        tensors = self._grown(self._retied(self._renamed(self._fused(self._split(tensors)))))
         faults: list[Fault] = [(set(), text) for text in self._faults]
         raise_faults(f"{self._path} does not fit {self._url}", faults, hint=f"ckptkit inspect {self._url}")
         return tensors
@@ -185,6 +110,43 @@ class Mapper:
         missing = sorted({source for source in order if str(source) not in there})
         self._faults += [f"layers.order has {source}, a layer without tensors" for source in missing]
 
+    def _split(self, tensors: list[Mapped]) -> list[Mapped]:
+        """Return the tensors with parts in the places of those that are split."""
+        for rule in self.rules.split:
+            names, found = set(self._matched("split", rule.tensors, tensors)), list[Mapped]()
+            for each in tensors:
+                if each.info.name not in names:
+                    found.append(each)
+                elif fault := why_not_split(each.info, rule):
+                    self._faults.append(f"split '{rule.tensors}': {shown(each.info)} {fault}")
+                else:
+                    found += parts_of(each, rule)
+            tensors = found
+        return tensors
+
+    def _fused(self, tensors: list[Mapped]) -> list[Mapped]:
+        """Return the tensors with a whole in the place of its first part, for each set of parts that is fused."""
+        for rule in self.rules.fuse:
+            found: dict[str, list[tuple[NamePattern, Mapped]]] = {}
+            for pattern in rule.tensors:
+                names = set(self._matched("fuse", pattern, tensors))
+                for each in (each for each in tensors if each.info.name in names):
+                    words = pattern.words_of(each.info.name) or {}
+                    found.setdefault(rule.to.filled(words), []).append((pattern, each))
+            becomes: dict[str, Mapped | None] = {}
+            for name, matches in found.items():
+                patterns, parts = zip(*matches, strict=True)
+                fault = why_not_fused(parts, rule) if patterns == rule.tensors else "each part is wanted once"
+                if fault:
+                    listed = ", ".join(shown(each.info) for each in parts)
+                    self._faults.append(f"fuse '{rule.to}': {name} cannot be made of {listed}: {fault}")
+                else:
+                    becomes |= {each.info.name: None for each in parts}
+                    becomes[parts[0].info.name] = fused(name, parts, rule.groups)
+            made = (becomes.get(each.info.name, each) for each in tensors)
+            tensors = [each for each in made if each is not None]
+        return tensors
+
     def _renamed(self, tensors: list[Mapped]) -> list[Mapped]:
         """Return the tensors under their new names; no two rules may match one, no two tensors have one name."""
         names: dict[str, list[NamePattern]] = {}
@@ -193,7 +155,7 @@ class Mapper:
             self._matched("rename", rule.tensors, tensors)
             for place, each in enumerate(tensors):
                 words = rule.tensors.words_of(each.info.name)
-                if words is not None and not _unknown(rule):
+                if words is not None:
                     names.setdefault(each.info.name, []).append(rule.tensors)
                     renamed[place] = rule.to.filled(words)
         for name, rules in names.items():
@@ -202,7 +164,7 @@ class Mapper:
         made: dict[str, Mapped] = {}
         for name, each in zip(renamed, tensors, strict=True):
             if name in made:
-                self._faults.append(f"{name} would be made of {made[name].source.name} and of {each.source.name}")
+                self._faults.append(f"{name} would be made of {made[name].made_of} and of {each.made_of}")
             made.setdefault(name, replace(each, info=replace(each.info, name=name)))
         return list(made.values())
 
@@ -211,13 +173,14 @@ class Mapper:
         holders: dict[tuple[str, int | None], str] = {}
         for each in tensors:
             for layer in (each.layer, None):
-                holders.setdefault((each.source.name, layer), each.info.name)
+                holders.setdefault((each.made_of, layer), each.info.name)
         found = []
         for each in tensors:
             if (tied_to := each.info.placement.tied_to) is not None:
                 holder = holders.get((tied_to, each.layer)) or holders.get((tied_to, None))
                 if holder is None:
-                    self._faults.append(f"{each.info.name} has no source: it is tied to {tied_to}, which is dropped")
+                    why = f"it is tied to {tied_to}, which is gone or in parts"
+                    self._faults.append(f"{each.info.name} has no source: {why}")
                 placement = replace(each.info.placement, tied_to=holder or tied_to)
                 each = replace(each, info=replace(each.info, placement=placement))
             found.append(each)
@@ -230,7 +193,7 @@ class Mapper:
             for name in self._matched("grow", rule.tensors, tensors):
                 info = grown[name].info
                 if fault := _cannot_grow(info, rule, is_grown=grown[name].fill is not None):
-                    self._faults.append(f"grow '{rule.tensors}': {name} {info.dtype} {list(info.shape)} {fault}")
+                    self._faults.append(f"grow '{rule.tensors}': {shown(info)} {fault}")
                 elif info.placement.tied_to is None:
                     info = replace(info, shape=(rule.rows, *info.shape[1:]))
                     grown[name] = replace(grown[name], info=info, fill=rule.fill)
@@ -242,19 +205,13 @@ class Mapper:
 
     def _report(self) -> MapReport:
         before, after = self._root.tensors, {each.info.name: each for each in self.tensors}
-        sources = {each.source.name for each in self.tensors}
+        sources = {part.source.name for each in self.tensors for part in each.ranges}
         changed = [name for name, each in after.items() if name in before and not each.is_same]
-        new = {name: each.source.name for name, each in after.items() if name not in before}
+        new = {name: each.made_of for name, each in after.items() if name not in before}
         return MapReport(
             tuple(self._counts), new, tuple(changed), tuple(name for name in before if name not in sources),
             len(after) - len(new) - len(changed),
         )  # fmt: skip
-
-
-def _unknown(rule: Rename) -> str:
-    """Return what a new name asks for that the match has not, empty if nothing."""
-    unknown = [word for word in rule.to.words if word not in rule.tensors.words]
-    return f"'{rule.to}' has {{{unknown[0]}}}, which '{rule.tensors}' has not" if unknown else ""
 
 
 def _cannot_grow(info: TensorInfo, rule: Grow, *, is_grown: bool) -> str:

@@ -1,7 +1,9 @@
 """Mapping files: names, rows and layers of a step changed by rules, or refused in one error."""
 
 import json
+import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +156,54 @@ def test_all_rules_at_once(tied_source: Storage, tmp_path: Path) -> None:
     assert (after["optim.exp_avg/embed.weight"][:37] == before["optim.exp_avg/embed.weight"]).all()
 
 
+QKV = [f"{{kind*}}layers.{{n}}.attn.{part}.weight" for part in "qkv"]
+WHOLE = "{kind*}layers.{n}.attn.qkv.weight"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_parts_become_a_whole_and_parts_again(tied_source: Storage, tmp_path: Path, groups: int) -> None:
+    whole, parts, plain = (open_storage(tmp_path / name) for name in ("whole", "parts", "plain"))
+    fuse = f"[[fuse]]\ntensors = {QKV}\nto = '{WHOLE}'\ngroups = {groups}\n"
+    split = f"[[split]]\ntensors = '{WHOLE}'\nto = {QKV}\nrows = [16, 8, 8]\ngroups = {groups}\n"
+    for number in range(2):
+        mapped(tied_source, whole, fuse, tmp_path, ParallelLayout(tp=4, pp=2), Shard(number, 2))
+    before, after = arrays(tied_source), arrays(whole)
+    for kind in ("", "optim.exp_avg/"):
+        q, k, v = (before[f"{kind}layers.3.attn.{part}.weight"].reshape(groups, -1, 16) for part in "qkv")
+        assert (after[f"{kind}layers.3.attn.qkv.weight"] == np.concatenate([q, k, v], 1).reshape(-1, 16)).all()
+    assert len(after) == len(before) - 2 * LAYERS * 3
+    mapped(whole, parts, split, tmp_path)
+    with CheckpointReader(tied_source, STEP) as reader:
+        reshard(reader, plain, ParallelLayout(tp=2, dp=2))
+    assert data_files(parts) == data_files(plain)
+    with pytest.raises(UserError, match=r"split '.*' matches no tensor"):  # that comes before the fuse
+        mapped(tied_source, open_storage(tmp_path / "none"), f"{fuse}\n{split}", tmp_path)
+
+
+@pytest.mark.slow
+@given(
+    first=LAYOUTS, second=LAYOUTS, sizes=st.lists(st.integers(1, 36), min_size=1, max_size=4, unique=True).map(sorted),
+    order=st.randoms(),
+)  # fmt: skip
+def test_rows_go_where_a_mapping_says(
+    tmp_path_factory: pytest.TempPathFactory, first: ParallelLayout, second: ParallelLayout, sizes: list[int],
+    order: random.Random,
+) -> None:  # fmt: skip
+    base = tmp_path_factory.mktemp("rows")
+    source, ends = make_source(base / "source", first), [0, *sizes, 37]
+    names = [f"part.{number}" for number in range(len(ends) - 1)]
+    rows = [stop - start for start, stop in pairwise(ends)]
+    shuffled = order.sample(names, len(names))
+    rules = f"[[split]]\ntensors = 'embed.weight'\nto = {names}\nrows = {rows}\n"
+    rules += f"[[fuse]]\ntensors = {shuffled}\nto = 'embed.weight'\n"
+    rules += "[[grow]]\ntensors = 'embed.weight'\nrows = 39\nfill = 'mean'\n"
+    mapped(source, target := open_storage(base / "target"), rules, base, second)
+    old, new = arrays(source)["embed.weight"], arrays(target)["embed.weight"]
+    parts = [old[ends[names.index(name)] : ends[names.index(name) + 1]] for name in shuffled]
+    mean = old.astype(np.float64).mean(axis=0).astype(np.float32)
+    assert (new == np.concatenate([*parts, mean[None], mean[None]])).all()
+
+
 def test_the_fill_and_what_goes_where_are_part_of_the_attempt(tmp_path: Path) -> None:
     """Two mappings whose tables are equal are two checkpoints."""
     source, attempts = make_source(tmp_path / "source"), []
@@ -183,7 +233,7 @@ def test_the_fill_and_what_goes_where_are_part_of_the_attempt(tmp_path: Path) ->
         ("[layers]\norder = [0]\ntensors = 'layers.{n}.{rest*}'", "layers.tensors: must have {layer}"),
         ("[[rename]]\ntensors = '{a}.weight'\nto = 'x'", "x would be made of embed.weight and of norm.weight"),
         ("[[rename]]\ntensors = 'norm.weight'\nto = 'head.weight'", "head.weight would be made of norm.weight and of"),
-        ("[[rename]]\ntensors = 'norm.weight'\nto = '{n}'", "'{n}' has {n}, which 'norm.weight' has not"),
+        ("[[rename]]\ntensors = 'norm.weight'\nto = '{n}'", "rename.to: '{n}' has {n}, which 'norm.weight' has not"),
         ("[[drop]]\ntensors = 'embed.weight'", "head.weight has no source: it is tied to embed.weight"),
         (
             "[[grow]]\ntensors = 'embed.weight'\nrows = 8\nfill = 'zeros'",
@@ -193,6 +243,22 @@ def test_the_fill_and_what_goes_where_are_part_of_the_attempt(tmp_path: Path) ->
         ("[[grow]]\ntensors = 'embed.weight'\nrows = 99", "grow[0].fill: must be given"),
         ("[[drop]]\ntensors = 'a{B}'", "drop[0].tensors: must be a name, with words like {n} or {rest*} in it"),
         ("[[remove]]\ntensors = 'x'", "remove: unknown key"),
+        ("[[drop]]\ntensors = 3", "drop[0].tensors: must be text, got 3"),
+        (
+            "[[split]]\ntensors = 'embed.weight'\nto = ['a', 'b']\nrows = [30, 8]",
+            "has not the rows [30, 8] for 2 parts",
+        ),
+        ("[[split]]\ntensors = 'embed.weight'\nto = ['a', 'b']", "cannot be cut into 2 parts of 1 equal groups"),
+        ("[[split]]\ntensors = 'norm.weight'\nto = ['a', 'b']\ngroups = 3", "into 2 parts of 3 equal groups"),
+        ("[[split]]\ntensors = 'head.weight'\nto = ['a']", "head.weight F32 [37, 16] is tied to embed.weight"),
+        ("[[split]]\ntensors = 'embed.weight'\nto = ['a', 'b']\nrows = [30, 7]", "tied to embed.weight, which is gone"),
+        ("[[split]]\ntensors = 'embed.weight'\nto = ['{n}']", "split.to: '{n}' has {n}, which 'embed.weight' has not"),
+        ("[[fuse]]\ntensors = ['embed.weight', 'no']\nto = 'x'", "fuse 'no' matches no tensor"),
+        ("[[fuse]]\ntensors = ['norm.weight', 'layers.{n}.norm1.weight']\nto = 'x'", "each part is wanted once"),
+        ("[[fuse]]\ntensors = ['norm.weight', 'embed.weight']\nto = 'x'", "dtypes, columns or stages differ"),
+        ("[[fuse]]\ntensors = ['norm.weight', 'head.weight']\nto = 'x'", "one is tied or has no rows"),
+        ("[[fuse]]\ntensors = ['norm.weight']\nto = 'x'\ngroups = 3", "the rows of one are not 3 equal groups"),
+        ("[[fuse]]\ntensors = ['norm.weight']\nto = 'x.{n}'", "fuse.to: 'x.{n}' has {n}, which 'norm.weight' has not"),
         ("[metadata.config.model]\nnum_layer = 3", "metadata.config.model.num_layer is not in the metadata"),
         ("metadata = 3", "metadata: must be a table [metadata]"),
     ],
