@@ -137,6 +137,8 @@ class Mapper:
             for name, matches in found.items():
                 patterns, parts = zip(*matches, strict=True)
                 fault = why_not_fused(parts, rule) if patterns == rule.tensors else "each part is wanted once"
+                if not becomes.keys().isdisjoint(each.info.name for each in parts):
+                    fault = "a part of it is one of another"
                 if fault:
                     listed = ", ".join(shown(each.info) for each in parts)
                     self._faults.append(f"fuse '{rule.to}': {name} cannot be made of {listed}: {fault}")

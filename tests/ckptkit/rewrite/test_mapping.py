@@ -255,6 +255,10 @@ def test_the_fill_and_what_goes_where_are_part_of_the_attempt(tmp_path: Path) ->
         ("[[split]]\ntensors = 'embed.weight'\nto = ['{n}']", "split.to: '{n}' has {n}, which 'embed.weight' has not"),
         ("[[fuse]]\ntensors = ['embed.weight', 'no']\nto = 'x'", "fuse 'no' matches no tensor"),
         ("[[fuse]]\ntensors = ['norm.weight', 'layers.{n}.norm1.weight']\nto = 'x'", "each part is wanted once"),
+        (
+            "[[fuse]]\ntensors = ['layers.1.norm{n}.weight', 'layers.{n}.norm2.weight']\nto = 'x.{n}'",
+            "a part of it is one of another",
+        ),
         ("[[fuse]]\ntensors = ['norm.weight', 'embed.weight']\nto = 'x'", "dtypes, columns or stages differ"),
         ("[[fuse]]\ntensors = ['norm.weight', 'head.weight']\nto = 'x'", "one is tied or has no rows"),
         ("[[fuse]]\ntensors = ['norm.weight']\nto = 'x'\ngroups = 3", "the rows of one are not 3 equal groups"),
