@@ -1,7 +1,8 @@
-"""Elements: the bytes of tensors as numbers that numpy calculates with, whatever their dtype; no value is rounded.
+"""Elements: the bytes of tensors as numbers that numpy calculates with, whatever their dtype, and back.
 
-Floats become float64 and integers int64. numpy knows neither bfloat16 nor float8: their bits are moved to where a wider
-float has them, or looked up in a table. NaN payloads stay, up to the quiet bit that conversions of float16 set.
+No value is rounded on the way there. Floats become float64 and integers int64. numpy knows neither bfloat16 nor float8:
+their bits are moved to where a wider float has them, or looked up in a table. NaN payloads stay, up to the quiet bit
+that conversions of float16 set.
 """
 
 import math
@@ -22,6 +23,8 @@ _NUMPY = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8,
 }  # fmt: skip
+# from these on a finite value becomes infinite
+_TOO_LARGE = {"F64": np.inf, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0**119, "F16": 65520.0}
 _LEAST_SQUARES, _MOST_SQUARES = 1e-280, 1e280  # sums in which no square that matters over- or underflowed
 
 
@@ -46,6 +49,20 @@ def widened(data: Bytes, dtype: str) -> Numbers:
     if dtype == "F8_E4M3":
         return _FLOAT8_E4M3[data]
     return data.view(_NUMPY[dtype]).astype(np.int64 if dtype in INTEGERS else np.float64)
+
+
+def narrowed(values: Floats, dtype: str) -> Bytes:
+    """Return float64 values as the bytes of F64, F32, F16 or BF16, rounded to the nearest, ties to even.
+
+    OverflowError if a finite value is beyond the dtype.
+    """
+    if (np.isfinite(values) & (np.abs(values) >= _TOO_LARGE[dtype])).any():
+        raise OverflowError(f"a value is beyond {dtype}")
+    if dtype != "BF16":
+        return np.ascontiguousarray(values.astype(_NUMPY[dtype])).view(np.uint8)
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16).view(np.uint8)
 
 
 def bits(data: Bytes, dtype: str) -> npt.NDArray[Any]:

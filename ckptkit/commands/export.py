@@ -6,6 +6,8 @@ from typing import Literal
 from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, print_written, shown_bytes
 from threefold.options import argument, option
 
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Reporting):
@@ -20,13 +22,14 @@ class Options(Reporting):
         metavar="FOLDER",
     )
     max_shard_bytes: int = option(5_000_000_000, "bytes of tensors in a file", minimum=1, metavar="N")
+    dtype: Literal["fp32", "fp16", "bf16"] | None = option(None, "round values to it; default: as the step has them")
     dry_run: bool = option(False, "check everything, say what would be written, write nothing")
 
 
 def run(options: Options) -> None:
     """Write the parameters of a checkpoint of any layout as a folder that transformers opens: safetensors files,
-    config.json, tokenizer, the values bit for bit. Neither torch nor transformers is needed. The same command goes on
-    with an export that was killed.
+    config.json, tokenizer, the values bit for bit unless --dtype rounds them. Neither torch nor transformers is needed.
+    The same command goes on with an export that was killed.
     """
     from ckptkit.rewrite.hf_export import export_folder
     from threefold.storage import open_storage
@@ -34,7 +37,7 @@ def run(options: Options) -> None:
     target, like = open_storage(options.target), None if options.like is None else open_storage(options.like)
     with opened(options.source) as reader, shown_bytes() as progress:
         done = export_folder(
-            reader, target, like=like, max_shard_bytes=options.max_shard_bytes, progress=progress,
-            dry_run=options.dry_run,
+            reader, target, like=like, max_shard_bytes=options.max_shard_bytes,
+            dtype=None if options.dtype is None else DTYPES[options.dtype], progress=progress, dry_run=options.dry_run,
         )  # fmt: skip
     print_written(done, is_there=not done.bytes_written, as_json=options.json)

@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 
+from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
 from ckptkit.io.blocks import Bytes, Columns
 from ckptkit.io.data_files import write_blocks
@@ -33,6 +34,7 @@ from threefold.storage.folders import local_root
 from threefold.storage.local import keep_file
 
 NOTE, BLOCK_BYTES, MAX_SHARD_BYTES = ".export.json", 64 << 20, 5_000_000_000
+ROUNDED_AT_ONCE = 1 << 20  # elements
 Progress = Callable[[int, int], None]
 
 
@@ -56,19 +58,22 @@ def export_folder(
     *,
     like: Storage | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str | None = None,
     progress: Progress = lambda done, total: None,
     dry_run: bool = False,
 ) -> ExportReport:
     """Write the parameters of a step into an empty folder, with config.json and the tokenizer; see `export_of`.
+
+    With a `dtype`, F32, F16 or BF16, values are rounded to it.
 
     UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
     after damage of the step. After a fault of the storage the same call goes on.
     """
     started = time.monotonic()
     source.root.check_whole(source.url)
-    export = export_of(source, like, max_shard_bytes)
+    export = export_of(source, like, max_shard_bytes, dtype)
     sizes = export.sizes
-    claim = _Claim(target, _note(source, sizes), sizes)
+    claim = _Claim(target, _note(source, sizes, dtype), sizes)
     kept = claim.check(export)
     total = sum(sizes.values())
     refuse_full(target, total - sum(kept.values()))
@@ -101,9 +106,9 @@ def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> Non
     progress(before + num_bytes, total)
 
 
-def _note(source: CheckpointReader, sizes: dict[str, int]) -> bytes:
+def _note(source: CheckpointReader, sizes: dict[str, int], dtype: str | None) -> bytes:
     digest = hashlib.sha256(source.root.to_bytes()).hexdigest()
-    return json.dumps({"root": digest, "files": sizes}).encode()
+    return json.dumps({"root": digest, "files": sizes, "dtype": dtype}).encode()
 
 
 class _Claim:
@@ -201,8 +206,8 @@ class _Blocks:
     def _load_part(self, tensor: Outgoing, first: int, last: int, buffer: Bytes) -> None:
         """Fill a buffer with bytes [first, last) of a tensor."""
         if tensor.is_plain:
-            info, itemsize = tensor.sources[0][1], ITEMSIZE[tensor.dtype]
-            fill(self._source, [(info, first // itemsize, last // itemsize)], buffer)
+            itemsize = ITEMSIZE[tensor.dtype]
+            self._fill(tensor.sources[0][1], first // itemsize, last // itemsize, tensor.dtype, buffer)
             return
         if self._made[0] != tensor.name:
             self._made = tensor.name, self._whole(tensor)
@@ -212,9 +217,24 @@ class _Blocks:
         """Return all bytes of a tensor that is made of several, or has its dims in the other order."""
         made = np.empty(tensor.shape, f"u{ITEMSIZE[tensor.dtype]}")
         for row, info in tensor.sources:
-            values = self._values(info).view(made.dtype).reshape(row.shape)
+            values = np.empty(info.numel, made.dtype)
+            self._fill(info, 0, info.numel, tensor.dtype, values.view(np.uint8))
+            values = values.reshape(row.shape)
             made[..., row.first : row.first + row.shape[0]] = values.T
         return made.reshape(-1).view(np.uint8)
 
-    def _values(self, info: TensorInfo) -> Bytes:
-        return fill(self._source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))[0]
+    def _fill(self, info: TensorInfo, first: int, last: int, dtype: str, buffer: Bytes) -> None:
+        """Fill a buffer with elements [first, last) of a tensor of the run, rounded if their dtype is another."""
+        if info.dtype == dtype:
+            fill(self._source, [(info, first, last)], buffer)
+            return
+        for start in range(first, last, ROUNDED_AT_ONCE):
+            stop = min(start + ROUNDED_AT_ONCE, last)
+            read = np.empty((stop - start) * ITEMSIZE[info.dtype], np.uint8)
+            [block] = fill(self._source, [(info, start, stop)], read)
+            try:
+                made = narrowed(widened(block, info.dtype), dtype)
+            except OverflowError:
+                hint = "another --dtype, or none"
+                raise UserError(f"{self._source.url}: {info.name} holds a value beyond {dtype}", hint=hint) from None
+            buffer[(start - first) * ITEMSIZE[dtype] :][: len(made)] = made

@@ -72,8 +72,10 @@ class Export:
         return sizes | {name: len(self.files[name]) for name in names}
 
 
-def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: int) -> Export:
-    """Return what a step is as a folder; UserError if it is of no known family, or if `like` is of another model.
+def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: int, dtype: str | None) -> Export:
+    """Return what a step is as a folder, in its own dtype or another.
+
+    UserError if it is of no known family, or if `like` is of another model.
 
     config.json and the tokenizer are those of the folder `like`, else those that the step was imported with; a step
     without both gets a config.json made of what the trainer recorded.
@@ -96,17 +98,24 @@ def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: i
     else:
         family, model = family_for(recorded), recorded
     prefix = root.metadata.get("hugging_face", {}).get("prefix", family.prefix) if like is None else family.prefix
-    tensors = outgoing(family.rows(model, str(prefix)), root, source.url)
+    tensors = outgoing(family.rows(model, str(prefix)), root, source.url, dtype)
     if CONFIG not in files:
         files[CONFIG] = _config(family, model, root, tensors[0].dtype)
+    elif dtype is not None:
+        config = _parsed(files[CONFIG], CONFIG)
+        names = [name for name in ("torch_dtype", "dtype") if name in config] or ["torch_dtype"]
+        files[CONFIG] = _json(config | dict.fromkeys(names, DTYPES[dtype]))
     shards = shards_of(tensors, max_shard_bytes)
     if len(shards) > 1:
         files[INDEX] = index_of(shards)
     return Export(shards, files)
 
 
-def outgoing(rows: Iterable[Row], root: Root, url: str) -> list[Outgoing]:
-    """Return the tensors of a folder; UserError lists those that the step lacks or has in another shape."""
+def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> list[Outgoing]:
+    """Return the tensors of a folder, in a dtype if one is given.
+
+    UserError lists those that the step lacks or has in another shape.
+    """
     found, faults = [], []
     prefix = "" if "embed.weight" in root.tensors else MASTER
     written = (row for row in rows if row.placement.tied_to is None)
@@ -119,7 +128,7 @@ def outgoing(rows: Iterable[Row], root: Root, url: str) -> list[Outgoing]:
         if len({info.dtype for _, info in there}) > 1:
             faults.append(f"{name}: its parts are of several dtypes")
         if there:
-            found.append(Outgoing(name, there[0][1].dtype, foreign_shape(there[-1][0]), tuple(there)))
+            found.append(Outgoing(name, dtype or there[0][1].dtype, foreign_shape(there[-1][0]), tuple(there)))
     if faults:
         raise UserError(f"{url} does not hold the model of its {CONFIG}:{listed(faults)}")
     return found

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ckptkit.check.elements import widened
+from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
 from ckptkit.io.blocks import Bytes
 from ckptkit.loading.reader import CheckpointReader
@@ -23,7 +23,6 @@ from ckptkit.rewrite.mapped import Mapped, RowRange, num_rows
 from ckptkit.rewrite.mapping import Mapper
 
 MEAN_BYTES = 16 << 20  # of a tensor whose mean is made, at once
-NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 class MappedReader(CheckpointReader):
@@ -126,15 +125,6 @@ def _moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[
     moved = ChunkTable(tensors, number, offset, shape, begins, ends)
     is_kept = (begins < ends) | (high - low == length)
     return StoredChunks(moved, kept.part, kept.offset + skipped).take(np.flatnonzero(is_kept))
-
-
-def narrowed(values: np.ndarray, dtype: str) -> Bytes:
-    """Return float64 values as the bytes of a float dtype, rounded to the nearest, ties to even."""
-    if dtype != "BF16":
-        return np.ascontiguousarray(values.astype(NUMPY[dtype])).view(np.uint8)
-    bits = values.astype(np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16).view(np.uint8)
 
 
 def _new_rows(each: Mapped) -> tuple[Box, int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.check.verify import verify_checkpoint
@@ -77,6 +77,37 @@ def test_a_folder_comes_back_with_its_tensors_and_files(
         assert (back / name).read_bytes() == (source / name).read_bytes()
     assert call("import", back, tmp_path / "again") == 0
     assert call("diff", run, tmp_path / "again") == 0
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "bf16"), ("gpt2", "fp16")])
+def test_values_are_rounded_to_a_dtype(
+    tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = write_folder(tmp_path / "source", model_type)
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert call("import", tmp_path / "source", tmp_path / "run") == 0
+    monkeypatch.setattr(hf_export, "ROUNDED_AT_ONCE", 100)
+    words = ("export", tmp_path / "run", tmp_path / "out", "--dtype", dtype)
+    assert call(*words) == 0
+    assert_equal(tensors_of(tmp_path / "out"), {name: each.to(narrow) for name, each in expected.items()})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("torch_dtype", config.get("dtype")) == str(narrow).removeprefix("torch.")
+    assert call(*words) == 0
+    assert call("export", tmp_path / "run", tmp_path / "out") == 2
+    assert "holds files already" in capsys.readouterr().err
+
+
+def test_what_a_dtype_cannot_hold_is_an_error_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    tensors = write_folder(source, "llama")
+    tensors["model.norm.weight"][3] = 7e4
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert call("import", source, tmp_path / "run") == 0
+    assert call("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp16") == 2
+    assert "norm.weight holds a value beyond F16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_same_call_again_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
