@@ -95,7 +95,7 @@ class Flash3:
 
 
 class Flash4:
-    """Version 4, for Hopper and Blackwell: causal rows, documents and a window.
+    """Version 4 (`flash-attn-4`), for Hopper and Blackwell: causal rows, documents and a window.
 
     It compiles each kind of call at its first use, for seconds, and keeps what it compiled in the user's temporary
     folder, or where FLASH_ATTENTION_CUTE_DSL_CACHE_DIR points.
