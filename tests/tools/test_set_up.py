@@ -73,5 +73,5 @@ def test_every_extra_is_used_and_all_has_them_all() -> None:
         for name in requirements(extra) - programs:
             assert re.search(rf"\b{name}\b", text), f"{extra} installs {name}, which no file uses"
     assert requirements("all") == set().union(
-        *(requirements(extra) for extra in extras if extra not in ("demo", "test", "docs", "flash"))  # flash is for GPUs alone
+        *(requirements(extra) for extra in extras if extra not in ("demo", "test", "docs", "flash"))
     )

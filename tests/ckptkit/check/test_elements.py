@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptkit.check.elements import json_number, l2_norm, widened
+from ckptkit.check.elements import json_number, l2_norm, narrowed, widened
 from tests.ckptkit.support.numbers import NUMPY, exact, random_array
 
 
@@ -44,3 +46,21 @@ def test_norms() -> None:
 
 def test_numbers_that_json_lacks_become_texts() -> None:
     assert [json_number(each) for each in (1.5, None, math.nan, -math.inf)] == [1.5, None, "nan", "-inf"]
+
+
+@given(st.lists(st.floats(width=32), min_size=1), st.sampled_from(["F64", "F32", "F16", "BF16"]))
+def test_values_are_rounded_to_the_nearest(numbers: list[float], dtype: str) -> None:
+    values = np.array(numbers)
+    finite = values[np.isfinite(values)]
+    with np.errstate(over="ignore"):
+        fits = {"F16": np.isfinite(finite.astype(np.float16)), "BF16": np.abs(finite) < 2.0**128 - 2.0**119}
+    if not fits.get(dtype, np.array(True)).all():
+        with pytest.raises(OverflowError, match=f"beyond {dtype}"):
+            narrowed(values, dtype)
+        return
+    made = widened(narrowed(values, dtype), dtype)
+    again = widened(narrowed(made, dtype), dtype)
+    np.testing.assert_array_equal(again, made)
+    small = np.abs(numbers) < 1e4
+    relative = {"F64": 0, "F32": 0, "F16": 2.0**-11, "BF16": 2.0**-8}[dtype]
+    np.testing.assert_allclose(made[small], np.array(numbers)[small], rtol=relative, atol=2.0**-25)
