@@ -29,6 +29,10 @@ class Split:
     rows: tuple[int, ...] = option((), "rows of each part; equal parts if left out", minimum=1)
     groups: int = option(1, "equal groups of rows of the source, each of which has rows of every part", minimum=1)
 
+    def sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Return the rows of each part of a tensor with so many."""
+        return self.rows or (num_rows // len(self.to),) * len(self.to)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fuse:

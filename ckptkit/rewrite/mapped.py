@@ -76,7 +76,7 @@ def why_not_split(info: TensorInfo, rule: Split) -> str:
         return f"is tied to {info.placement.tied_to}" if info.shape else "has no rows"
     if rule.rows and (len(rule.rows) != num_parts or sum(rule.rows) != rows):
         return f"has not the rows {list(rule.rows)} for {num_parts} parts"
-    sizes = rule.rows or (rows // num_parts,) * num_parts
+    sizes = rule.sizes(rows)
     if sum(sizes) != rows or any(size % rule.groups for size in sizes):
         return f"cannot be cut into {num_parts} parts of {rule.groups} equal groups"
     return ""
@@ -86,8 +86,8 @@ def parts_of(each: Mapped, rule: Split) -> Iterator[Mapped]:
     """Yield the parts of a tensor: of each group of its rows, one run of rows after the other."""
     info, num_groups = each.info, rule.groups
     rows, words = num_rows(info), rule.tensors.words_of(info.name) or {}
-    sizes, at = rule.rows or (rows // len(rule.to),) * len(rule.to), 0
-    for to, size in zip(rule.to, sizes, strict=True):
+    at = 0
+    for to, size in zip(rule.to, rule.sizes(rows), strict=True):
         length = size // num_groups
         starts = [group * (rows // num_groups) + at for group in range(num_groups)]
         ranges = joined(part for start in starts for part in each.rows(start, start + length))

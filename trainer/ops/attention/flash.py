@@ -71,12 +71,8 @@ class Flash3:
 
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the result and the lse."""
-        how: dict[str, Any] = {"softmax_scale": q_TNH.shape[-1] ** -0.5, "causal": True}
-        if mask.cu_q is not None:
-            how |= {"cu_seqlens_q": mask.cu_q, "cu_seqlens_k": mask.cu_k}
-            how |= {"max_seqlen_q": mask.max_q, "max_seqlen_k": mask.max_k}
         forward = import_module("flash_attn_interface")._flash_attn_forward
-        out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **how)
+        out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), **_how_3(q_TNH, mask))
         return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
 
     def backward(
@@ -115,14 +111,14 @@ class Flash4:
     def forward(self, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the result and the lse."""
         forward = import_module(INTERFACE_4)._flash_attn_fwd
-        out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), return_lse=True, **_how_4(q_TNH, mask))
+        out, lse, *_ = forward(*as_rows(mask, q_TNH, k_UKH, v_UKH), return_lse=True, **_how_3(q_TNH, mask))
         return (out, lse) if mask.cu_q is not None else (out.flatten(0, 1), lse_by_head(lse))
 
     def backward(
         self, dout_TNH: Tensor, q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
-        how = _how_4(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        how = _how_3(q_TNH, mask) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         tensors = as_rows(mask, q_TNH, k_UKH, v_UKH, out_TNH, dout_TNH)
         grads = import_module(INTERFACE_4)._flash_attn_bwd(*tensors, lse_by_row(lse_NT, mask), **how)[:3]
         dq, dk, dv = grads if mask.cu_q is not None else (each.flatten(0, 1) for each in grads)
@@ -152,7 +148,7 @@ def _how_2(q_TNH: Tensor, mask: Mask) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _how_4(q_TNH: Tensor, mask: Mask) -> dict[str, Any]:
+def _how_3(q_TNH: Tensor, mask: Mask) -> dict[str, Any]:
     how: dict[str, Any] = {"softmax_scale": q_TNH.shape[-1] ** -0.5, "causal": True}
     if mask.window is not None:
         how |= {"window_size_left": mask.window - 1, "window_size_right": 0}
