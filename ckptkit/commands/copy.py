@@ -55,6 +55,7 @@ def run(options: Options) -> int:
             print_line(
                 f"{done.target}: {done.num_files} files, {done.bytes_copied:,} {did}"
                 + (f", {done.bytes_kept:,} were there" if done.bytes_kept else "")
+                + (", equal to what was saved" if done.certified else "")
             )
     if options.json:
         print_json(reports)

@@ -99,7 +99,9 @@ def print_report(done: "ReshardReport") -> None:
     missing = f", {done.num_missing} files of other shards are not there yet" if done.num_missing else ""
     print_line(
         f"{done.url}: {done.source_layout} -> {done.target_layout}, {of_shard}{done.num_files} files, "
-        f"{done.bytes_written:,} bytes {did}{kept}{missing}" + (", equal to what was saved" if done.certified else "")
+        f"{done.bytes_written:,} bytes {did}{kept}{missing}"
+        + (", equal to what was saved" if done.certified else "")
+        + (f", {done.num_certified:,} source tensors equal to what was saved" if done.num_certified else "")
     )
 
 

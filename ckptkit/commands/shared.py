@@ -113,7 +113,9 @@ def print_written(done: "ReshardReport | ExportReport", *, is_there: bool, as_js
     else:
         did = "would be written" if done.dry_run else f"written in {done.seconds:.1f} s"
         kept = f", {done.bytes_kept:,} were there" if done.bytes_kept else ""
-        print_line(f"{done.url}: {done.num_files} files, {done.bytes_written:,} bytes {did}{kept}")
+        certified = getattr(done, "num_certified", 0)
+        equal = f", {certified:,} tensors equal to what was saved" if certified else ""
+        print_line(f"{done.url}: {done.num_files} files, {done.bytes_written:,} bytes {did}{kept}{equal}")
 
 
 def open_run(url: str, hint: str) -> "Storage":

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.format.part_index import PartIndex
-from ckptkit.io.blocks import Columns
+from ckptkit.io.blocks import Columns, shown_names
 from ckptkit.io.data_files import open_reader, write_blocks
 from ckptkit.io.sums import ChunkSums
 from threefold.errors import CheckFailed, StorageError
@@ -19,6 +19,7 @@ from threefold.storage import Storage
 from threefold.storage.local import keep_file
 
 BLOCK_BYTES = 16 << 20
+NOT_AS_SAVED = "holds other values than were saved, by their sums"
 
 
 def copy_part(
@@ -37,8 +38,10 @@ def copy_part(
         written = write_blocks(
             target, data_key, index.size_bytes, blocks, is_reused=True, num_threads=num_threads, sums=sums
         )
-        if (written != index.checksums).any() or (sums is not None and (sums.values != index.sums).any()):
+        if (written != index.checksums).any():
             raise StorageError(f"{target.url}/{data_key} was written with other bytes than were read")
+        if wrong := unlike_saved(index, sums):
+            raise CheckFailed(f"{target.url}/{data_key} {NOT_AS_SAVED}, in {shown_names(wrong)}")
     sizes[is_right] += index.size_bytes
     is_right = _is_kept(target, index_key) and target.read(index_key) == index_file
     if not is_right:
@@ -71,10 +74,20 @@ def _is_kept(storage: Storage, key: str) -> bool:
 
 
 def is_whole(storage: Storage, key: str, index: PartIndex) -> bool:
-    """Return whether all bytes of a data file have the checksums of its index."""
+    """Return whether all bytes of a data file have the checksums of its index, and its values their sums."""
+    sums, at = None if index.sums is None else ChunkSums(index.chunks, index.data_offset), 0
     try:
-        for _ in verified_blocks(storage, key, index):
-            pass
+        for [(address, size)] in verified_blocks(storage, key, index):
+            if sums is not None:
+                sums.add_at(int(address), int(size), at)
+            at += int(size)
     except (CheckFailed, StorageError):
         return False
-    return True
+    return not unlike_saved(index, sums)
+
+
+def unlike_saved(index: PartIndex, sums: ChunkSums | None) -> tuple[str, ...]:
+    """Return the tensors of a file whose values have other sums than its index says."""
+    if sums is None or index.sums is None:
+        return ()
+    return tuple(index.chunks.names[tensor] for tensor in np.flatnonzero(sums.values != index.sums).tolist())

@@ -54,4 +54,8 @@ class ChunkSums:
         `carryless` is 0 for portable code, 1 for multiplications without carry, -1 for the best that the CPU offers.
         """
         address, size = span(data)
-        library().ck_add_sums(self.address, address, offset_bytes, size, carryless)
+        self.add_at(address, size, offset_bytes, carryless=carryless)
+
+    def add_at(self, address: int, size_bytes: int, offset_bytes: int, *, carryless: int = -1) -> None:
+        """Add the same of memory at an address."""
+        library().ck_add_sums(self.address, address, offset_bytes, size_bytes, carryless)

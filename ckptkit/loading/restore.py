@@ -1,7 +1,8 @@
 """Restore: fill pieces of any layout from a checkpoint, reading and holding no more than they need.
 
 Everything is compared first and refused in one report, before any destination is touched; every byte that is handed out
-was verified. Ranks that restore together read what several of them want only once.
+was verified. Ranks that restore together read what several of them want only once. Tensors that they fill whole are
+compared with the certificate of the save.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +14,14 @@ from ckptkit.format.root import Root
 from ckptkit.io.piece_memory import memory_misfit, way_out
 from ckptkit.io.torch_tensors import held_by, is_writable
 from ckptkit.loading.exchange import Alone, Exchange, on_all
+from ckptkit.loading.load_sums import LoadSums
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
 from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.certificate import is_readable
 from ckptkit.plan.save_plan import storage_rows
 from threefold.errors import UserError, listed
 
@@ -44,16 +47,30 @@ def restore(
 
 def restore_from(
     reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None
-) -> None:
-    """Restore from an open checkpoint, whose `bytes_read` is then what this rank read."""
+) -> int:
+    """Restore from an open checkpoint, whose `bytes_read` is then what this rank read.
+
+    Return how many tensors the ranks of its exchange filled whole, which so are certified: equal to what was saved.
+    """
+    sums = fill_from(reader, pieces, tensors=tensors)
+    return 0 if sums is None else sums.check(reader.exchange, reader.url)
+
+
+def fill_from(
+    reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None
+) -> LoadSums | None:
+    """Restore from an open checkpoint, and return the sums of what was filled; None if it has no certificate."""
     exchange = reader.exchange
     wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
-    with Targets(data) as targets:
+    sums = LoadSums(reader.root, wanted) if is_readable(reader.root.certificate) else None
+    with Targets(data, sums) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
             read_together(reader, plan, targets, exchange)
         else:
             targets.fill(plan, reader.fetch)
+        targets.sum_host(reader.num_threads)
+    return sums
 
 
 def _wanted(

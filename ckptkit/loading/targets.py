@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses, is_on_host
+from ckptkit.loading.load_sums import LoadSums
 from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 from threefold.closing import Closing
@@ -16,10 +17,10 @@ Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an ad
 
 
 class Targets(Closing):
-    """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`."""
+    """Arrays and tensors, one a wanted chunk of a plan; what fills them is added to `sums`. Use it in a `with`."""
 
-    def __init__(self, data: Sequence[Any]) -> None:
-        self._data = data
+    def __init__(self, data: Sequence[Any], sums: LoadSums | None = None) -> None:
+        self._data, self._sums = data, sums
         self._on_host = np.array([is_on_host(each) for each in data], bool)
         self._addresses = host_addresses(data)
         self._bounce = np.empty(0, np.uint8)
@@ -33,6 +34,12 @@ class Targets(Closing):
             read(here, self._addresses[here.wanted] + here.target)
         for batch in _batches(copies.take(np.flatnonzero(~on_host))):
             self._fill_devices(batch, read)
+
+    def sum_host(self, num_threads: int) -> None:
+        """Add what is in host memory to the sums, once all of it is filled."""
+        if self._sums is not None:
+            here = np.flatnonzero(self._on_host)
+            self._sums.add_whole(here, self._addresses, num_threads)
 
     def _fill_devices(self, batch: LoadPlan, read: Read) -> None:
         if not len(self._bounce):
@@ -49,7 +56,10 @@ class Targets(Closing):
         copies = []
         for row, num_bytes in zip(first.tolist(), np.add.reduceat(size, first).tolist(), strict=True):
             part = byte_range(self._data[wanted[row]], int(target[row]), num_bytes)
-            copies.append((part, int(offset[order[row]]), num_bytes))
+            at = int(offset[order[row]])
+            copies.append((part, at, num_bytes))
+            if self._sums is not None:
+                self._sums.add(int(wanted[row]), int(target[row]), self._bounce.ctypes.data + at, num_bytes)
         self._transfer.start(self._bounce, copies, to_device=True)
         self._transfer.wait()
 

@@ -69,7 +69,7 @@ class Cover:
         """Weigh what a part holds; CheckFailed where its index, which is at `where`, does not fit the table."""
         stored = self._join.of(0, index, where)
         chunks = self._with_elements(stored.chunks)
-        weight = _Boxes.of(chunks).weight(self._keys).reshape(2 * len(self._keys), len(chunks)).sum(axis=0)
+        weight = weights(chunks, self._keys)
         with self._lock:
             self._leaves_shape[chunks.tensor[self._is_outside(chunks)]] = True
             np.add.at(self._num_held, chunks.tensor, chunks.stop - chunks.start)
@@ -121,7 +121,7 @@ class Cover:
         if self._is_share:
             faulty[_held_twice(self._with_elements(self._join.joined(self._share).chunks))] = True
         else:
-            weight = _weight(self._whole.offset.T, self._whole.shape.T, self._keys)
+            weight = box_weights(self._whole, self._keys)
             faulty[~self._is_tied & (self._num_held != self._whole.stop)] = True
             faulty[~self._is_tied & (self._weight != weight)] = True
         return np.flatnonzero(faulty)
@@ -259,6 +259,17 @@ class _Boxes:
             if len(ends):
                 return dim, int(ends[len(ends) // 2])
         return -1, 0
+
+
+def weights(chunks: ChunkTable, keys: Sequence[np.uint64]) -> Weights:
+    """Return what each chunk weighs, given a key a dim."""
+    weight: Weights = _Boxes.of(chunks).weight(keys).reshape(2 * len(keys), len(chunks)).sum(axis=0)
+    return weight
+
+
+def box_weights(chunks: ChunkTable, keys: Sequence[np.uint64]) -> Weights:
+    """Return what the whole box of each chunk weighs, given a key a dim."""
+    return _weight(chunks.offset.T, (chunks.offset + chunks.shape).T, keys)
 
 
 def _weight(low: Ints, high: Ints, keys: Sequence[np.uint64]) -> Weights:

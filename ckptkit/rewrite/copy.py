@@ -20,6 +20,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.io.blocks import Columns
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import root_bytes
+from ckptkit.plan.certificate import is_readable
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 from threefold.storage.local import sync_name
@@ -31,7 +32,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What a copy did; the bytes kept were there already, whole and right. Of a dry run: what it would do, by sizes."""
+    """What a copy did; the bytes kept were there already, whole and right. Of a dry run: what it would do, by sizes.
+
+    `certified`: all tensors were read and are equal to what was saved, by the certificate of the save.
+    """
 
     source: str
     target: str
@@ -41,6 +45,7 @@ class CopyReport:
     bytes_kept: int
     seconds: float
     dry_run: bool = False
+    certified: bool = False
 
 
 def copy_step(
@@ -73,13 +78,14 @@ def copy_step(
         return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started, dry_run)
     if is_there:
         sync_name(target, key)
-    copied = kept = 0
+    copied, kept, is_summed = 0, 0, False
     with CheckpointReader(target, step, root=source.root) as there:
         if not is_there:
             copying = _Copying(source, target, progress)
             with reading_threads(FILES_AT_ONCE, source, there) as pool:
                 sizes = list(pool.map(copying.copy_part, range(len(source.root.parts))))
             copied, kept = sum(copied for copied, _ in sizes), sum(kept for _, kept in sizes)
+            is_summed = copying.is_summed and is_readable(source.root.certificate)
         checked = verify_checkpoint(there, share=1.0 if verify else 0.0)
     if checked.faults:
         raise CheckFailed(
@@ -88,7 +94,10 @@ def copy_step(
     if not is_there:
         target.write(key, text, if_absent=True)
         copied += len(text)
-    return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started)
+    return CopyReport(
+        source.url, there_url, step, num_files, copied, kept, time.monotonic() - started,
+        certified=is_summed or checked.num_certified > 0,
+    )  # fmt: skip
 
 
 def _sizes(source: CheckpointReader, target: Storage, root_bytes: int) -> tuple[int, int]:
@@ -106,7 +115,7 @@ class _Copying:
     def __init__(self, source: CheckpointReader, target: Storage, progress: Progress) -> None:
         self._source, self._target, self._progress = source, target, progress
         self._total = sum(part.data_bytes for part in source.root.parts)
-        self._done = 0
+        self._done, self.is_summed = 0, True  # whether all values were compared with the sums in their index
         self._lock = threading.Lock()
 
     def copy_part(self, number: int) -> tuple[int, int]:
@@ -114,6 +123,7 @@ class _Copying:
         part = self._source.root.parts[number]
         text = self._source.index_file(part)
         index = PartIndex.from_bytes(text, f"{self._source.url}/{part.index}")
+        self.is_summed &= index.sums is not None
         keys = (f"{self._source.folder}/{part.data}", f"{self._source.folder}/{part.index}")
         left = part.data_bytes
 

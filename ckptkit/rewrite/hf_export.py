@@ -28,6 +28,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.rewrite.hf_plan import Export, Outgoing, Shard, export_of
 from ckptkit.rewrite.room import refuse_full
+from ckptkit.rewrite.source_sums import SourceSums
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage, written_name
 from threefold.storage.folders import local_root
@@ -40,7 +41,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did, or would do; bytes_kept are those of files that an earlier try left."""
+    """What an export did, or would do; bytes_kept are those of files that an earlier try left.
+
+    `num_certified` tensors of the source were read whole and are equal to what was saved, by its certificate.
+    """
 
     source: str
     url: str
@@ -50,6 +54,7 @@ class ExportReport:
     bytes_kept: int
     seconds: float
     dry_run: bool = False
+    num_certified: int = 0
 
 
 def export_folder(
@@ -77,6 +82,7 @@ def export_folder(
     kept = claim.check(export)
     total = sum(sizes.values())
     refuse_full(target, total - sum(kept.values()))
+    sums = SourceSums(source.root, source.url)
     if not dry_run and len(kept) < len(sizes):
         done = sum(kept.values())
         with claim:
@@ -84,22 +90,17 @@ def export_folder(
                 if name in kept:
                     keep_file(target, name)
                     continue
-                _write(source, target, export, name, partial(_advance, progress, done, total))
+                if name in export.files:
+                    target.write(name, export.files[name])
+                else:
+                    [shard] = [each for each in export.shards if each.name == name]
+                    blocks = _Blocks(source, shard, sums).blocks(partial(_advance, progress, done, total))
+                    write_blocks(target, name, shard.size_bytes, blocks, is_reused=True)
                 done += sizes[name]
     return ExportReport(
         source.url, target.url, source.root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
-        time.monotonic() - started, dry_run,
+        time.monotonic() - started, dry_run, sums.num_certified,
     )  # fmt: skip
-
-
-def _write(
-    source: CheckpointReader, target: Storage, export: Export, name: str, progress: Callable[[int], None]
-) -> None:
-    if name in export.files:
-        target.write(name, export.files[name])
-        return
-    [shard] = [each for each in export.shards if each.name == name]
-    write_blocks(target, name, shard.size_bytes, _Blocks(source, shard).blocks(progress), is_reused=True)
 
 
 def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
@@ -168,8 +169,8 @@ class _Claim:
 class _Blocks:
     """The bytes of one shard, block by block: one is read while the one before is written."""
 
-    def __init__(self, source: CheckpointReader, shard: Shard) -> None:
-        self._source, self._shard = source, shard
+    def __init__(self, source: CheckpointReader, shard: Shard, sums: SourceSums) -> None:
+        self._source, self._shard, self._sums = source, shard, sums
         self._starts = [len(shard.header)]
         for tensor in shard.tensors:
             self._starts.append(self._starts[-1] + tensor.size_bytes)
@@ -227,11 +228,13 @@ class _Blocks:
         """Fill a buffer with elements [first, last) of a tensor of the run, rounded if their dtype is another."""
         if info.dtype == dtype:
             fill(self._source, [(info, first, last)], buffer)
+            self._sums.add(info, first, last, buffer)
             return
         for start in range(first, last, ROUNDED_AT_ONCE):
             stop = min(start + ROUNDED_AT_ONCE, last)
             read = np.empty((stop - start) * ITEMSIZE[info.dtype], np.uint8)
             [block] = fill(self._source, [(info, start, stop)], read)
+            self._sums.add(info, start, stop, block)
             try:
                 made = narrowed(widened(block, info.dtype), dtype)
             except OverflowError:

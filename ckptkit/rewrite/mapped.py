@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from ckptkit.model.chunk_table import ChunkTable, TensorColumns, ramps
 from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.stored import StoredChunks
 from ckptkit.rewrite.map_rules import Fill, Fuse, Split
 
 
@@ -127,3 +131,27 @@ def joined(ranges: Iterable[RowRange]) -> tuple[RowRange, ...]:
         else:
             found.append(each)
     return tuple(found)
+
+
+def moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[int, int, RowRange]]) -> StoredChunks:
+    """Return what is stored of each range of rows, as rows of the tensor of that number, from `at` on."""
+    sources = [stored.chunks.tensors.numbers[part.source.name] for _, _, part in ranges]
+    begin = np.searchsorted(stored.chunks.tensor, sources, "left")
+    counts = np.searchsorted(stored.chunks.tensor, sources, "right") - begin
+    kept = stored.take(ramps(begin, counts))
+    numbers = [(number, at, part.first, part.stop) for number, at, part in ranges]
+    number, at, first, stop = np.repeat(np.array(numbers, np.int64).reshape(-1, 4), counts, axis=0).T
+    chunks = kept.chunks.with_dims(max(kept.chunks.offset.shape[1], 1))
+    row = np.arange(len(chunks)), chunks.offset.shape[1] - np.maximum(tensors.num_dims[number], 1)  # the first dim's
+    offset, shape, length = chunks.offset.copy(), chunks.shape.copy(), chunks.shape[row]
+    low = np.clip(first - offset[row], 0, length)  # the rows of the box that are in the range: [low, high)
+    high = np.clip(stop - offset[row], low, length)
+    width = shape.prod(axis=1) // np.maximum(length, 1)
+    offset[row] += low + at - first
+    shape[row] = high - low
+    before = low * width
+    begins, ends = (np.clip(each - before, 0, shape[row] * width) for each in (chunks.start, chunks.stop))
+    skipped = np.maximum(before - chunks.start, 0) * tensors.itemsize[number]
+    table = ChunkTable(tensors, number, offset, shape, begins, ends)
+    is_kept = (begins < ends) | (high - low == length)
+    return StoredChunks(table, kept.part, kept.offset + skipped).take(np.flatnonzero(is_kept))

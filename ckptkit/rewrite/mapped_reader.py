@@ -12,14 +12,15 @@ import numpy as np
 
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
-from ckptkit.io.blocks import Bytes
+from ckptkit.io.blocks import Bytes, Columns
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.box import Box
-from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns, ramps
+from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.stored import StoredChunks
-from ckptkit.rewrite.mapped import Mapped, RowRange, num_rows
+from ckptkit.rewrite.mapped import Mapped, moved, num_rows
+from ckptkit.rewrite.mapped_sums import MappedSums
 from ckptkit.rewrite.mapping import Mapper
 
 MEAN_BYTES = 16 << 20  # of a tensor whose mean is made, at once
@@ -35,6 +36,7 @@ class MappedReader(CheckpointReader):
         self._grown = [each for each in self._mapped if each.num_rows != num_rows(each.info)]
         self._num_files = int(inner.stored.part.max(initial=-1)) + 1
         self._rows: dict[str, Bytes] = {}  # the bytes of a new row, by tensor
+        self._sums = MappedSums(inner.root, inner.url, self._mapped)
 
     @property
     def identity(self) -> bytes:
@@ -51,7 +53,7 @@ class MappedReader(CheckpointReader):
             for each in self._mapped
             for at, part in zip(accumulate((p.stop - p.first for p in each.ranges), initial=0), each.ranges)
         ]
-        kept = _moved(self._inner.stored, tensors, ranges)
+        kept = moved(self._inner.stored, tensors, ranges)
         new = ChunkTable.of([(each.info, *_new_rows(each)) for each in self._grown])
         new = new.renumbered(tensors, np.array([tensors.numbers[name] for name in new.names], np.int64))
         chunks = ChunkTable.concatenate([kept.chunks, new])
@@ -67,6 +69,15 @@ class MappedReader(CheckpointReader):
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks."""
         return plan_load(wanted, self.stored)
+
+    def read(self, wanted: ChunkTable, targets: Sequence[int] | Columns) -> None:
+        """Fill memory with wanted chunks, and add what is of the source to the sums of its tensors."""
+        super().read(wanted, targets)
+        self._sums.add(wanted, np.asarray(targets, np.int64))
+
+    def check_read(self) -> int:
+        """Return how many tensors of the source were read whole and are equal to what was saved; else CheckFailed."""
+        return self._sums.check()
 
     def fetch(self, plan: LoadPlan, addresses: Ints) -> None:
         """Make the copies of a plan, each to an address of its own."""
@@ -101,30 +112,6 @@ class MappedReader(CheckpointReader):
                 [block] = fill(self._inner, [(part.source, start * width, stop * width)], buffer)
                 total += widened(block, dtype).reshape(-1, width).sum(axis=0)
         return narrowed(total / each.num_rows, dtype)
-
-
-def _moved(stored: StoredChunks, tensors: TensorColumns, ranges: Sequence[tuple[int, int, RowRange]]) -> StoredChunks:
-    """Return what is stored of each range of rows, as rows of the tensor of that number, from `at` on."""
-    sources = [stored.chunks.tensors.numbers[part.source.name] for _, _, part in ranges]
-    begin = np.searchsorted(stored.chunks.tensor, sources, "left")
-    counts = np.searchsorted(stored.chunks.tensor, sources, "right") - begin
-    kept = stored.take(ramps(begin, counts))
-    numbers = [(number, at, part.first, part.stop) for number, at, part in ranges]
-    number, at, first, stop = np.repeat(np.array(numbers, np.int64).reshape(-1, 4), counts, axis=0).T
-    chunks = kept.chunks.with_dims(max(kept.chunks.offset.shape[1], 1))
-    row = np.arange(len(chunks)), chunks.offset.shape[1] - np.maximum(tensors.num_dims[number], 1)  # the first dim's
-    offset, shape, length = chunks.offset.copy(), chunks.shape.copy(), chunks.shape[row]
-    low = np.clip(first - offset[row], 0, length)  # the rows of the box that are in the range: [low, high)
-    high = np.clip(stop - offset[row], low, length)
-    width = shape.prod(axis=1) // np.maximum(length, 1)
-    offset[row] += low + at - first
-    shape[row] = high - low
-    before = low * width
-    begins, ends = (np.clip(each - before, 0, shape[row] * width) for each in (chunks.start, chunks.stop))
-    skipped = np.maximum(before - chunks.start, 0) * tensors.itemsize[number]
-    moved = ChunkTable(tensors, number, offset, shape, begins, ends)
-    is_kept = (begins < ends) | (high - low == length)
-    return StoredChunks(moved, kept.part, kept.offset + skipped).take(np.flatnonzero(is_kept))
 
 
 def _new_rows(each: Mapped) -> tuple[Box, int, int]:

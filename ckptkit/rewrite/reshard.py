@@ -29,7 +29,7 @@ from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_
 from ckptkit.runs.temporaries import temporaries
 from ckptkit.writer.commit import NotCommitted, commit_root
 from threefold.cli import log
-from threefold.errors import StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
 from threefold.storage.local import keep_file, sync_name
 from threefold.storage.stale_uploads import abort_stale_uploads
@@ -46,7 +46,8 @@ class ReshardReport:
 
     `shards` are the files and bytes of each shard. The step is committed once `num_missing`, the files that other
     shards have still to write, is 0; `was_there` says that it was before. `certified`: all that was written is equal to
-    what was saved, by the source's certificate.
+    what was saved, by the source's certificate. Of the source of a mapping `num_certified` tensors were read whole and
+    are equal to what was saved.
     """
 
     url: str
@@ -65,6 +66,7 @@ class ReshardReport:
     num_missing: int = 0
     was_there: bool = False
     certified: bool = False
+    num_certified: int = 0
 
 
 def reshard(
@@ -112,6 +114,7 @@ def reshard(
     return ReshardReport(
         url, step, *layouts, len(rewriting.own), needed, read, written, time.monotonic() - started, dry_run, kept,
         str(shard), rewriting.shards, missing, certified=rewriting.is_certified,
+        num_certified=rewriting.num_certified,
     )  # fmt: skip
 
 
@@ -173,7 +176,7 @@ class _Rewriting:
         self.own, self.kept, self.left = groups[shard.number], list[TargetFile](), list[TargetFile]()
         self.shards = tuple((len(group), sum(target.file.size_bytes for target in group)) for group in groups)
         self.num_missing = 0  # the files that other shards have to write
-        self.is_certified = False
+        self.is_certified, self.num_certified = False, 0
 
     def find_kept(self, *, dry_run: bool) -> None:
         """Find what is there of the own files; refuse a disk that cannot hold what is not. A dry run goes by sizes."""
@@ -207,7 +210,7 @@ class _Rewriting:
         except BaseException as error:
             writer.abort(self.left)
             may_be_named = self._is_committing and not isinstance(error, AlreadyExists | NotCommitted)
-            if self._is_alone and not may_be_named:
+            if (self._is_alone or isinstance(error, CheckFailed)) and not may_be_named:
                 with contextlib.suppress(StorageError):  # the first failure is the one to report
                     self._remove()
             raise
@@ -228,6 +231,7 @@ class _Rewriting:
                 done += writer.append(areas)
                 progress(done)
         writer.finish(self.left)
+        self.num_certified = self._source.check_read()
 
     def _commit(self) -> int:
         """Put the root if the files of all shards are there as planned; return how many are not."""

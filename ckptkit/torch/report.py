@@ -11,6 +11,7 @@ class LoadReport:
 
     `missing` names what the program has and the checkpoint lacks, which keeps its values; `unexpected` what the
     checkpoint has under the same keys and no rank asked for. Both are empty of a strict load.
+    `num_certified` tensors were loaded whole, by all ranks together, and are equal to what was saved.
     `ranks_without_rng` are those that had no random state in the checkpoint and keep their own.
     """
 
@@ -19,3 +20,4 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     ranks_without_rng: tuple[int, ...] = ()
+    num_certified: int = 0

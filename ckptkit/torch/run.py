@@ -5,6 +5,7 @@ import math
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -14,7 +15,7 @@ from ckptkit.format.keys import check_step, step_folder
 from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.restore import restore_from
+from ckptkit.loading.restore import fill_from
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.fallback import committed_candidates, first_sound
 from ckptkit.runs.run import Run as AnyRun
@@ -189,13 +190,14 @@ class Run(AnyRun, Closing):
             saved = on_all(exchange, lambda: Saved(reader, exchange.rank, exchange.size))
             match = on_all(exchange, lambda: Match(saved, state))
             report = _compared(exchange, saved, match, strict=strict)
-            on_all(exchange, lambda: restore_from(reader, match.pieces))
+            sums = on_all(exchange, lambda: fill_from(reader, match.pieces))
+            num_certified = 0 if sums is None else sums.check(exchange, reader.url)
             on_all(exchange, match.finish)
         if report.ranks_without_rng and exchange.rank == 0:
             numbers = ", ".join(map(str, report.ranks_without_rng))
             log(f"warning: ranks {numbers} have no random state in step {step} of {self.url} and keep their own: "
                 f"{saved.world_size} ranks saved it")  # fmt: skip
-        return report
+        return replace(report, num_certified=num_certified)
 
 
 def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:

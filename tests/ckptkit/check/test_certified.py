@@ -1,7 +1,11 @@
 """Certificates of steps: the same for every layout, kept by reshard, and compared wherever a step is read whole."""
 
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, current_thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +14,13 @@ from hypothesis import strategies as st
 
 from ckptkit.check.verify import NOT_AS_SAVED, Verification, verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
-from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import checksums, xxh3_64
+from ckptkit.format.part_copy import is_whole
+from ckptkit.format.root import Root
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore_from
 from ckptkit.loading.roots import read_root
+from ckptkit.loading.targets import Targets
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.certificate import KIND, TensorSums, digest
@@ -22,6 +28,7 @@ from ckptkit.rewrite.copy import copy_step
 from ckptkit.rewrite.reshard import reshard
 from ckptkit.saving.save import save
 from tests.ckptkit.io.test_sums import crc
+from tests.ckptkit.support.forged import forge
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import NUM_LAYERS, pieces_of
 from threefold.errors import CheckFailed
@@ -59,24 +66,47 @@ def verified(storage: Storage, share: float = 1.0) -> Verification:
         return verify_checkpoint(reader, share=share)
 
 
-def forge(storage: Storage, *, with_sums: bool) -> None:
-    """Change the last byte of the first data file, under right checksums; and its sums, if asked to."""
-    root, folder = read_root(storage, 3), step_folder(3)
-    part = root.parts[0]
-    with CheckpointReader(storage, 3) as reader:
-        index = reader.read_index(part)
-    data = bytearray(storage.read(f"{folder}/{part.data}"))
-    data[-1] ^= 1
-    sums = index.sums
-    if with_sums:
-        made = ChunkSums(index.chunks, index.data_offset)
-        made.add(bytes(data), 0)
-        sums = made.values
-    text = replace(index, checksums=checksums(bytes(data)), sums=sums).to_bytes()
-    storage.write(f"{folder}/{part.data}", bytes(data))
-    storage.write(f"{folder}/{part.index}", text)
-    parts = (Part(part.data, len(data), part.index, len(text), xxh3_64(text)), *root.parts[1:])
-    storage.write(f"{folder}/{ROOT_KEY}", replace(root, parts=parts).to_bytes())
+def load(storage: Storage, layouts: list[ParallelLayout]) -> list[int]:
+    """Return how many tensors are certified on each rank, a thread, of as many as there are layouts."""
+    exchange = ThreadExchange(len(layouts))
+
+    def restored(rank: int) -> int:
+        current_thread().name = f"rank {rank}"
+        table = {info.name: info for info in TENSORS}
+        pieces = [
+            replace(piece, data=np.zeros_like(piece.data))
+            for piece in pieces_of(TENSORS, layouts[rank], rank % layouts[rank].world_size, ARRAYS)
+            if table[piece.name].placement.tied_to is None
+        ]
+        with CheckpointReader(storage, 3, exchange=exchange.of(rank)) as reader:
+            return restore_from(reader, pieces)
+
+    with ThreadPoolExecutor(len(layouts)) as pool:
+        return list(pool.map(restored, range(len(layouts))))
+
+
+class ThreadExchange:
+    """An exchange of threads."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self._boxes: list[Any] = [None] * size
+        self._barrier = Barrier(size, timeout=20)
+
+    def of(self, rank: int) -> "ThreadExchange":
+        other = copy(self)
+        other.rank = rank
+        return other
+
+    def all_gather(self, data: Any) -> list[Any]:
+        self._boxes[self.rank] = data
+        self._barrier.wait()
+        found = list(self._boxes)
+        self._barrier.wait()
+        return found
+
+    def all_to_all(self, send: Any) -> list[Any]:
+        return [each[self.rank] for each in self.all_gather(list(send))]
 
 
 def root_of(storage: Storage) -> Root:
@@ -120,7 +150,7 @@ def test_verify_says_how_many_tensors_are_equal_to_what_was_saved(tmp_path: Path
 
 def test_values_that_have_other_sums_than_their_index_are_found(tmp_path: Path) -> None:
     storage = saved(tmp_path, ParallelLayout(tp=2))
-    forge(storage, with_sums=False)
+    forge(storage, 3, with_sums=False)
     [fault] = verified(storage).faults
     assert fault.what == NOT_AS_SAVED
     assert fault.file == root_of(storage).parts[0].data
@@ -128,7 +158,7 @@ def test_values_that_have_other_sums_than_their_index_are_found(tmp_path: Path) 
 
 def test_values_that_are_not_those_of_the_certificate_are_found_and_not_resharded(tmp_path: Path) -> None:
     storage, target = saved(tmp_path / "run", ParallelLayout(tp=2)), open_storage(tmp_path / "other")
-    forge(storage, with_sums=True)
+    forge(storage, 3, with_sums=True)
     for share in (0.0, 1.0):
         [fault] = verified(storage, share).faults
         assert (fault.what, fault.file) == (NOT_AS_SAVED, ROOT_KEY)
@@ -149,9 +179,67 @@ def test_what_has_no_certificate_gets_one_by_a_reshard(tmp_path: Path) -> None:
 
 def test_a_copy_keeps_the_certificate(tmp_path: Path) -> None:
     storage, target = saved(tmp_path / "run", ParallelLayout(dp=2)), open_storage(tmp_path / "other")
-    with CheckpointReader(storage, 3) as reader:
-        copy_step(reader, target)
+    for verify, certified in ((False, True), (False, False), (True, True)):  # what is there is not read again
+        with CheckpointReader(storage, 3) as reader:
+            assert copy_step(reader, target, verify=verify).certified is certified
     assert root_of(target).certificate == EXPECTED
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_values_under_right_checksums_that_were_not_saved_are_not_copied(tmp_path: Path, with_sums: bool) -> None:
+    storage, target = saved(tmp_path / "run", ParallelLayout(tp=2)), open_storage(tmp_path / "other")
+    forge(storage, 3, with_sums=with_sums)
+    with (
+        CheckpointReader(storage, 3) as reader,
+        pytest.raises(CheckFailed, match=r"values .*saved, by their sums"),
+    ):
+        copy_step(reader, target)
+    assert target.info(f"{step_folder(3)}/{ROOT_KEY}") is None
+
+
+def test_a_file_of_an_earlier_try_is_kept_only_with_the_values_that_were_saved(tmp_path: Path) -> None:
+    storage = saved(tmp_path, ParallelLayout(tp=2))
+    part = root_of(storage).parts[0]
+    key = f"{step_folder(3)}/{part.data}"
+    for is_sound in (True, False):
+        with CheckpointReader(storage, 3) as reader:
+            assert is_whole(storage, key, reader.read_index(part)) is is_sound
+        forge(storage, 3, with_sums=False)
+        part = root_of(storage).parts[0]
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_values_under_right_checksums_that_were_not_saved_are_not_loaded(tmp_path: Path, with_sums: bool) -> None:
+    storage, names = saved(tmp_path, ParallelLayout(tp=2, dp=2)), list(EXPECTED["tensors"])  # type: ignore[call-overload]
+    assert load(storage, [ParallelLayout()]) == [len(names)]
+    forge(storage, 3, with_sums=with_sums)
+    with pytest.raises(CheckFailed, match="is not equal to what was saved, by the certificate"):
+        load(storage, [ParallelLayout()])
+
+
+def test_ranks_that_load_together_certify_what_they_hold_together(tmp_path: Path) -> None:
+    """Cuts, intervals of ZeRO and replicas; what a rank holds alone is not whole."""
+    storage, layout = saved(tmp_path, ParallelLayout()), ParallelLayout(tp=2, dp=2)
+    assert load(storage, [layout] * 4) == [len(EXPECTED["tensors"])] * 4  # type: ignore[arg-type]
+    replicas = [ParallelLayout(tp=2, dp=2), ParallelLayout(tp=2, dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2)]
+    assert all(0 < found < len(EXPECTED["tensors"]) for found in load(storage, replicas))  # type: ignore[arg-type]
+    forge(storage, 3, with_sums=True)
+    with pytest.raises(CheckFailed, match="is not equal to what was saved, by the certificate"):
+        load(storage, [layout] * 4)
+
+
+def test_bytes_that_change_after_they_were_verified_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by bad memory: of the four ranks one alone has another value."""
+    storage, usual = saved(tmp_path, ParallelLayout()), Targets.fill
+
+    def fill(targets: Targets, *arguments: Any) -> None:
+        usual(targets, *arguments)
+        if current_thread().name == "rank 2":
+            targets._data[0][:1] += 1
+
+    monkeypatch.setattr(Targets, "fill", fill)
+    with pytest.raises(CheckFailed, match=f"by the certificate of the save:\\s+{TENSORS[0].name}"):
+        load(storage, [ParallelLayout()] * 4)
 
 
 def test_an_element_a_name_or_a_dtype_makes_another_certificate(tmp_path: Path) -> None:
