@@ -166,6 +166,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Train from a model": write_model,
     "Evaluate a model, and let it speak": write_model,
     "Make a folder of a run": write_model,
+    "Read without mapping files": write_config,
     "Read a step's line": write_config,
     "Choose what fits in memory": write_config,
     "Let attention be chosen": write_config,

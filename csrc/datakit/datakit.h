@@ -1,4 +1,4 @@
-// C ABI of datakit's native library: the batch gather, and random access into a blend's rotation and permutations.
+// C ABI of datakit's native library: reads, the batch gather, packing, and random access into a blend's rotation and permutations.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,17 @@ struct dk_packed_piece {  // consecutive tokens of one document in a packed row,
 DK_API int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                             const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
                             float* loss_mask, int num_threads);
+
+struct dk_read {  // a range of an open file, and where its bytes go
+  int64_t descriptor;
+  int64_t offset;
+  void* target;
+  int64_t num_bytes;
+};
+
+// Reads ranges of files, on up to num_threads threads. Returns 0, or the negative errno of a read that failed, whose number
+// is in *failed: -ENODATA if its file ends before the range does. Other targets may then be unread.
+DK_API int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, int64_t* failed);
 
 // Cuts documents that follow each other from token first_token on into pieces of at most seq_length tokens, all but a
 // document's last of just so many, and returns their number; empty documents have none. -EINVAL if a length is negative

@@ -7,7 +7,7 @@ from typing import Any
 
 from datakit.packing.packing_index import PackingIndex, Piece, default_folder
 from datakit.store.shard import Int64s
-from datakit.store.token_store import TokenStore
+from datakit.store.token_store import Reading, TokenStore
 from threefold.errors import UserError
 
 
@@ -29,12 +29,13 @@ class PackedStore(TokenStore):
         packing: str,
         seq_length: int,
         index: str | os.PathLike[str] | None = None,
+        reading: Reading = "mmap",
     ) -> "PackedStore":
         """Open a store with the index that `datakit pack` made of it, there or in the folder `index`.
 
         UserError if there is none, or it is of another store, packing or length; CheckFailed if it is damaged.
         """
-        store = cls.open(path)
+        store = cls.open(path, reading=reading)
         assert isinstance(store, cls), "open makes what it is called on"
         folder = default_folder(path, packing, seq_length) if index is None else Path(index)
         store.index = PackingIndex.open(folder, store, packing=packing, seq_length=seq_length)
@@ -45,7 +46,7 @@ class PackedStore(TokenStore):
         """Pickle as paths; whoever unpickles it opens store and index there, and checks that they are the same."""
         record = self.index.record
         paths = os.path.abspath(self.path), os.path.abspath(self.index.folder)
-        return partial(_reopen, *paths, record.packing, record.seq_length, self.fingerprint), ()
+        return partial(_reopen, *paths, record.packing, record.seq_length, self.fingerprint, self.reading), ()
 
     def num_rows(self, seq_length: int) -> int:
         """Return the rows of the index; UserError if they are not of `seq_length` tokens."""
@@ -72,16 +73,23 @@ class PackedStore(TokenStore):
 
 
 def open_store(
-    path: str | os.PathLike[str], *, packing: str, seq_length: int, index: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    packing: str,
+    seq_length: int,
+    index: str | os.PathLike[str] | None = None,
+    reading: Reading = "mmap",
 ) -> TokenStore:
     """Open a store whose documents become rows in this way; errors as of TokenStore.open and PackedStore.of."""
     if packing == "concat":
-        return TokenStore.open(path)
-    return PackedStore.of(path, packing=packing, seq_length=seq_length, index=index)
+        return TokenStore.open(path, reading=reading)
+    return PackedStore.of(path, packing=packing, seq_length=seq_length, index=index, reading=reading)
 
 
-def _reopen(path: str, folder: str, packing: str, seq_length: int, fingerprint: str) -> PackedStore:
-    store = PackedStore.of(path, packing=packing, seq_length=seq_length, index=folder)
+def _reopen(
+    path: str, folder: str, packing: str, seq_length: int, fingerprint: str, reading: Reading = "mmap"
+) -> PackedStore:
+    store = PackedStore.of(path, packing=packing, seq_length=seq_length, index=folder, reading=reading)
     if store.fingerprint != fingerprint:
         raise UserError(f"{folder} is not the index that was pickled", hint=f"datakit verify {folder}")
     return store

@@ -14,6 +14,7 @@ from weakref import ref
 from threefold.errors import StorageError
 
 Value = TypeVar("Value")
+_LIMITS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of memory that can be addressed, and of open files
 
 
 class Bound:
@@ -56,14 +57,15 @@ class KeptOpen(Generic[Value]):
     def get(self, number: int, open_value: Callable[[int], Value]) -> Value:
         """Return the value of a shard, opened if it is not kept.
 
-        If the address space is full, for instance by `ulimit -v`, what is kept makes room for it.
+        If the address space is full, for instance by `ulimit -v`, or too many files are open, what is kept makes room
+        for it.
         """
         value = self._values.get(number)
         while value is None:
             try:
                 value = self._values[number] = open_value(number)
             except StorageError as error:
-                if getattr(error.__cause__, "errno", None) != errno.ENOMEM or not self._bound.halve():
+                if getattr(error.__cause__, "errno", None) not in _LIMITS or not self._bound.halve():
                     raise
         self._bound.used(self._ref, number)
         return value

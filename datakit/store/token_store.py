@@ -2,7 +2,8 @@
 
 Opening reads the manifest and checks that every shard's files have their sizes: O(shards), whatever their size. Shards
 are mapped at first use, without a descriptor. All stores of a process together keep at most `OPEN_SHARDS.most` of them
-mapped, so that any number of stores of any size fits its limits.
+mapped, so that any number of stores of any size fits its limits. Of a store that is opened with `reading="pread"` the
+rows of batches are read from open files instead, of which `OPEN_FILES.most` are kept.
 """
 
 import os
@@ -10,19 +11,21 @@ from bisect import bisect_right
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from datakit.files.durable import FileDigest, url_behind
 from datakit.store.kept_open import Bound, KeptOpen
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry, is_plain_folder, require_folder
+from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, ShardEntry, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
 from datakit.store.shard import Int64s, Tokens, TokenShard
+from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError
 
 OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
+Reading = Literal["mmap", "pread"]
 OPEN_ORIGINS = Bound(8)  # their tables of sources, once read, may be large
 
 
@@ -32,20 +35,21 @@ class TokenStore:
     `fingerprint` identifies the tokens: it is equal for stores of equal content, wherever they are.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, reading: Reading = "mmap") -> None:
         """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
-        self.path, self.manifest = path, manifest
+        self.path, self.manifest, self.reading = path, manifest, reading
         self.fingerprint = manifest.fingerprint
         self.token_starts = [0, *accumulate(shard.num_tokens for shard in manifest.shards)]
         self.document_starts = [0, *accumulate(shard.num_documents for shard in manifest.shards)]
         self._shards: KeptOpen[TokenShard] = KeptOpen(OPEN_SHARDS)
         self._origins: KeptOpen[Origins] = KeptOpen(OPEN_ORIGINS)
+        self._files: KeptOpen[ShardFile] = KeptOpen(OPEN_FILES)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
+    def open(cls, path: str | os.PathLike[str], *, reading: Reading = "mmap") -> "TokenStore":
         """Open a store; UserError if there is none, CheckFailed or StorageError if it is damaged."""
         folder = Path(path)
-        store = cls(folder, Manifest.read(folder))
+        store = cls(folder, Manifest.read(folder), reading)
         for entry in store.manifest.shards:
             for file, digest in store.files(entry):
                 try:
@@ -80,6 +84,16 @@ class TokenStore:
         return self.manifest.dtype
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a token on disk."""
+        return STORE_DTYPES[self.dtype]
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether rows are read out of mapped shards; those of others come from `file_pieces`."""
+        return self.reading == "mmap"
+
+    @property
     def vocab_size(self) -> int:
         """Every token is below this."""
         return self.manifest.tokenizer.vocab_size
@@ -91,11 +105,15 @@ class TokenStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a path; whoever unpickles it opens the store there and checks that it is the same one."""
-        return _reopen, (os.path.abspath(self.path), self.fingerprint)
+        return _reopen, (os.path.abspath(self.path), self.fingerprint, self.reading)
 
     def shard(self, number: int) -> TokenShard:
         """Return an open shard; the most recently used ones stay mapped."""
         return self._shards.get(number, self._open_shard)
+
+    def file_pieces(self, number: int, start: int, stop: int) -> list[FilePiece]:
+        """Return the pieces of open files that are bytes [start, stop) of a shard's tokens, in order."""
+        return [FilePiece(self._files.get(number, self._open_file), start, stop - start)]
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return a copy of the tokens at addresses [start, stop) of the store, over shard borders."""
@@ -225,6 +243,11 @@ class TokenStore:
             )
         return shard
 
+    def _open_file(self, number: int) -> ShardFile:
+        require_folder(self.path)
+        entry = self.manifest.shards[number]
+        return ShardFile.open(self.path / f"{entry.name}.bin", entry.bin.size_bytes)
+
     def _damaged(self, what: str) -> CheckFailed:
         return CheckFailed(what, hint=f"datakit verify {self.path}")
 
@@ -239,8 +262,8 @@ def open_made(place: str, manifest: Manifest) -> TokenStore:
     return TokenStore(Path(place), manifest) if url_behind(Path(place)) else TokenStore.open(place)
 
 
-def _reopen(path: str, fingerprint: str) -> TokenStore:
-    store = TokenStore.open(path)
+def _reopen(path: str, fingerprint: str, reading: Reading = "mmap") -> TokenStore:
+    store = TokenStore.open(path, reading=reading)
     if store.fingerprint != fingerprint:
         what = f"{path} is not the store that was pickled: its fingerprint is {store.fingerprint}, not {fingerprint}"
         raise CheckFailed(what, hint=f"datakit inspect {path}")

@@ -1,7 +1,7 @@
-"""The batch gather: rows of L + 1 tokens, in spans of mapped shards, become tokens, labels, positions and loss mask.
+"""The batch gather: rows of L + 1 tokens, in spans of shards, become tokens, labels, positions and loss mask.
 
 csrc/datakit/gather.cpp reads every source token once, without the GIL, on several threads; its test says the same in
-numpy.
+numpy. Mapped shards are read where they are, the tokens of others are staged first.
 """
 
 from array import array
@@ -15,6 +15,7 @@ from datakit.store.shard import TokenShard
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch, Int32s
 from datakit.stream.native import address_of, stream_library
+from datakit.stream.staging import UnmappedShard, Wanted, stage
 from threefold.errors import UserError
 
 NO_EOD = -1
@@ -22,8 +23,11 @@ MAX_THREADS = 4
 _TOKENS_A_THREAD = 1 << 18  # below this a further thread costs more than it brings
 
 
+Shard = TokenShard | UnmappedShard
+
+
 class RowSpans:
-    """The places of a batch's rows in mapped shards; holds the shards while the batch is made.
+    """The places of a batch's rows in shards; holds the shards while the batch is made.
 
     `table` has for each span its row, shard, first token there and tokens, in the order of rows and places in them.
     """
@@ -31,7 +35,7 @@ class RowSpans:
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
         self.eod_ids: list[int] = []
-        self.table: list[tuple[int, TokenShard, int, int]] = []
+        self.table: list[tuple[int, Shard, int, int]] = []
 
     @property
     def num_rows(self) -> int:
@@ -45,9 +49,8 @@ class RowSpans:
         for begin, stop in store.spans_at(start, self.seq_length):
             while begin < stop:
                 number, first = store.locate_token(begin)
-                shard = store.shard(number)
-                count = min(first + shard.num_tokens, stop) - begin
-                self.table.append((row, shard, begin - first, count))
+                count = min(store.token_starts[number + 1], stop) - begin
+                self.table.append((row, _shard(store, number), begin - first, count))
                 begin += count
 
 
@@ -57,7 +60,7 @@ class PackedSpans:
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
         self.eod_ids: list[int] = []
-        self.table: list[tuple[int, TokenShard, int, int, bool]] = []
+        self.table: list[tuple[int, Shard, int, int, bool]] = []
 
     @property
     def num_rows(self) -> int:
@@ -73,9 +76,9 @@ class PackedSpans:
             if not 0 <= piece.start < store.num_tokens:
                 raise store.index.damaged(f"row {number} has token {piece.start} of {store.num_tokens}")
             place, first = store.locate_token(piece.start)
-            shard = store.shard(place)
-            if piece.start + piece.size + piece.goes_on > first + shard.num_tokens:
+            if piece.start + piece.size + piece.goes_on > store.token_starts[place + 1]:
                 raise store.index.damaged(f"row {number} has {piece.size} tokens from token {piece.start} on")
+            shard = _shard(store, place)
             self.table.append((row, shard, piece.start - first, piece.size, piece.goes_on))
 
 
@@ -87,9 +90,14 @@ def gather(spans: RowSpans | PackedSpans, options: BatchOptions = PLAIN, out: By
     num_rows, seq_length = spans.num_rows, spans.seq_length
     batch = HostBatch.allocate(num_rows, seq_length) if out is None else HostBatch.over(out, (num_rows, seq_length))
     native = array("q")  # a dk_piece each, or a dk_packed_piece
-    for row, shard, start, count, *goes_on in spans.table:
-        itemsize = shard.dtype.itemsize
-        native.extend((row, shard.address + start * itemsize, count, itemsize, *goes_on))
+    staged, places = _staged(spans)
+    for number, (row, shard, start, count, *goes_on) in enumerate(spans.table):
+        if isinstance(shard, UnmappedShard):
+            address, itemsize = places[number], shard.itemsize
+        else:
+            itemsize = shard.dtype.itemsize
+            address = shard.address + start * itemsize
+        native.extend((row, address, count, itemsize, *goes_on))
     eod_ids = array("q", spans.eod_ids)
     num_tokens = num_rows * seq_length
     num_threads = max(1, min(MAX_THREADS, num_tokens // _TOKENS_A_THREAD))
@@ -102,10 +110,30 @@ def gather(spans: RowSpans | PackedSpans, options: BatchOptions = PLAIN, out: By
         options.mask_eod_loss, *resets, tokens, tokens + column_bytes, tokens + 2 * column_bytes,
         tokens + 3 * column_bytes, num_threads,
     )  # fmt: skip
+    del staged  # was in use until here
     assert code == 0, "the spans of every row sum to seq_length + 1 tokens of 2 or 4 bytes, or fewer if it is packed"
     if not is_packed and not options.document_bounds:
         return batch
     return replace(batch, cu_seqlens=_document_bounds(batch, None if is_packed else spans.eod_ids))
+
+
+def _shard(store: TokenStore, number: int) -> Shard:
+    return store.shard(number) if store.is_mapped else UnmappedShard(store, number, store.itemsize)
+
+
+def _staged(spans: RowSpans | PackedSpans) -> tuple[Bytes | None, dict[int, int]]:
+    """Return the memory that has the spans of shards that are not mapped, and the address of each by its number."""
+    numbers, wanted = [], []
+    for number, (_, shard, start, count, *goes_on) in enumerate(spans.table):
+        if isinstance(shard, UnmappedShard):
+            numbers.append(number)
+            last = start + count + sum(goes_on)  # with the label after a piece whose document goes on
+            wanted.append(Wanted(shard, start * shard.itemsize, last * shard.itemsize))
+    if not wanted:
+        return None, {}
+    buffer, places = stage(wanted)
+    address = address_of(buffer)
+    return buffer, {number: address + place for number, place in zip(numbers, places)}
 
 
 def _document_bounds(batch: HostBatch, eod_ids: list[int] | None) -> Int32s:

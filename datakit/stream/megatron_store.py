@@ -39,7 +39,7 @@ class MegatronStore(TokenStore):
         """Return an open store with its rows for so many samples, or one epoch's; UserError if they cannot be made."""
         if store.packing != "concat":
             raise UserError(f"{store.path} is packed by {store.packing}, and the order of Megatron cuts rows itself")
-        found = cls(store.path, store.manifest)
+        found = cls(store.path, store.manifest, store.reading)
         found.seed, found.documents_read = seed, order.documents(store.num_documents)
         begin, end = (
             store.first_token(number) if number < store.num_documents else store.num_tokens

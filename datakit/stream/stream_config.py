@@ -45,6 +45,9 @@ class BlendConfig:
         "concat", "how documents become rows: concat cuts all tokens; best_fit and pad need datakit pack"
     )
     indices: tuple[str, ...] = option((), "folders of the packing indices, one a store; empty: each in its store")
+    reading: Literal["mmap", "pread"] = option(
+        "mmap", "how rows are read: out of mapped files, or with reads, for file systems on which mapping is slow"
+    )
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between stores, weights and packing of this table."""
@@ -64,7 +67,7 @@ class BlendConfig:
         from datakit.packing.packed_store import open_store
 
         index = self.indices[number] if number < len(self.indices) else None
-        return open_store(path, packing=self.packing, seq_length=seq_length, index=index)
+        return open_store(path, packing=self.packing, seq_length=seq_length, index=index, reading=self.reading)
 
     def check(self, table: str) -> None:
         """Raise UserError if there are no stores, or if this table has faults."""
@@ -180,7 +183,7 @@ class StreamConfig(BlendConfig):
         needed = self.start_sample + num_samples
         split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
         order = MegatronOrder(self.train_samples or needed, split, surplus, self.start_sample)
-        stores = [TokenStore.open(path) for path in self.stores]
+        stores = [TokenStore.open(path, reading=self.reading) for path in self.stores]
         blend = MegatronBlend(stores, self.weights, seq_length=steps.seq_length, seed=steps.seed, order=order)
         if blend.mixture.max_samples < num_samples:
             size = self.start_sample + blend.mixture.max_samples

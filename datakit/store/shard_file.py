@@ -1,0 +1,42 @@
+"""ShardFile: an open file whose ranges are read, not mapped: a shard's tokens, or what a cache keeps of them."""
+
+import os
+import resource
+from pathlib import Path
+from typing import NamedTuple
+from weakref import finalize
+
+from datakit.files.durable import reading
+from datakit.store.kept_open import Bound
+from threefold.errors import CheckFailed
+
+# of all stores of a process together; the rest of its open files is left to others
+OPEN_FILES = Bound(max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)))
+
+
+class ShardFile:
+    """An open descriptor, closed with the last reference; safe to read from several threads."""
+
+    def __init__(self, path: Path | str, descriptor: int) -> None:
+        """Own a descriptor of the file that messages name as `path`."""
+        self.path, self.descriptor = path, descriptor
+        finalize(self, os.close, descriptor).atexit = False  # threads may read until the very end
+
+    @classmethod
+    def open(cls, path: Path, size_bytes: int) -> "ShardFile":
+        """Open a file; CheckFailed if it has not this size."""
+        with reading(path):
+            file = cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            found = os.fstat(file.descriptor).st_size
+        if found != size_bytes:
+            what = f"{path} has {found} bytes, its manifest says {size_bytes}"
+            raise CheckFailed(what, hint=f"datakit verify {path.parent}")
+        return file
+
+
+class FilePiece(NamedTuple):
+    """Bytes [start, start + size) of an open file."""
+
+    file: ShardFile
+    start: int
+    size: int
