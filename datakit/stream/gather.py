@@ -30,12 +30,14 @@ class RowSpans:
     """The places of a batch's rows in shards; holds the shards while the batch is made.
 
     `table` has for each span its row, shard, first token there and tokens, in the order of rows and places in them.
+    `wanted` has by the number of a span what is to be read for it, if its shard is not mapped.
     """
 
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
         self.eod_ids: list[int] = []
         self.table: list[tuple[int, Shard, int, int]] = []
+        self.wanted: dict[int, Wanted] = {}
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +52,12 @@ class RowSpans:
             while begin < stop:
                 number, first = store.locate_token(begin)
                 count = min(store.token_starts[number + 1], stop) - begin
-                self.table.append((row, _shard(store, number), begin - first, count))
+                if store.is_mapped:
+                    self.table.append((row, store.shard(number), begin - first, count))
+                else:
+                    shard = UnmappedShard(store, number, store.itemsize)
+                    self.wanted[len(self.table)] = shard.wanted(begin - first, count)
+                    self.table.append((row, shard, begin - first, count))
                 begin += count
 
 
@@ -61,6 +68,7 @@ class PackedSpans:
         self.seq_length = seq_length
         self.eod_ids: list[int] = []
         self.table: list[tuple[int, Shard, int, int, bool]] = []
+        self.wanted: dict[int, Wanted] = {}
 
     @property
     def num_rows(self) -> int:
@@ -78,7 +86,12 @@ class PackedSpans:
             place, first = store.locate_token(piece.start)
             if piece.start + piece.size + piece.goes_on > store.token_starts[place + 1]:
                 raise store.index.damaged(f"row {number} has {piece.size} tokens from token {piece.start} on")
-            shard = _shard(store, place)
+            shard: Shard
+            if store.is_mapped:
+                shard = store.shard(place)
+            else:  # with the label after a piece whose document goes on
+                shard = UnmappedShard(store, place, store.itemsize)
+                self.wanted[len(self.table)] = shard.wanted(piece.start - first, piece.size + piece.goes_on)
             self.table.append((row, shard, piece.start - first, piece.size, piece.goes_on))
 
 
@@ -90,10 +103,10 @@ def gather(spans: RowSpans | PackedSpans, options: BatchOptions = PLAIN, out: By
     num_rows, seq_length = spans.num_rows, spans.seq_length
     batch = HostBatch.allocate(num_rows, seq_length) if out is None else HostBatch.over(out, (num_rows, seq_length))
     native = array("q")  # a dk_piece each, or a dk_packed_piece
-    staged, places = _staged(spans)
+    staged, addresses = stage(spans.wanted)
     for number, (row, shard, start, count, *goes_on) in enumerate(spans.table):
         if isinstance(shard, UnmappedShard):
-            address, itemsize = places[number], shard.itemsize
+            address, itemsize = addresses[number], shard.itemsize
         else:
             itemsize = shard.dtype.itemsize
             address = shard.address + start * itemsize
@@ -115,25 +128,6 @@ def gather(spans: RowSpans | PackedSpans, options: BatchOptions = PLAIN, out: By
     if not is_packed and not options.document_bounds:
         return batch
     return replace(batch, cu_seqlens=_document_bounds(batch, None if is_packed else spans.eod_ids))
-
-
-def _shard(store: TokenStore, number: int) -> Shard:
-    return store.shard(number) if store.is_mapped else UnmappedShard(store, number, store.itemsize)
-
-
-def _staged(spans: RowSpans | PackedSpans) -> tuple[Bytes | None, dict[int, int]]:
-    """Return the memory that has the spans of shards that are not mapped, and the address of each by its number."""
-    numbers, wanted = [], []
-    for number, (_, shard, start, count, *goes_on) in enumerate(spans.table):
-        if isinstance(shard, UnmappedShard):
-            numbers.append(number)
-            last = start + count + sum(goes_on)  # with the label after a piece whose document goes on
-            wanted.append(Wanted(shard, start * shard.itemsize, last * shard.itemsize))
-    if not wanted:
-        return None, {}
-    buffer, places = stage(wanted)
-    address = address_of(buffer)
-    return buffer, {number: address + place for number, place in zip(numbers, places)}
 
 
 def _document_bounds(batch: HostBatch, eod_ids: list[int] | None) -> Int32s:

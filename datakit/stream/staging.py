@@ -8,7 +8,7 @@ shard are one read of 20,480 bytes, and begin at bytes 0 and 12,288 of the buffe
 import errno
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,10 @@ class UnmappedShard(NamedTuple):
     store: TokenStore
     number: int
     itemsize: int
+
+    def wanted(self, first: int, num_tokens: int) -> "Wanted":
+        """Return the bytes of tokens of the shard."""
+        return Wanted(self, first * self.itemsize, (first + num_tokens) * self.itemsize)
 
 
 class Wanted(NamedTuple):
@@ -68,15 +72,20 @@ def plan(wanted: Sequence[Wanted]) -> tuple[list[Run], list[int]]:
     return runs, places
 
 
-def stage(wanted: Sequence[Wanted]) -> tuple[Bytes, list[int]]:
-    """Return a buffer, and the byte of it at which each range begins; StorageError that names a file that fails."""
-    runs, places = plan(wanted)
+def stage(wanted: Mapping[int, Wanted]) -> tuple[Bytes | None, dict[int, int]]:
+    """Return memory that holds all ranges, and the address of each by its key; None without any.
+
+    StorageError or CheckFailed that names a file that fails.
+    """
+    if not wanted:
+        return None, {}
+    runs, places = plan(list(wanted.values()))
     last = runs[-1]
     buffer = np.empty(last.place + last.stop - last.start, np.uint8)
     address = address_of(buffer)
     for group in _groups(runs):
         _read(group, address)
-    return buffer, places
+    return buffer, {key: address + place for key, place in zip(wanted, places)}
 
 
 def _place(wanted: Wanted) -> tuple[int, int, int, int]:

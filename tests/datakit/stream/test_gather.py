@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit import TokenStore, write_store
+from datakit import TokenShard, TokenStore, write_store
 from datakit.stream.batch import BatchOptions, HostBatch
 from datakit.stream.gather import NO_EOD, RowSpans, gather
 from datakit.stream.native import stream_library
@@ -21,6 +21,7 @@ def gather_reference(spans: RowSpans, *, mask_eod_loss: bool = False, reset_posi
     batch = HostBatch.allocate(spans.num_rows, spans.seq_length)
     rows: list[list[np.ndarray]] = [[] for _ in range(spans.num_rows)]
     for row, shard, start, count in spans.table:
+        assert isinstance(shard, TokenShard)
         rows[row].append(shard.tokens[start : start + count])
     for row, parts in enumerate(rows):
         tokens = np.concatenate(parts).astype(np.int64)
