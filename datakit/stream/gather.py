@@ -5,7 +5,9 @@ numpy. Mapped shards are read where they are, the tokens of others are staged fi
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +106,8 @@ def gather(spans: RowSpans | PackedSpans, options: BatchOptions = PLAIN, out: By
     batch = HostBatch.allocate(num_rows, seq_length) if out is None else HostBatch.over(out, (num_rows, seq_length))
     native = array("q")  # a dk_piece each, or a dk_packed_piece
     staged, addresses = stage(spans.wanted)
-    for number, (row, shard, start, count, *goes_on) in enumerate(spans.table):
+    table: Sequence[tuple[Any, ...]] = spans.table
+    for number, (row, shard, start, count, *goes_on) in enumerate(table):
         if isinstance(shard, UnmappedShard):
             address, itemsize = addresses[number], shard.itemsize
         else:
