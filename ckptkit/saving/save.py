@@ -53,7 +53,17 @@ def save(
     table = tensor_table(tensors)
     draft = Root(step, attempt, layout, num_layers, table, (), metadata)
     draft.check()
-    plan = plan_save(pieces, tensors)
+    return write_pieces(
+        target, pieces, tensors, None if rank else draft, deadline_s=deadline_s, awaits_commit=awaits_commit
+    )
+
+
+def write_pieces(
+    target: StepTarget, pieces: Sequence[Piece], tensors: Sequence[TensorInfo], draft: Root | None, *,
+    deadline_s: float = 600.0, awaits_commit: bool = True,
+) -> Root | None:  # fmt: skip
+    """Write a writer's pieces, and commit if it has the root's draft; the rest is as in `save`."""
+    table, plan = tensor_table(tensors), plan_save(pieces, tensors)
     check_memory(pieces, piece_sizes(pieces, tensors), [table[piece.name].dtype for piece in pieces])
     block_layout = BlockLayout.of(plan, len(pieces), BOUNCE_BYTES)
     source = _Source(
@@ -68,7 +78,7 @@ def save(
         for number, file in enumerate(plan.files)
     ]
     try:
-        return write_step(target, parts, None if rank else draft, lambda _: deadline_s, awaits_commit=awaits_commit)
+        return write_step(target, parts, draft, lambda _: deadline_s, awaits_commit=awaits_commit)
     finally:
         source.close()
 

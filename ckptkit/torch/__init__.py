@@ -6,7 +6,10 @@
 
 This folder alone of ckptkit imports torch, beside functions of io/torch_tensors.py; `import ckptkit` leaves it out. All
 ranks of a job call `save` and `load` together, with the same keys; without torch.distributed one process is all ranks.
+DcpWriter and DcpReader are for programs that call torch.distributed.checkpoint, and imported at their first use.
 """
+
+from typing import TYPE_CHECKING
 
 from threefold.packages import needed_for
 
@@ -15,4 +18,15 @@ with needed_for("ckptkit.torch"):
     from ckptkit.torch.report import LoadReport
     from ckptkit.torch.run import Run
 
-__all__ = ["GroupExchange", "LoadReport", "Run"]
+if TYPE_CHECKING:
+    from ckptkit.torch.dcp import DcpReader, DcpWriter
+
+__all__ = ["DcpReader", "DcpWriter", "GroupExchange", "LoadReport", "Run"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("DcpReader", "DcpWriter"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ckptkit.torch import dcp
+
+    return getattr(dcp, name)

@@ -93,18 +93,33 @@ def write_step(
             if awaits_commit:
                 await_commit(storage, seat, lambda: 2 * patience_s(write_s), retries=retries)
             return None
-        cover = Cover(list(draft.tensors.values()), is_share=draft.share is not None)
-        parts_there = wait_for_parts(storage, seat, lambda: patience_s(write_s), retries=retries, cover=cover)
-        commit_s = time.monotonic() - started - write_s
-        saved = Saved.now(code=code, write_s=write_s, commit_s=commit_s)
-        root = replace(draft, parts=parts_there, saved=saved, certificate=cover.certificate)
     except BaseException as error:
         _clean_up(storage, seat, len(parts), error, may_be_named=may_be_named)
+        raise
+    return commit_parts(target, draft, lambda: patience_s(write_s), retries, code=code, write_s=write_s)
+
+
+def commit_parts(
+    target: StepTarget, draft: Root, patience_s: Callable[[], float], retries: Retries | None = None, *,
+    code: str = "", write_s: float = 0.0,
+) -> Root:  # fmt: skip
+    """Commit a step as its first writer, once the files of all writers are there; return the root.
+
+    It records how long this writer wrote. If that fails, all files of the try are removed, unless the root may come.
+    """
+    storage, seat, retries, started = target.storage, target.seat, retries or Retries(), time.monotonic()
+    try:
+        cover = Cover(list(draft.tensors.values()), is_share=draft.share is not None)
+        parts = wait_for_parts(storage, seat, patience_s, retries=retries, cover=cover)
+        saved = Saved.now(code=code, write_s=write_s, commit_s=time.monotonic() - started)
+        root = replace(draft, parts=parts, saved=saved, certificate=cover.certificate)
+    except BaseException as error:
+        _clean_up(storage, seat, 0, error)
         raise
     try:
         retries.run(partial(commit_root, storage, root), checks=False)
     except (AlreadyExists, NotCommitted) as error:
-        _clean_up(storage, seat, len(parts), error)
+        _clean_up(storage, seat, 0, error)
         raise
     except BaseException as error:
         report_failed(storage, seat, f"{NO_ANSWER}{error}")
