@@ -90,6 +90,8 @@ def text_type(annotation: Any, leaf: Leaf) -> Any:
         except Mismatch as mismatch:
             if leaf.option.parse:
                 raise argparse.ArgumentTypeError(str(mismatch)) from None
+            if annotation not in KINDS:
+                raise argparse.ArgumentTypeError(f"{text!r}: each must be {mismatch}") from None
             bounds = " and ".join(f"{sign} {bound:g}" for _, sign, bound in bounds_of(leaf.option))
             raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[annotation]} {bounds}".rstrip()) from None
 

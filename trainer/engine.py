@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ckptkit import rank_stages
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, schedule_of
 from trainer.mesh.group import Group
@@ -19,7 +20,7 @@ from trainer.model.microbatch import DropoutKey, MicroBatch
 from trainer.model.op_choices import OpChoices, choose_attention
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
-from trainer.pipeline.actions import Action
+from trainer.pipeline.actions import Action, most_sends
 from trainer.pipeline.executor import Executor
 from trainer.pipeline.schedules import rank_actions
 from trainer.store.lr import learning_rate
@@ -62,11 +63,17 @@ class Engine:
         self.store = ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = OpChoices(choose_attention(config, mesh, self.dtype, None, by_timing=False))
-        self.chunk = Chunk(config, self.store, mesh, self.choices)
+        self.chunks = {
+            stage: Chunk(config, self.store, mesh, self.choices, stage)
+            for stage in rank_stages(mesh.layout, mesh.coords.pp)
+        }
         num_tokens = config.train.micro_batch_size * config.train.seq_length
         shape_TD = num_tokens // (mesh.tp.size if cuts_tokens(config) else 1), config.model.hidden_size
         self.pipeline: Executor[MicroBatch] = Executor(
-            self._link_of, lambda: torch.empty(shape_TD, dtype=self.dtype, device=mesh.device)
+            self._link_of,
+            lambda: torch.empty(shape_TD, dtype=self.dtype, device=mesh.device),
+            self.store.wgrads,
+            max_sends=most_sends(mesh.layout.pp, mesh.layout.num_stages),
         )
 
     def initialise(self) -> None:
@@ -122,7 +129,7 @@ class Engine:
             lambda loss_T, microbatch: (loss_T * microbatch.loss_mask_S).sum(dtype=torch.float64),
         )
         count = batch.loss_mask.sum(dtype=torch.float64)
-        counts_here = mesh.is_last_stage and mesh.coords.tp == 0
+        counts_here = mesh.has_last_stage and mesh.coords.tp == 0
         total_loss, num_tokens = mesh.world.all_reduce(torch.stack([loss, count]) * float(counts_here)).tolist()
         return total_loss, int(num_tokens)
 
@@ -133,21 +140,22 @@ class Engine:
         tokens, (num_rows, seq_length) = tokens_BS.flatten(), tokens_BS.shape
         positions = torch.arange(seq_length, device=tokens.device).repeat(num_rows)
         batch = MicroBatch(tokens, tokens, positions, positions, seq_length, 0, None)
-        return self.chunk.logits(batch)
+        return self.chunks[0].logits(batch)
 
     def _run(
         self, schedule: str, batches: Sequence[MicroBatch], reduce_loss: Callable[[Tensor, MicroBatch], Tensor]
     ) -> Tensor:
         """Return the sum of `reduce_loss` of the token losses over the micro-batches, float64; 0 off the last stage."""
-        mesh = self.mesh
 
-        def forward(received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
-            out = self.chunk.forward(received_TD, batch)
-            return reduce_loss(out, batch) if mesh.is_last_stage else out
+        def forward(chunk: Chunk) -> Callable[[Tensor | None, MicroBatch], Tensor]:
+            if chunk.head is None:
+                return chunk.forward
+            return lambda received_TD, batch: reduce_loss(chunk.forward(received_TD, batch), batch)
 
-        actions = rank_actions(schedule, mesh.layout.pp, len(batches), mesh.coords.pp)
-        losses = self.pipeline.run(actions, {mesh.coords.pp: forward}, batches)
-        return sum(losses, torch.zeros((), dtype=torch.float64, device=mesh.device))
+        layout, rank = self.mesh.layout, self.mesh.coords.pp
+        actions = rank_actions(schedule, layout.pp, len(batches), layout.virtual, rank)
+        losses = self.pipeline.run(actions, {stage: forward(chunk) for stage, chunk in self.chunks.items()}, batches)
+        return sum(losses, torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
     def _link_of(self, transfer: Action) -> Group:
         """Return the group that a transfer takes."""

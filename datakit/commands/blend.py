@@ -26,7 +26,8 @@ def run(options: Options) -> None:
     """Count the tokens, samples and epochs that a run reads of each of its stores up to its last step, and the samples
     that repeat what was read before. It is computed from configuration and stores alone.
     """
-    from datakit.reports.shares import require_plot, shares, write_plot
+    from datakit.reports.shares import shares, write_plot
+    from threefold.plot import require_plot
 
     if options.plot:
         require_plot(options.plot)

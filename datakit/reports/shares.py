@@ -2,14 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-from datakit.files.durable import replace_durably
 from datakit.stream.blend import Blend
-from threefold.errors import UserError
-from threefold.packages import require
+from threefold.plot import write_png
 
 _POINTS = 200  # of a line
 _MAX_NAMED = 20  # lines that a legend can hold
@@ -48,28 +44,15 @@ def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
     return tuple(found)
 
 
-def require_plot(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if a plot cannot be made here."""
-    require("matplotlib", "a plot")
-    file = Path(path)
-    if file.suffix != ".png":
-        raise UserError(f"a plot is a .png file, not {file.name}", hint=f"--plot {file.with_suffix('.png')}")
-    if not file.parent.is_dir():
-        raise UserError(f"the folder {file.parent} for the plot does not exist", hint=f"mkdir -p {file.parent}")
-
-
 def write_plot(blend: Blend, num_steps: int, batch_size: int, path: str | os.PathLike[str]) -> None:
     """Write a PNG of the tokens and epochs of each store after each step, whole or not at all."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps = sorted({num_steps * point // _POINTS for point in range(_POINTS + 1)})
     counts = [blend.counts(step * batch_size).tolist() for step in steps]
-    stream = BytesIO()
     with matplotlib.rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(9, 7), layout="constrained")
-        FigureCanvasAgg(figure)
         axes: Any = figure.subplots(2, sharex=True)
         for source, store in enumerate(blend.stores):
             samples, rows = [count[source] for count in counts], max(int(blend.rows[source]), 1)
@@ -81,5 +64,4 @@ def write_plot(blend: Blend, num_steps: int, batch_size: int, path: str | os.Pat
         axes[1].set_xlabel("step")
         if len(blend.stores) <= _MAX_NAMED:
             axes[0].legend(loc="upper left")
-        figure.savefig(stream, format="png")
-    replace_durably(Path(path), stream.getvalue())
+        write_png(path, figure)

@@ -59,9 +59,9 @@ def assert_near(left: Outcome, right: Outcome) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), RUNS)
-def test_gpipe_and_1f1b(model: str, layout: str) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_other_schedules_than_1f1b(model: str, layout: str, schedule: Any) -> None:
     one = config(model, layout)
-    schedule: Literal["gpipe"] = "gpipe"
     assert_equal(one, replace(one, parallel=replace(one.parallel, schedule=schedule)))
 
 
@@ -98,6 +98,27 @@ def test_logits_made_in_parts(model: str, layout: str) -> None:
 )
 def test_other_stages_for_untied_heads_and_at_most_two_terms_a_sum(first: str, second: str) -> None:
     assert_equal(config("llama", first), config("llama", second))
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.slow), pytest.param("gpipe", marks=pytest.mark.slow), "zb-h1"]
+)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2-virtual2",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("pp3-virtual2", "dp2-pp2-virtual3")),
+    ],
+)
+def test_several_stages_a_rank(layout: str, schedule: str) -> None:
+    one = deep(config("llama", str(replace(ParallelLayout.parse(layout), virtual=1))))
+    other = deep(config("llama", layout))
+    assert_equal(one, replace(other, parallel=replace(other.parallel, schedule=schedule)))
+
+
+def deep(config: Config) -> Config:
+    """The same run with 7 layers, which stages do not divide."""
+    return replace(config, model=replace(config.model, num_layers=7))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The parity tests see each of a list of faults: what they would not notice is itself a failed test."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -34,14 +33,17 @@ MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 a
 )  # fmt: skip
 
 
-def config_of(layout: ParallelLayout, zero_stage: int = 1, cuts_tokens: bool = False, **model: Any) -> Config:
-    parallel = ParallelConfig(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage)  # type: ignore[arg-type]
+def config_of(fault: Fault) -> Config:
+    layout = fault.layout or ParallelLayout()
     config = Config(
-        model=replace(MODEL, **model),
-        parallel=replace(parallel, sequence_parallel="on" if cuts_tokens else "off"),
+        model=replace(MODEL, **fault.model),
+        parallel=ParallelConfig(
+            tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
+            schedule=fault.schedule, sequence_parallel="on" if fault.cuts_tokens else "off",  # type: ignore[arg-type]
+        ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05),
         train=TrainConfig(train_steps=5, seq_length=6, global_batch_size=4, precision="fp64", device="cpu"),
-    )
+    )  # fmt: skip
     return resolve(config, layout.world_size)
 
 
@@ -69,7 +71,7 @@ def compare_plain(config: Config) -> None:
 
 
 def compare(fault: Fault) -> None:
-    config = config_of(fault.layout or ParallelLayout(), fault.zero_stage, fault.cuts_tokens, **fault.model)
+    config = config_of(fault)
     if fault.layout is None:
         compare_plain(config)
     else:
@@ -89,6 +91,20 @@ def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("position", ["learned", "rope"])
 def test_without_a_fault_they_pass(layout: ParallelLayout | None, zero_stage: int, cuts: int, position: str) -> None:
     compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, bool(cuts)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (ParallelLayout(pp=3), "zb-h1"),
+        (ParallelLayout(pp=2, virtual=2), "1f1b"),
+        (ParallelLayout(pp=2, virtual=3), "zb-h1"),
+    ],
+    ids=str,
+)
+def test_without_a_fault_other_schedules_pass(layout: ParallelLayout, schedule: str) -> None:
+    model = {"num_layers": layout.num_stages}
+    compare(Fault("none", layout, lambda patch: None, model=model, schedule=schedule))
 
 
 def test_faults_have_names_of_their_own() -> None:

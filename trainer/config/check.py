@@ -19,7 +19,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
 
 def model_faults(config: Config) -> list[Fault]:
     """Return faults in the model's shape and in its cut by tp and pp."""
-    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
+    model, tp = config.model, config.parallel.tp
     hidden, heads = model.hidden_size, model.num_heads
     sizes = {
         "model.num_heads": heads,
@@ -53,10 +53,21 @@ def model_faults(config: Config) -> list[Fault]:
         names = {"parallel.sequence_parallel", "parallel.tp", "train.micro_batch_size", "train.seq_length"}
         text = f"parallel.sequence_parallel cuts the {num_tokens} tokens of a micro-batch over parallel.tp {tp}"
         faults.append((names, f"{text}, which does not divide them"))
-    if model.num_layers < pp:
-        text = f"model.num_layers {model.num_layers} is less than parallel.pp {pp}"
-        faults.append(({"model.num_layers", "parallel.pp"}, text))
-    return faults
+    return faults + stage_faults(config)
+
+
+def stage_faults(config: Config) -> list[Fault]:
+    """Return faults in the model's cut into stages."""
+    num_layers, pp, virtual = config.model.num_layers, config.parallel.pp, config.parallel.virtual_stages
+    names, stages = {"model.num_layers", "parallel.pp"}, f"parallel.pp {pp}"
+    if virtual > 1:
+        names, stages = names | {"parallel.virtual_stages"}, f"{stages} * parallel.virtual_stages {virtual}"
+    if pp == 1 < virtual:
+        text = f"parallel.virtual_stages {virtual} is for several pipeline ranks, parallel.pp is 1: --vpp 1"
+        return [({"parallel.virtual_stages", "parallel.pp"}, text)]
+    if num_layers < pp * virtual:
+        return [(names, f"model.num_layers {num_layers} is less than {stages}")]
+    return []
 
 
 def layout_faults(config: Config, world_size: int) -> list[Fault]:

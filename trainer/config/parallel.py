@@ -16,8 +16,17 @@ class ParallelConfig:
     sequence_parallel: Literal["auto", "on", "off"] = option(
         "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"]
     )
-    schedule: Literal["1f1b", "gpipe"] = option(
-        "1f1b", "order of the pipeline's passes; gpipe keeps the activations of all micro-batches", flags=["--schedule"]
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = option(
+        "1f1b",
+        "order of the pipeline's passes; zb-h1 waits less and keeps more, gpipe keeps the activations of all "
+        "micro-batches",
+        flags=["--schedule"],
+    )
+    virtual_stages: int = option(
+        1,
+        "stages that each pipeline rank holds: more wait less, send more often and keep more",
+        minimum=1,
+        flags=["--vpp", "--num-virtual-stages-per-pipeline-rank"],
     )
     zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
     bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)

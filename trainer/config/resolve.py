@@ -70,4 +70,5 @@ def kv_replicas(config: Config) -> int:
 
 def layout_of(config: Config) -> ParallelLayout:
     """Return the parallel layout of a resolved configuration."""
-    return ParallelLayout(tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)
+    parallel = config.parallel
+    return ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, virtual=parallel.virtual_stages)

@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             x_TK = gathering.wait()
             summing = gather.start("reduce_scatter", dx)  # beside the products for the gradients
-        weight.add_gradient(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
+        weight.add_product(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
         if ctx.bias is not None:
             ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
         if summing is not None:

@@ -8,17 +8,22 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from trainer.linear.wgrads import Wgrads
+
 
 class Weight:
     """One parameter, or several that are one matrix for the arithmetic (q, k and v); owned by the training thread.
 
     `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
-    the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw.
+    the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
+    makes its products at once, or puts them off.
     """
 
-    def __init__(self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool) -> None:
+    def __init__(
+        self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None
+    ) -> None:
         self.name, self.values, self.epoch = name, values, 0
-        self._gradient, self._contributes = gradient, contributes
+        self._gradient, self._contributes, self._wgrads = gradient, contributes, wgrads or Wgrads()
         self._is_first = True
 
     def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None:
@@ -27,6 +32,13 @@ class Weight:
         if self._contributes:
             compute(self._gradient, self._is_first)
             self._is_first = False
+
+    def add_product(self, compute: Callable[[Tensor, bool], object]) -> None:
+        """Do the same for a product of a backward pass, which a schedule may put off.
+
+        Where one does, a weight's contributions all come this way, or its order of sums would differ from others'.
+        """
+        self._wgrads.add(lambda: self.add_gradient(compute))
 
     def begin_step(self) -> None:
         """Let the next contribution be the first."""

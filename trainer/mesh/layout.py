@@ -12,15 +12,17 @@ Ranks = tuple[int, ...]
 def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, list[Ranks]]:
     """Return the ranks of every group, by the groups' name, in the order in which all ranks build them.
 
-    `tp` and `dp` run along one axis. `tp_dp` is a pipeline stage: who holds norms and row biases. `ends_dp` is
-    the first and the last stage at one place of tp: who holds a tied matrix. `kv_dp` holds the same key-value heads, of
-    which `kv_replicas` neighbours along tp have the same ones. `activations` and
-    `gradients` link each stage to the next, [stage, next stage]; they are two, since opposite directions on one NCCL
-    communicator would wait for each other. For tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)],
-    tp_dp [(0, 1), (2, 3)], and (0, 2), (1, 3) for the rest.
+    `tp` and `dp` run along one axis. `tp_dp` is a pipeline rank's: who holds norms and row biases. `ends_dp` is the
+    first and the last pipeline rank at one place of tp: who holds a tied matrix. `kv_dp` holds the same key-value
+    heads, of which `kv_replicas` neighbours along tp have the same ones. `activations` and `gradients` link each
+    pipeline rank to the next; they are two, since opposite directions on one NCCL communicator would wait for each
+    other. If ranks hold several stages `activations_back` and `gradients_back` link the last rank to the first. For
+    tp2-pp2: tp [(0, 1), (2, 3)], dp [(0,), (1,), (2,), (3,)], tp_dp [(0, 1), (2, 3)], nothing that links back, and
+    (0, 2), (1, 3) for the rest.
     """
     columns = _columns(layout, "pp")
     links: list[Ranks] = [pair for column in columns for pair in pairwise(column)]
+    back: list[Ranks] = [(column[0], column[-1]) for column in columns if layout.virtual > 1 < layout.pp]
     return {
         "world": [tuple(range(layout.world_size))],
         "tp": _columns(layout, "tp"),
@@ -30,6 +32,8 @@ def groups_needed(layout: ParallelLayout, kv_replicas: int = 1) -> dict[str, lis
         "ends_dp": [_distinct(row[end] for end in (0, -1) for row in rows) for rows in _by_tp(layout, columns)],
         "activations": links,
         "gradients": links,
+        "activations_back": back,
+        "gradients_back": back,
     }
 
 

@@ -23,7 +23,10 @@ COLLECTIVE = ("tp", "dp", "tp_dp", "kv_dp", "ends_dp")  # whose calls come one a
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The groups that reach the neighbouring stages, None at the pipeline's ends."""
+    """The groups that reach the pipeline ranks before and after, None at the pipeline's ends.
+
+    If ranks hold several stages the last rank is before the first, by a group of their own.
+    """
 
     previous: Group | None
     following: Group | None
@@ -32,8 +35,8 @@ class Links:
 class ProcessMesh:
     """Groups of this rank in a layout; `groups_needed` says who is in them. Those that nothing uses are not built.
 
-    `activations` and `gradients` hold the links to the previous and the following stage, in each of which the earlier
-    stage has place 0. `recorder` holds this rank's calls, if one was passed.
+    `activations` and `gradients` hold the links to the previous and the following pipeline rank, in each of which the
+    lower rank has place 0. `recorder` holds this rank's calls, if one was passed.
     """
 
     def __init__(
@@ -70,11 +73,7 @@ class ProcessMesh:
         self.gradients = self._links("gradients")
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.coords.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
+    def has_last_stage(self) -> bool:
         return self.coords.pp == self.layout.pp - 1
 
     def holders(self, name: str) -> Group:
@@ -87,19 +86,19 @@ class ProcessMesh:
         return mine[0] if mine else Group(name, (self.rank,), 0, self.clock)
 
     def _links(self, name: str) -> Links:
-        """Build the links of a name; on GPUs send through each once, from the first pair of stages to the last.
+        """Build the links of a name; on GPUs send through each once, from the first pair of ranks to the last.
 
         NCCL connects two ranks at their first transfer and blocks both hosts until then. A schedule may begin a receive
         long before its neighbour sends, and the neighbour may wait for this rank.
         """
-        mine = self._connect(name)
+        mine, back = self._connect(name), self._connect(f"{name}_back")
         if self.device.type == "cuda":
-            for group in mine:
+            for group in [*mine, *back]:
                 first = torch.zeros(1, device=self.device)
                 (group.receive(first, 0) if group.index else group.send(first, 1)).wait()
-        previous = next((group for group in mine if group.index == 1), None)
-        following = next((group for group in mine if group.index == 0), None)
-        return Links(previous, following)
+        previous = [group for group in mine if group.index == 1] + [group for group in back if group.index == 0]
+        following = [group for group in mine if group.index == 0] + [group for group in back if group.index == 1]
+        return Links(next(iter(previous), None), next(iter(following), None))
 
     def _connect(self, name: str) -> list[Group]:
         """Build the groups of a name, or take those of another name that has the same ones."""

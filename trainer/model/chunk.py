@@ -21,17 +21,19 @@ from trainer.store.store import ParameterStore
 
 
 class Chunk:
-    """The part of the model on this rank; owned by the training thread."""
+    """One of the parts of the model on this rank; owned by the training thread."""
 
-    def __init__(self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices) -> None:
+    def __init__(
+        self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices, stage: int
+    ) -> None:
         self.config, self.tensor = config, TensorParallel(mesh.tp, cuts_tokens(config))
-        model = config.model
-        if mesh.is_first_stage:
+        model, num_stages = config.model, mesh.layout.num_stages
+        if stage == 0:
             self.embed = store.weight("embed.weight")
             self.positions = store.weight_if_any("pos.weight")
-        layers = stage_layers(model.num_layers, mesh.layout.pp, mesh.coords.pp)
+        layers = stage_layers(model.num_layers, num_stages, stage)
         self.blocks = [Block(model, store, number, self.tensor, choices) for number in layers]
-        self.head = Head(config, store, self.tensor) if mesh.is_last_stage else None
+        self.head = Head(config, store, self.tensor) if stage == num_stages - 1 else None
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [S]."""

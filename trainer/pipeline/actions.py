@@ -1,8 +1,9 @@
 """Action: what one pipeline rank does at one moment; a schedule is a row of actions for each rank.
 
-F is the forward pass of a micro-batch through a stage and B its backward pass. Passes add transfers: SF sends what F
-returned to the next stage, RF begins to receive what F reads, SB and RB do the same for gradients and the stage before.
-F(s, m) needs F(s - 1, m); B(s, m) needs F(s, m) and B(s + 1, m).
+F is the forward pass of a micro-batch through a stage and B its backward pass. A schedule may have W too: then B makes
+the gradient of what the stage received and leaves the products for the gradients of weights to W. Passes add transfers:
+SF sends what F returned to the next stage, RF begins to receive what F reads, SB and RB do the same for gradients and
+the stage before. F(s, m) needs F(s - 1, m); B(s, m) needs F(s, m) and B(s + 1, m); W(s, m) needs B(s, m).
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from threefold.errors import UserError
 
-Kind = Literal["F", "B", "SF", "RF", "SB", "RB"]
-PASSES: tuple[Literal["F", "B"], ...] = ("F", "B")  # what computes; other kinds move tensors
+Kind = Literal["F", "B", "W", "SF", "RF", "SB", "RB"]
+PASSES: tuple[Literal["F", "B", "W"], ...] = ("F", "B", "W")  # what computes; other kinds move tensors
 
 
 class Action(NamedTuple):
@@ -28,11 +29,11 @@ class Action(NamedTuple):
 Schedule = Sequence[Sequence[Action]]  # by pipeline rank
 
 
-def check_sizes(num_stages: int, num_microbatches: int) -> None:
+def check_sizes(num_ranks: int, num_microbatches: int, virtual: int) -> None:
     """Raise UserError if there is nothing to put in order."""
-    if num_stages < 1 or num_microbatches < 1:
+    if min(num_ranks, num_microbatches, virtual) < 1:
         raise UserError(
-            f"no schedule for {num_stages} stages with {num_microbatches} micro-batches",
+            f"no schedule for {num_ranks} ranks of {virtual} stages with {num_microbatches} micro-batches",
             hint="trainer schedule --pp 4 --microbatches 8",
         )
 
@@ -42,13 +43,28 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
     return {action.stage: rank for rank, row in enumerate(schedule) for action in row}
 
 
-def peak_live(row: Sequence[Action]) -> int:
-    """Return how many forward passes of a row wait for their backward pass at once, at most.
+def most_sends(num_ranks: int, num_stages: int) -> int:
+    """Return how many sends to a neighbour may be under way at once: 2, or 2 for each rank if they have several stages.
 
-    F0 F1 B0 F2 B1 B2 has 2. Each holds its activations meanwhile.
+    More never made a step faster. With several stages a rank sends what a group of micro-batches made before its
+    neighbour reads all of it, and fewer can be a deadlock: with 7 in a group on 4 ranks, fewer than 4.
     """
-    live = peak = 0
-    for action in row:
-        live += {"F": 1, "B": -1}.get(action.kind, 0)
-        peak = max(peak, live)
+    return 2 if num_stages == num_ranks else 2 * num_ranks
+
+
+def peak_live(row: Sequence[Action], before_b: int = 1, before_w: int = 1) -> int:
+    """Return how much the passes of a row keep at once, at most: `before_b` from F to B and `before_w` from B to W.
+
+    By default that is their number: of F0 F1 B0 F2 B1 B2 it is 2, and of F0 B0 F1 B1 W0 W1 too.
+    """
+    puts_off = {(stage, m) for kind, stage, m in row if kind == "W"}
+    kept = peak = 0
+    for kind, stage, m in row:
+        if kind == "F":
+            kept += before_b
+        elif kind == "B":
+            kept -= before_b - before_w * ((stage, m) in puts_off)
+        elif kind == "W":
+            kept -= before_w
+        peak = max(peak, kept)
     return peak

@@ -2,7 +2,8 @@
 
 A receive is begun at its action and waited for by the pass that reads it. A send waits while `max_sends` earlier ones
 on its link are under way, so what is kept for sending stays bounded whatever the number of micro-batches. Between the
-two passes of a micro-batch its graph is kept, but not its output: that is freed once sent.
+two passes of a micro-batch its graph is kept, but not its output: that is freed once sent. Between B and W what the
+products for the gradients of weights read is kept: the input of each linear and the gradient of its output.
 """
 
 from collections import defaultdict, deque
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from trainer.linear.wgrads import Product, Wgrads, make
 from trainer.mesh.group import Group, Work
 from trainer.pipeline.actions import Action
-from trainer.pipeline.simulate import MAX_SENDS
 
 M = TypeVar("M")
 # The forward pass of a stage: from what it received (None on the first stage) and a micro-batch to what the next stage
@@ -26,15 +27,17 @@ Chunk = Callable[[Tensor | None, M], Tensor]
 class Executor(Generic[M]):
     """Runs rows of actions on one rank's thread; `peak_live` and `peak_sends` count what it held at once.
 
-    `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received.
+    `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received. `wgrads`
+    is where the chunks' linears hand in their products.
     """
 
     def __init__(
-        self, link_of: Callable[[Action], Group], new_buffer: Callable[[], Tensor], *, max_sends: int = MAX_SENDS
+        self, link_of: Callable[[Action], Group], new_buffer: Callable[[], Tensor], wgrads: Wgrads, *, max_sends: int
     ) -> None:
-        self._link_of, self._new_buffer, self._max_sends = link_of, new_buffer, max_sends
+        self._link_of, self._new_buffer, self._max_sends, self.wgrads = link_of, new_buffer, max_sends, wgrads
         self._read_by: dict[Action, Tensor | Work]  # what a pass reads, or its receive, which keeps the buffer
         self._live: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]]
+        self._put_off: dict[tuple[int, int], list[Product]]  # of a backward pass to its W
         self._sends: dict[tuple[str, tuple[int, ...]], deque[Work]]  # by group
         self.peak_live = self.peak_sends = 0
 
@@ -43,18 +46,21 @@ class Executor(Generic[M]):
 
         Without backward passes in the row nothing is kept for them.
         """
-        self._read_by, self._live = {}, {}
+        self._read_by, self._live, self._put_off = {}, {}, {}
         self._sends = defaultdict(deque)
         trains = any(action.kind == "B" for action in actions)
+        has_w = {(stage, m) for kind, stage, m in actions if kind == "W"}
         for action in actions:
             kind, stage, m = action
             if kind == "F":
                 out = self._forward(action, chunks[stage], microbatches[m], trains=trains)
                 self._read_by[Action("F", stage + 1, m)] = out
             elif kind == "B":
-                gradient = self._backward(action)
+                gradient = self._backward(action, puts_off=(stage, m) in has_w)
                 if gradient is not None:
                     self._read_by[Action("B", stage - 1, m)] = gradient
+            elif kind == "W":
+                make(self._put_off.pop((stage, m)))
             elif kind in ("SF", "SB"):
                 reader = Action("F", stage + 1, m) if kind == "SF" else Action("B", stage - 1, m)
                 self._send(self._link_of(action), self._taken(reader))
@@ -74,14 +80,18 @@ class Executor(Generic[M]):
         out = chunk(received, microbatch)
         if trains:  # of a tensor its place in the graph is enough, of the loss the shape is needed too
             self._live[action.stage, action.microbatch] = received, get_gradient_edge(out) if out.dim() else out
-            self.peak_live = max(self.peak_live, len(self._live))
+            self.peak_live = max(self.peak_live, len(self._live) + len(self._put_off))
         return out.detach()
 
-    def _backward(self, action: Action) -> Tensor | None:
-        """Add the gradients of all weights; return that of what the stage received."""
-        gradient = self._taken(action)
-        received, out = self._live.pop((action.stage, action.microbatch))
-        torch.autograd.backward(out, gradient)
+    def _backward(self, action: Action, *, puts_off: bool) -> Tensor | None:
+        """Add the gradients of all weights, or put their products off; return that of what the stage received."""
+        gradient, place = self._taken(action), (action.stage, action.microbatch)
+        received, out = self._live.pop(place)
+        if puts_off:
+            with self.wgrads.putting_off() as self._put_off[place]:
+                torch.autograd.backward(out, gradient)
+        else:
+            torch.autograd.backward(out, gradient)
         if received is None:
             return None
         assert received.grad is not None, "the stage's input takes part in its output"

@@ -1,8 +1,8 @@
 """Passes: pure functions from a schedule to a wider one.
 
-`with_transfers` makes explicit what follows from the order of forward and backward passes. A send comes right after the
-pass that made the tensor; a receive comes right before the one that reads it, or is posted some passes ahead. Between
-two ranks the tensors of one direction travel in order of micro-batches on both ends.
+`with_transfers` makes explicit what follows from the order of forward and backward passes; a W reads and makes nothing
+that travels. A send comes right after the pass that made the tensor; a receive comes right before the one that reads
+it, or is posted some passes ahead. Between two ranks the tensors of one direction have one order on both ends.
 
 Posting ahead is not for GPUs yet: two of them never finished a step of 1F1B with tensors of 32 MiB. NCCL waits for
 a tensor in a kernel; if anything waits for all kernels, two ranks that posted ahead wait for each other.
@@ -28,12 +28,12 @@ def _row_with_transfers(rank: int, row: Sequence[Action], ranks: dict[int, int],
     num_posted = 0
     for number, action in enumerate(row):
         for later in row[num_posted : number + ahead + 1]:
-            before = later.stage - 1 if later.kind == "F" else later.stage + 1
+            before = {"F": later.stage - 1, "B": later.stage + 1}.get(later.kind, later.stage)
             if ranks.get(before, rank) != rank:
                 widened.append(Action("RF" if later.kind == "F" else "RB", later.stage, later.microbatch))
         num_posted = number + ahead + 1
         widened.append(action)
-        after = action.stage + 1 if action.kind == "F" else action.stage - 1
+        after = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind, action.stage)
         if ranks.get(after, rank) != rank:
             widened.append(Action("SF" if action.kind == "F" else "SB", action.stage, action.microbatch))
     return widened

@@ -6,20 +6,13 @@ With `blocking` a rank also waits at each receive, as a GPU does if something wa
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from threefold.errors import UserError
-from trainer.pipeline.actions import PASSES, Action, Schedule, peak_live, stage_ranks
+from trainer.pipeline.actions import PASSES, Action, Schedule, most_sends, peak_live, stage_ranks
+from trainer.pipeline.costs import Cost, costs
 
-MAX_SENDS = 2  # under way at once from a rank to a neighbour
-Cost = Callable[[Action], float]
 HINT = "trainer schedule --pp 4 --microbatches 8 prints one that runs"
-
-
-def even_cost(action: Action) -> float:
-    """Return 1 for a forward pass, 2 for a backward pass and 0 for a transfer."""
-    return {"F": 1, "B": 2}.get(action.kind, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +37,26 @@ class Timeline:
         return 1 - busy / (len(self.schedule) * self.duration)
 
     @property
-    def peaks(self) -> list[int]:
-        """Return the most micro-batches that are live at once, by rank."""
-        return [peak_live(row) for row in self.schedule]
+    def peaks(self) -> list[float]:
+        """Return the most micro-batches that are live at once, by rank; a pass of one of two stages is half of one."""
+        return [peak_live(row) / len({action.stage for action in row}) for row in self.schedule]
 
     def __str__(self) -> str:
-        live = " ".join(map(str, self.peaks))
+        live = " ".join(f"{peak:.3g}" for peak in self.peaks)
         return f"{self.duration:g} units, bubble {self.bubble_share:.1%}, live micro-batches by rank: {live}"
 
 
 def simulate(
-    schedule: Schedule, cost: Cost = even_cost, *, max_sends: int = MAX_SENDS, blocking: bool = False
+    schedule: Schedule, cost: Cost | None = None, *, max_sends: int | None = None, blocking: bool = False
 ) -> Timeline:
-    """Run a schedule; UserError names the action at which one cannot run, or would add gradients out of order."""
+    """Run a schedule; UserError names the action at which one cannot run, or would add gradients out of order.
+
+    Without a cost a rank takes 1 for a forward pass, 2 for a backward pass, of which W is half, and 0 for a transfer.
+    `max_sends` is `most_sends` of the schedule unless another number is passed.
+    """
     _check_order(schedule)
-    simulation = _Simulation(schedule, cost, max_sends, blocking)
+    max_sends = max_sends or most_sends(len(schedule), len(stage_ranks(schedule)))
+    simulation = _Simulation(schedule, cost or costs(schedule), max_sends, blocking)
     while simulation.is_running:
         if not any(simulation.advance(rank) for rank in range(len(schedule))):
             raise _fault(f"deadlock: {simulation.waits()}")
@@ -145,9 +143,11 @@ class _Simulation:
         if kind in ("SF", "SB"):
             earlier = self.link_of(action).sends
             made = Action("F" if kind == "SF" else "B", stage, m)
-            return [*needed, made, *earlier[: len(earlier) - self.max_sends + 1][-1:]]
+            return [*needed, made, *earlier[: max(len(earlier) - self.max_sends + 1, 0)][-1:]]
         if kind in ("RF", "RB"):
             return needed
+        if kind == "W":
+            return [*needed, Action("B", stage, m)]
         before, receive = (stage - 1, Action("RF", stage, m)) if kind == "F" else (stage + 1, Action("RB", stage, m))
         needed += [Action("F", stage, m)] if kind == "B" else []
         if before in self.ranks:

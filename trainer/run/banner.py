@@ -20,6 +20,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
     num_tokens = train.global_batch_size * train.seq_length
     stored = sum(store.num_tokens for store in blend.stores)
     num_ranks = parallel.tp * parallel.pp * parallel.dp
+    pp = f"{parallel.pp} of {parallel.virtual_stages} stages" if parallel.virtual_stages > 1 else f"{parallel.pp}"
     facts = [
         ("trainer", __version__),
         (
@@ -29,7 +30,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ),
         (
             "layout",
-            f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
+            f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
             f"ZeRO stage {parallel.zero_stage}{', sequence parallel' if cuts_tokens(config) else ''}",
         ),
         (

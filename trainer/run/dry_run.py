@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckptkit import Coords
+from ckptkit import Coords, rank_stages
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
@@ -59,8 +59,9 @@ def print_plan(config: Config) -> int:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     facts = banner(config, device, blend, tiers_of(config))
     for pp in range(config.parallel.pp):
-        stage = f"a rank of stage {pp}: " if config.parallel.pp > 1 else "a rank: "
-        facts.append(("memory", stage + str(rank_memory(config, pp))))
+        stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
+        which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "
+        facts.append(("memory", which + str(rank_memory(config, pp))))
     if config.parallel.pp > 1:
         facts.append(("bubble", bubble(config)))
     print_facts([*facts, ("dry run", "nothing was started or written")])
@@ -70,8 +71,10 @@ def print_plan(config: Config) -> int:
 def bubble(config: Config) -> str:
     """Return the share of a step in which ranks wait under the run's schedule if all stages take as long."""
     parallel, num_microbatches = config.parallel, config.train.gradient_accumulation_steps
-    timeline = simulate(with_transfers(SCHEDULES[parallel.schedule](parallel.pp, num_microbatches)))
+    schedule = SCHEDULES[parallel.schedule](parallel.pp, num_microbatches, parallel.virtual_stages)
+    timeline = simulate(with_transfers(schedule))
     shape = f"--pp {parallel.pp} --microbatches {num_microbatches} --schedule {parallel.schedule}"
+    shape += f" --vpp {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
     return f"{timeline.bubble_share:.1%} of a step if all stages take as long: trainer schedule {shape}"
 
 
@@ -97,28 +100,30 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
 
 
 def activation_bytes(config: Config, pp: int) -> int:
-    """Return about what a stage keeps for the backward pass, for the micro-batches that the schedule keeps live.
+    """Return about what a rank keeps for the backward passes, of the passes that the schedule keeps live.
 
     A layer keeps 4 tensors as wide as the residual stream (of this rank's tokens, if they are cut), queries, keys,
     values and their result, and what the MLP's nonlinearity reads, which SwiGLU makes twice as wide. The last stage
-    also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input.
+    also keeps the logits, or at most train.max_logits_gib of them and the gradient of their input. From B to W the
+    nonlinearity's result is kept too, and of inputs and gradients of cut linears all tokens.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    dtype = DTYPES[train.precision]
+    dtype, layout = DTYPES[train.precision], layout_of(config)
     q_size, kv_size = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
     inside = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
     hidden = model.hidden_size // (parallel.tp if cuts_tokens(config) else 1)
-    layer = 4 * hidden + (2 * q_size + 2 * kv_size + inside) // parallel.tp
-    if train.recompute == "full":
-        layer = hidden
-    num_layers = -(-model.num_layers // parallel.pp)
-    in_flight = peak_live(rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, pp))
-    num_bytes = train.micro_batch_size * train.seq_length * in_flight * dtype.itemsize  # of one number a token
-    kept = num_layers * layer * num_bytes
+    within = (2 * q_size + 2 * kv_size + inside) // parallel.tp
+    layer = hidden if train.recompute == "full" else 4 * hidden + within
+    layer_until_w = 4 * model.hidden_size + within + model.ffn_hidden_size // parallel.tp
+    num_layers = -(-model.num_layers // layout.num_stages)
+    row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
+    num_bytes = train.micro_batch_size * train.seq_length * dtype.itemsize  # of one number a token of a micro-batch
+    kept = num_layers * num_bytes * peak_live(row, layer, layer_until_w)
     if pp == parallel.pp - 1:
+        in_flight = peak_live([action for action in row if action.stage == layout.num_stages - 1])
         logits, most = model.vocab_size // parallel.tp * num_bytes, train.max_logits_gib * 2**30
-        is_cut = 0 < most < logits / in_flight
-        kept += int(most) + model.hidden_size * num_bytes if is_cut else logits
+        is_cut = 0 < most < logits
+        kept += int(most) + model.hidden_size * num_bytes * in_flight if is_cut else logits * in_flight
     return kept
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.config import OptimConfig
 from trainer.linear.weight import Weight
+from trainer.linear.wgrads import Wgrads
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.adamw import IntervalTable
 from trainer.ops.dtypes import wide_dtype
@@ -46,7 +47,7 @@ class ParameterStore:
                    moments=options.moments, with_optimizer=options.with_optimizer)
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
         ]  # fmt: skip
-        self._weights: dict[str, Weight] = {}
+        self.wgrads, self._weights = Wgrads(), dict[str, Weight]()
         for bucket in self.buckets:
             for run, offset in zip(bucket.plan.runs, bucket.plan.offsets, strict=True):
                 self._weights[run.names[0]] = self._handle(bucket, run, offset)
@@ -70,8 +71,9 @@ class ParameterStore:
         first = self.table[run.names[0]]
         part = slice(offset, offset + run.numel)
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
+        name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
         contributes = first.contributes_on(self.mesh.coords)
-        return Weight(" + ".join(run.names), bucket.parameters[part].view(run.shape), gradient, contributes=contributes)
+        return Weight(name, values, gradient, contributes=contributes, wgrads=self.wgrads)
 
     def weight(self, *names: str) -> Weight:
         """Return the handle of a parameter, or of several that were planned as one run."""

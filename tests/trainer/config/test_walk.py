@@ -122,6 +122,13 @@ def test_one_fault(tables: dict, text: str) -> None:
         ),
         ({"ffn_hidden_size": 99}, {"tp": 2}, 2, "model.ffn_hidden_size 99 is not a multiple of parallel.tp 2"),
         ({"num_layers": 2}, {"pp": 4}, 4, "model.num_layers 2 is less than parallel.pp 4"),
+        (
+            {"num_layers": 7},
+            {"pp": 4, "virtual_stages": 2},
+            4,
+            "model.num_layers 7 is less than parallel.pp 4 * parallel.virtual_stages 2",
+        ),
+        ({}, {"virtual_stages": 2}, 1, "parallel.virtual_stages 2 is for several pipeline ranks, parallel.pp is 1"),
         ({}, {"tp": 2, "dp": 2}, 2, "tp 2 * pp 1 * dp 2 needs 4 processes, started are 2"),
         ({}, {"tp": 2}, 3, "tp 2 * pp 1 needs 2 processes, started are 3"),
     ],

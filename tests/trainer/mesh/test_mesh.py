@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,13 @@ def test_groups_are_the_ranks_that_share_coordinates(tp: int, dp: int, pp: int) 
         for first, second in needed[name]:
             assert (places[first].pp + 1, places[first].tp) == (places[second].pp, places[second].tp)
         assert len(set(needed[name])) == len(needed[name]) == tp * dp * (pp - 1)
-    assert needed.keys() == equal.keys() | {"activations", "gradients"}
+    links = {"activations", "gradients", "activations_back", "gradients_back"}
+    assert needed.keys() == equal.keys() | links
+    assert needed["activations_back"] == needed["gradients_back"] == []
+    back = groups_needed(ParallelLayout(tp=tp, dp=dp, pp=pp, virtual=2))["activations_back"]
+    assert len(set(back)) == len(back) == (tp * dp if pp > 1 else 0)
+    for first, last in back:
+        assert (places[first].pp, replace(places[first], pp=pp - 1)) == (0, places[last])
 
 
 def test_neighbours_hold_the_same_key_value_heads() -> None:
@@ -121,8 +128,7 @@ def test_neighbours_hold_the_same_key_value_heads() -> None:
 def test_one_process_needs_no_process_group() -> None:
     mesh = ProcessMesh(ParallelLayout(), 0, CPU, timeout_s=60)
     assert not dist.is_initialized()
-    assert mesh.is_first_stage
-    assert mesh.is_last_stage
+    assert mesh.has_last_stage
     assert mesh.world.all_reduce(torch.tensor([3.0])).item() == 3.0
     assert mesh.world.start("all_reduce", torch.tensor([3.0])).wait().item() == 3.0
     assert mesh.world.all_gather_rows(torch.tensor([3.0])).tolist() == [[3.0]]

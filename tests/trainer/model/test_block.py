@@ -16,7 +16,7 @@ ROWS, SEQ, HIDDEN = 2, 16, 32
 
 def block(model: str) -> Block:
     config = small(config_for(model, ParallelLayout()))
-    return make_engine(0, replace(config, model=replace(config.model, init_std=0.3))).chunk.blocks[0]
+    return make_engine(0, replace(config, model=replace(config.model, init_std=0.3))).chunks[0].blocks[0]
 
 
 def stream() -> torch.Tensor:

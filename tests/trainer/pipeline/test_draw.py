@@ -1,6 +1,7 @@
 """Timelines as grids of text, and the verb that prints them."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -40,11 +41,62 @@ def test_the_verb_draws_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "live micro-batches by rank: 3 3" in capsys.readouterr().out
 
 
+def test_the_letter_of_a_pass_is_that_of_its_stage() -> None:
+    grid = draw(simulate(with_transfers(one_f_one_b(2, 2, 2)))).splitlines()
+    assert grid[1] == "rank 1  .   F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a---- .   ."
+
+
+def test_the_verb_takes_a_run_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        "[model]\nnum_layers = 5\nhidden_size = 96\nnum_heads = 3\nvocab_size = 10000\n[train]\nseq_length = 8\n"
+        'global_batch_size = 6\n[parallel]\npp = 2\nvirtual_stages = 2\nschedule = "zb-h1"\n'
+    )
+    assert call("schedule", run) == 0
+    out = capsys.readouterr().out
+    assert out.count("W5b") == 2
+    assert out.endswith("live micro-batches by rank: 2.5 2\n")
+    assert call("schedule", run, "--vpp", 1, "--schedule", "1f1b", "--dp", 3, "--plot", tmp_path / "a.png") == 0
+    layer, head = 6 * (16 * 96**2 + 2 * 96) + 12 * 96 * 8, 6 * 10000 * 96  # of forward and backward
+    first, last = (2 * flops / (5 * layer + head) for flops in (3 * layer, 2 * layer + head))
+    found = re.search(
+        r"([0-9.]+) units", capsys.readouterr().out
+    )  # rank 0 waits for the head: F0 of 0, all of 1, B1 of 0
+    assert found is not None
+    assert float(found[1]) == pytest.approx(3 * first + 6 * last, rel=1e-3)
+    assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--work", "1,2"], "--work has a number above 0 for each of 4 stages, got 1.0,2.0"),
+        (["--weights", 2], "--weights 2 is a part of --backward 2, and so must be less"),
+        (["--plot", "a.jpg"], "a plot is a .png file, not a.jpg"),
+        (["none.toml"], "no configuration file none.toml"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_error(flags: list, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("schedule", *flags) == 2
+    assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        call("schedule", "--work", "1,x")
+    assert "'1,x': each must be a number" in capsys.readouterr().err
+
+
 def test_the_page_and_its_picture_show_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     concepts = ROOT / "docs" / "concepts"
     page = (concepts / "pipeline-schedules.md").read_text()
-    assert call("schedule", "--pp", 4, "--microbatches", 8) == 0
-    assert page.split("```\n")[1] == capsys.readouterr().out
+    pairs = re.findall(r"`trainer (schedule --pp \d[^`]*)`[^`]*```\n(rank 0.*?)```", page, re.DOTALL)
+    assert len(pairs) == page.count("```\nrank 0") == 3
+    for command, expected in pairs:
+        assert call(*command.split()) == 0
+        assert capsys.readouterr().out == expected
+    for name, bubble, live in re.findall(r"^\| (`.*) \| (.*)% \| (.*) \|$", page, re.MULTILINE):
+        schedule, _, vpp = name.replace("`", "").partition(", --vpp ")
+        assert call("schedule", "--schedule", schedule, "--vpp", vpp or 1) == 0
+        said = f"bubble {bubble}%, live micro-batches by rank: {live}\n"
+        assert capsys.readouterr().out.endswith(said)
     timeline = simulate(with_transfers(one_f_one_b(4, 8)))
     picture = (concepts / "pictures" / "pipeline-schedules.svg").read_text()
     boxes = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)".*stroke.*\n<text .*>([FB]\d+)<', picture)
@@ -52,7 +104,7 @@ def test_the_page_and_its_picture_show_what_is_drawn(capsys: pytest.CaptureFixtu
     for rank, row in enumerate(timeline.schedule):
         for action in (action for action in row if action.kind in PASSES):
             start, end = timeline.spans[action]
-            expected.append((f"{64 + 20 * start}", f"{44 + 38 * rank}", f"{20 * (end - start)}", str(action)))
+            expected.append((f"{64 + 20 * start:g}", f"{44 + 38 * rank}", f"{20 * (end - start):g}", str(action)))
     assert boxes == expected
 
 
@@ -68,7 +120,7 @@ def test_the_figures_of_the_page() -> None:
     assert durations == [37, 37.75]
     assert all(f"{duration:g} units" in page for duration in durations)
     rows = with_transfers(one_f_one_b(2, 2))
-    first, second = (rows[1].index(Action(kind, 1, 0)) for kind in PASSES)
+    first, second = rows[1].index(Action("F", 1, 0)), rows[1].index(Action("B", 1, 0))
     rows[1][first], rows[1][second] = rows[1][second], rows[1][first]
     with pytest.raises(UserError) as caught:
         simulate(rows)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.linear.wgrads import Wgrads
 from trainer.mesh.clock import Clock
 from trainer.mesh.group import Group
 from trainer.pipeline.actions import Action
@@ -13,9 +14,9 @@ from trainer.pipeline.executor import Executor
 from trainer.pipeline.gpipe import forward_only, gpipe
 from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
-from trainer.pipeline.simulate import MAX_SENDS
+from trainer.pipeline.zb_h1 import zb_h1
 
-WIDTH, NUM_MICROBATCHES = 3, 6
+WIDTH, NUM_MICROBATCHES, MAX_SENDS = 3, 6, 2
 
 
 class Neighbour:
@@ -51,7 +52,7 @@ class Transfer:
 
 def executor_with(neighbour: Any) -> Executor[Tensor]:
     link = Group("link", (0, 1), 0, Clock(torch.device("cpu")), neighbour)
-    return Executor(lambda action: link, lambda: torch.full((WIDTH,), torch.nan))
+    return Executor(lambda action: link, lambda: torch.full((WIDTH,), torch.nan), Wgrads(), max_sends=MAX_SENDS)
 
 
 def batches() -> list[Tensor]:
@@ -123,3 +124,34 @@ def test_without_backward_passes_nothing_is_kept_for_them() -> None:
     assert losses == [batch.sum() for batch in batches()]
     assert executor.peak_live == 0
     assert "send" not in neighbour.calls
+
+
+def test_products_of_a_backward_pass_are_made_at_its_w() -> None:
+    made: list[int] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+            ctx.number = number
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+            executor.wgrads.add(lambda: made.append(ctx.number))
+            return dy, None
+
+    counts: list[int] = []
+
+    def chunk(received: Tensor | None, batch: Tensor) -> Tensor:
+        counts.append(len(made))
+        return Product.apply(received, int(batch[0])).sum()
+
+    executor = executor_with(Neighbour())
+    row = with_transfers(zb_h1(2, 3))[1]
+    assert " ".join(map(str, row)) == "RF0 F0 B0 SB0 RF1 F1 B1 SB1 W0 RF2 F2 B2 SB2 W1 W2"
+    executor.run(row, {1: chunk}, batches()[:3])
+    assert made == [0, 1, 2]
+    assert counts == [0, 0, 1], "W0 comes before F2"
+    assert executor.peak_live == 2
+    executor.wgrads.add(lambda: made.append(3))
+    assert made == [0, 1, 2, 3], "outside a backward pass that puts off, at once"

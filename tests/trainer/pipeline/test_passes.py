@@ -8,8 +8,9 @@ from trainer.pipeline.actions import PASSES, Action
 from trainer.pipeline.gpipe import forward_only, gpipe
 from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
+from trainer.pipeline.zb_h1 import zb_h1
 
-MAKERS = st.sampled_from([gpipe, one_f_one_b, forward_only])
+MAKERS = st.sampled_from([gpipe, one_f_one_b, forward_only, zb_h1])
 
 
 def names(row: list[Action]) -> str:
@@ -24,17 +25,23 @@ def test_rows_by_hand() -> None:
     assert names(rows[1][1]) == "RF0 F0 RF1 B0 SB0 F1 B1 SB1"
 
 
-@given(make=MAKERS, num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16), ahead=st.integers(0, 3))
-def test_both_ends_of_a_link_have_one_order(make, num_stages: int, num_microbatches: int, ahead: int) -> None:
-    schedule = make(num_stages, num_microbatches)
+@given(make=MAKERS, num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 12), virtual=st.integers(1, 3),
+       ahead=st.integers(0, 3))  # fmt: skip
+def test_both_ends_of_a_link_have_one_order(
+    make, num_ranks: int, num_microbatches: int, virtual: int, ahead: int
+) -> None:
+    schedule = make(num_ranks, num_microbatches, virtual)
     rows = with_transfers(schedule, ahead)
     assert [[action for action in row if action.kind in PASSES] for row in rows] == schedule
-    for stage in range(num_stages - 1):
-        for send, receive, here, there in (("SF", "RF", stage, stage + 1), ("SB", "RB", stage + 1, stage)):
-            sent = [action.microbatch for action in rows[here] if action.kind == send]
-            received = [action.microbatch for action in rows[there] if action.kind == receive]
-            kept = range(num_microbatches) if send == "SF" or make is not forward_only else []
-            assert sent == received == list(kept)
+    for rank in range(num_ranks if num_ranks > 1 else 0):
+        follows = rows[(rank + 1) % num_ranks]
+        sent = [(stage + 1, m) for kind, stage, m in rows[rank] if kind == "SF"]
+        assert sent == [(stage, m) for kind, stage, m in follows if kind == "RF"]
+        num_links = virtual - (rank == num_ranks - 1)  # of the rank's stages to the next ones
+        assert len(sent) == len(set(sent)) == num_links * num_microbatches
+        back = [(stage - 1, m) for kind, stage, m in follows if kind == "SB"]
+        assert back == [(stage, m) for kind, stage, m in rows[rank] if kind == "RB"]
+        assert sorted(back) == sorted((stage - 1, m) for stage, m in sent if make is not forward_only)
     for row in rows:
         passes = [action for action in row if action.kind in PASSES]
         for place, action in enumerate(row):

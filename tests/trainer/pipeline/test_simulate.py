@@ -9,22 +9,35 @@ from hypothesis import strategies as st
 
 from threefold.errors import UserError
 from trainer.pipeline.actions import Action
+from trainer.pipeline.costs import costs
 from trainer.pipeline.gpipe import forward_only, gpipe
 from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.simulate import Timeline, simulate
+from trainer.pipeline.zb_h1 import zb_h1
 
-MAKERS = [gpipe, one_f_one_b, forward_only]
+MAKERS = [gpipe, one_f_one_b, forward_only, zb_h1]
 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_no_schedule_waits_for_ever(make, ahead: int) -> None:
-    for num_stages in range(1, 9):
-        for num_microbatches in range(1, 17):
-            rows = with_transfers(make(num_stages, num_microbatches), ahead)
+    for num_ranks in range(1, 6):
+        for num_microbatches in range(1, 9):
+            rows = with_transfers(make(num_ranks, num_microbatches), ahead)
             timeline = simulate(rows, max_sends=1, blocking=not ahead)
             assert len(timeline.spans) == sum(map(len, rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_no_schedule_of_many_waits_for_ever(make, virtual: int) -> None:
+    for num_ranks in range(1, 9):
+        for num_microbatches in range(1, 3 * num_ranks + 2):
+            rows = with_transfers(make(num_ranks, num_microbatches, virtual))
+            for blocking in (True, False):
+                assert len(simulate(rows, blocking=blocking).spans) == sum(map(len, rows))
 
 
 def test_posting_ahead_on_both_ends_is_a_deadlock_if_a_gpu_waits_for_all_its_kernels() -> None:
@@ -33,14 +46,36 @@ def test_posting_ahead_on_both_ends_is_a_deadlock_if_a_gpu_waits_for_all_its_ker
             simulate(with_transfers(make(2, 2), ahead=1), blocking=True)
 
 
-@given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16), backward=st.integers(1, 4))
-def test_the_bubble_is_that_of_warming_up_and_draining(num_stages: int, num_microbatches: int, backward: int) -> None:
-    costs = {"F": 1, "B": backward, "SF": 0, "SB": 0}
-    for make in (gpipe, one_f_one_b):
-        timeline = simulate(with_transfers(make(num_stages, num_microbatches)), lambda action: costs[action.kind])
-        assert timeline.duration == (num_microbatches + num_stages - 1) * (1 + backward)
-        expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
+SIZES = {"num_ranks": st.integers(1, 6), "extra": st.integers(0, 6), "virtual": st.integers(1, 3)}
+
+
+@given(**SIZES, backward=st.integers(1, 4))
+def test_the_bubble_is_that_of_warming_up_and_draining(num_ranks: int, extra: int, virtual: int, backward: int) -> None:
+    num_microbatches, ends = num_ranks + extra, num_ranks - 1
+    for make, num_stages in ((gpipe, 1), (one_f_one_b, virtual)):
+        schedule = make(num_ranks, num_microbatches, num_stages)
+        timeline = simulate(with_transfers(schedule), costs(schedule, backward=backward))
+        assert timeline.duration == pytest.approx((num_microbatches + ends / num_stages) * (1 + backward))
+        expected = ends / (num_stages * num_microbatches + ends)
         assert timeline.bubble_share == pytest.approx(expected, abs=1e-12)
+
+
+@given(**SIZES)
+def test_zero_bubble_waits_for_a_third_if_its_passes_take_as_long(num_ranks: int, extra: int, virtual: int) -> None:
+    num_microbatches = num_ranks + extra
+    timeline = simulate(with_transfers(zb_h1(num_ranks, num_microbatches, virtual)))
+    assert timeline.duration == pytest.approx(3 * num_microbatches + (num_ranks - 1) / virtual)
+
+
+def test_a_stage_of_more_work_makes_others_wait() -> None:
+    schedule = one_f_one_b(2, 4)
+    found = costs(schedule, transfer=0.5, work=(1, 3))
+    assert [found(Action(kind, stage, 0)) for kind in "FB" for stage in (0, 1)] == [0.5, 1.5, 1, 3]  # type: ignore[arg-type]
+    assert found(Action("SF", 0, 0)) == 0.5
+    timeline = simulate(with_transfers(schedule), costs(schedule, work=(1, 3)))
+    assert timeline.duration == 0.5 + 4 * 4.5 + 1
+    split = costs(zb_h1(2, 4), backward=3, weights=2)
+    assert [split(Action(kind, 0, 0)) for kind in ("F", "B", "W")] == [1, 1, 2]
 
 
 def test_figures_by_hand() -> None:
@@ -50,8 +85,7 @@ def test_figures_by_hand() -> None:
     assert timeline.spans[Action("B", 3, 0)] == (4, 6)
     assert str(timeline) == "33 units, bubble 27.3%, live micro-batches by rank: 4 3 2 1"
     # rank 1 of 2: F0 ends at 1 and travels until 3; B0 ends at 6 there and its gradient arrives at 8
-    costs = {"F": 1, "B": 2, "SF": 2, "SB": 2}
-    slow = simulate(with_transfers(one_f_one_b(2, 1)), lambda action: costs[action.kind])
+    slow = simulate(with_transfers(one_f_one_b(2, 1)), costs(one_f_one_b(2, 1), transfer=2))
     assert slow.spans[Action("SF", 0, 0)] == slow.spans[Action("RF", 1, 0)] == (1, 3)
     assert [slow.spans[Action("SB", 1, 0)], slow.spans[Action("B", 0, 0)]] == [(6, 8), (8, 10)]
 
@@ -90,7 +124,7 @@ def test_two_swapped_actions_are_found_and_named(data: st.DataObject, make, ahea
         assert row[first].kind != row[second].kind
         for (kind, stage, m), (start, _) in outcome.spans.items():
             before = Action(kind, stage + 1 if kind == "B" else stage - 1, m)
-            assert kind not in "FB" or before not in outcome.spans or outcome.spans[before][1] <= start
+            assert kind not in ("F", "B") or before not in outcome.spans or outcome.spans[before][1] <= start
 
 
 @pytest.mark.parametrize(
@@ -122,3 +156,11 @@ def test_a_missing_action_is_named() -> None:
         simulate([[Action("F", 0, 0)], [Action("F", 0, 1)]])
     with pytest.raises(UserError, match="SF0 of stage 0 has no other end"):
         simulate([[Action("F", 0, 0), Action("SF", 0, 0)], []])
+
+
+def test_a_rank_with_several_stages_needs_more_sends_under_way() -> None:
+    """Where ranks do not divide the micro-batches: two groups of 6 and 5 on 4 ranks need 6 - 4 + 1."""
+    rows = with_transfers(one_f_one_b(4, 11, 2))
+    with pytest.raises(UserError, match=r"rank 3 at SF. of stage 3 waits for SF"):
+        simulate(rows, max_sends=2)
+    assert simulate(rows, max_sends=3).duration == simulate(rows).duration == 3 * 11 + 3 * 3 / 2

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.layouts import LAYOUTS, configs
-from tests.trainer.support.parity import config_for, run_steps
+from tests.trainer.support.parity import config_for, run_steps, small
 from tests.trainer.support.ranks import run_ranks
 from tests.trainer.support.threads import run_threads
+from trainer import engine
 from trainer.config import Config
 from trainer.config.resolve import layout_of
+from trainer.pipeline.actions import Action
 from trainer.pipeline.schedules import SCHEDULES
 
 examples = settings(derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
@@ -56,6 +58,27 @@ def check(config: Config) -> None:
         assert_equal_bits(runs, first)
 
 
+def test_bits_see_a_w_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parity would not: the sum of two products is the same but for its last bits."""
+    config = with_schedule(config_for("llama", ParallelLayout(pp=2)), "zb-h1")
+    config = replace(small(config), model=replace(small(config).model, num_layers=2))
+    first = run_threads(2, run_steps, config, 1)
+    real = engine.rank_actions
+
+    def out_of_turn(*arguments: Any) -> list[Action]:
+        row = real(*arguments)
+        places = [(each.kind, each.microbatch) for each in row]
+        if arguments[-1] == 0 or ("W", 3) not in places:
+            return list(row)
+        w2, w3 = places.index(("W", 2)), places.index(("W", 3))
+        moved = [each for each in row if each != row[w2]]
+        return [*moved[:w3], row[w2], *moved[w3:]]
+
+    monkeypatch.setattr(engine, "rank_actions", out_of_turn)
+    with pytest.raises(AssertionError):
+        assert_equal_bits(run_threads(2, run_steps, config, 1), first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(pp=3), ParallelLayout(tp=2, pp=2), ParallelLayout(dp=2, pp=2)], ids=str
@@ -63,10 +86,12 @@ def check(config: Config) -> None:
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_schedules_end_with_equal_bits_on_processes(layout: ParallelLayout, precision: str) -> None:
     config = config_for("gpt2", layout, precision=precision)
-    one, all_first = (
-        run_ranks(layout.world_size, run_steps, with_schedule(config, name), 5) for name in ("1f1b", "gpipe")
+    one, all_first, zero_bubble = (
+        run_ranks(layout.world_size, run_steps, with_schedule(config, name), 5) for name in ("1f1b", "gpipe", "zb-h1")
     )
     assert_equal_bits(one, all_first)
+    assert_equal_bits(one, zero_bubble)
     stage_of = [layout.coords(rank).pp for rank in range(layout.world_size)]
     assert [run["peak_live"] for run in one] == [layout.pp - stage for stage in stage_of]
     assert len({run["peak_live"] for run in all_first}) == 1
+    assert {run["peak_live"] for run in zero_bubble} == {layout.pp}

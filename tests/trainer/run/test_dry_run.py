@@ -78,7 +78,7 @@ def test_the_estimate_is_what_an_engine_allocates(model: dict, moments: str) -> 
     tokens = torch.zeros(2 * 64, dtype=torch.long)
     batch = MicroBatch(tokens, tokens, torch.arange(64).repeat(2), torch.ones(2 * 64), 64, 0, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = engine.chunk.forward(None, batch)
+        loss = engine.chunks[0].forward(None, batch)
     assert loss.shape == tokens.shape
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert found.activations == pytest.approx(measured, rel=0.15)

@@ -27,6 +27,8 @@ from trainer.ops.adamw import IntervalTable
 from trainer.parallel import tensor
 from trainer.parallel.collectives import copy_to
 from trainer.parallel.tensor import TensorParallel
+from trainer.pipeline import executor
+from trainer.pipeline.executor import Executor
 from trainer.store import plan, store
 from trainer.store.bucket import Bucket
 from trainer.store.store import ParameterStore
@@ -46,6 +48,7 @@ class Fault:
     zero_stage: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     cuts_tokens: bool = False
+    schedule: str = "1f1b"
 
 
 def skipping(kind: str, group: str) -> Callable[[Patch], None]:
@@ -113,10 +116,19 @@ def next_first_row(real: Any, self: Head, *args: Any) -> None:
     self.first_row += self.group.index
 
 
-def swapped(real: Any, name: str, num_stages: int, num_microbatches: int, rank: int) -> Any:
-    swap = {0: 1, 1: 0} if rank else {}
-    actions = real(name, num_stages, num_microbatches, rank)
+def swapped(real: Any, name: str, *sizes: int) -> Any:
+    swap = {0: 1, 1: 0} if sizes[-1] else {}  # on all ranks but the first
+    actions = real(name, *sizes)
     return [action._replace(microbatch=swap.get(action.microbatch, action.microbatch)) for action in actions]
+
+
+def one_buffer(real: Any, self: Executor[Any], link_of: Any, new_buffer: Any, *rest: Any, **options: Any) -> None:
+    buffer = new_buffer()
+    real(self, link_of, lambda: buffer.data, *rest, **options)  # whose version counter is its own
+
+
+def stages_2_and_4_swapped(real: Any, num_layers: int, num_stages: int, stage: int) -> range:
+    return real(num_layers, num_stages, {2: 4, 4: 2}.get(stage, stage))
 
 
 def bias_before_the_sum(
@@ -216,6 +228,17 @@ FAULTS = [
     Fault("the tied head does not get the new values", PP, skipping("all_gather", "ends_dp")),
     Fault("dropout numbers layers within a stage", PP, wrapping(Chunk, "__init__", layers_from_zero)),
     Fault("the last stage takes two micro-batches in another order", PP, wrapping(engine, "rank_actions", swapped)),
+    Fault("a W makes no products", PP, wrapping(executor, "make", lambda real, products: None), schedule="zb-h1"),
+    Fault("a W makes its products twice", PP,
+          wrapping(executor, "make", lambda real, products: real([*products, *products])), schedule="zb-h1"),
+    Fault("a W leaves out the product of one linear", PP,
+          wrapping(executor, "make", lambda real, products: real(products[1:])), schedule="zb-h1"),
+    Fault("the next gradient is received where a W reads", ParallelLayout(pp=3),
+          wrapping(Executor, "__init__", one_buffer), model={"num_layers": 3}, schedule="zb-h1"),
+    Fault("two stages of a rank change places", ParallelLayout(pp=2, virtual=3),
+          wrapping(chunk, "stage_layers", stages_2_and_4_swapped), model={"num_layers": 6}),
+    Fault("the last rank takes two micro-batches of both its stages in another order",
+          ParallelLayout(pp=2, virtual=2), wrapping(engine, "rank_actions", swapped), model={"num_layers": 4}),
     Fault("gradients are averaged over dp", DP, wrapping(Bucket, "reduce_gradients", averaged)),
     Fault("gradients are not summed over dp, zero_stage 0", DP,
           wrapping(Bucket, "reduce_gradients", lambda real, self: None), zero_stage=0),

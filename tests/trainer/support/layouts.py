@@ -31,6 +31,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
     )
     num_heads = math.lcm(kv_heads, layout.tp) * draw(st.integers(1, 2))
     micro_batch, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    virtual = draw(st.sampled_from([1, 1, 2, 3])) if layout.pp > 1 else 1
     options: dict[str, Any] = {
         name: draw(st.booleans()) for name in ("bias", "qk_norm", "tie_embeddings")
     } | {
@@ -43,7 +44,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         }.items()
     }  # fmt: skip
     model = ModelConfig(
-        num_layers=layout.pp + draw(st.integers(0, 1)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
+        num_layers=layout.pp * virtual + draw(st.integers(0, 1)), hidden_size=num_heads * draw(st.sampled_from([2, 4])),
         num_heads=num_heads, num_kv_heads=kv_heads, ffn_hidden_size=layout.tp * draw(st.integers(1, 5)),
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
         **options,
@@ -54,7 +55,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp,
             sequence_parallel=draw(st.sampled_from(["auto", "off"])),
-            schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+            schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
             zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
         ),
         # with an eps of 1e-8 gradients that are 0 but for rounding would move weights by 1e-9

@@ -37,7 +37,10 @@ def config_for(
     """A resolved configuration: high peak rate, no warm-up, clipping, at least 4 micro-batches."""
     config = Config(
         model=MODELS[model],
-        parallel=ParallelConfig(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero_stage=zero_stage, bucket_mib=1),  # type: ignore[arg-type]
+        parallel=ParallelConfig(
+            tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=zero_stage,  # type: ignore[arg-type]
+            bucket_mib=1,
+        ),
         optim=OptimConfig(lr=2e-3, min_lr=1e-4, clip=0.5),
         train=TrainConfig(
             train_steps=20, seq_length=SEQ, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH,
