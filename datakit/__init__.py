@@ -5,6 +5,7 @@ Programs import these names and no other submodule:
   encodes fastest, for experts: choose_backend, open_encoder, Encoder;
 - a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
+- a store behind a URL, through a cache: RemoteStore;
 - a store's documents in rows, without cutting the short ones: pack, PackedStore;
 - batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
   name, has datasets of them for PyTorch's DataLoader;
@@ -13,8 +14,8 @@ Programs import these names and no other submodule:
 - the order of samples of megatron-core's datasets: MegatronBlend, MegatronOrder;
 - a stream that changes along the way: Segment, Mixture, StreamRecord, Recorded.
 
-No folder imports one that comes later: files, text, tokenization, store, packing, stream, dedup, preprocessing,
-archives, foreign, reports.
+No folder imports one that comes later: files, text, tokenization, store, archives, packing, remote, stream, dedup,
+preprocessing, foreign, reports.
 """
 
 from threefold import __version__ as __version__

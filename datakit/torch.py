@@ -94,6 +94,9 @@ class StreamDataset(_MicroBatches, IterableDataset[Batch]):
         round_samples = num_workers * self._loader.global_batch_size
         start = self._start.num_samples
         for number in count():
+            self._loader.read_ahead(
+                start + number * round_samples + worker * self._loader.global_batch_size, num_workers
+            )
             batch = self._micro_batch(number * num_workers + worker)
             self._num_samples = start + (number + 1) * round_samples
             yield batch

@@ -22,8 +22,8 @@ FOLDERS = {
     "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "closing", "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
                 "check", "foreign", "rewrite", "commands"],
-    "datakit": ["files", "text", "tokenization", "store", "packing", "stream", "dedup", "preprocessing", "archives",
-                "foreign", "reports", "commands"],
+    "datakit": ["files", "text", "tokenization", "store", "archives", "packing", "remote", "stream", "dedup",
+                "preprocessing", "foreign", "reports", "commands"],
     "trainer": [
         "config", "job", "mesh", "ops",
         "linear", "store", "parallel", "model",

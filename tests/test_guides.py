@@ -167,6 +167,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Evaluate a model, and let it speak": write_model,
     "Make a folder of a run": write_model,
     "Read without mapping files": write_config,
+    "Resume a run on other ranks": write_config,
+    "After a crash": write_config,
     "Read a step's line": write_config,
     "Choose what fits in memory": write_config,
     "Let attention be chosen": write_config,

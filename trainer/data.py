@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from datakit import Blend, Cursor, HostBatch, Loader, Recorded, TokenStore, open_tokenizer
+from datakit import Blend, Cursor, HostBatch, Loader, Recorded, open_tokenizer
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.engine import Batch
@@ -34,7 +34,7 @@ def with_vocabulary(config: Config) -> Config:
     vocab_size = config.model.vocab_size
     trained_on = [path for path, weight in config.data.plan.final.items() if weight or os.path.exists(path)]
     for path in (*trained_on, *config.data.valid.stores):
-        identity = TokenStore.open(path).manifest.tokenizer
+        identity = config.data.tokenizer_of(path)
         fingerprints[path] = identity.fingerprint
         vocab_size = vocab_size or identity.vocab_size
         if identity.vocab_size > vocab_size:
@@ -87,7 +87,7 @@ def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int)
     sample, seq_length = int(samples.flat[row]), blend.seq_length
     (source,), (start,) = blend.addresses([sample])
     store = blend.stores[source]
-    token, path = store.token_at(start // seq_length, place, seq_length), store.path
+    token, path = store.token_at(start // seq_length, place, seq_length), store.place
     whole = f"--sample {start // seq_length} --seq-length {seq_length}"
     return UserError(
         f"{path} holds token {ids[row, place]} at address {token:,}, in sample {sample:,} of the stream, but "

@@ -47,7 +47,7 @@ def pack(blocks: Iterable[bytes], level: int, frame_bytes: int = FRAME_BYTES) ->
 
 
 class SeekableReader:
-    """Ranges of the content of one seekable file; for one thread.
+    """Ranges of the content of one seekable file; safe to use from several threads if `read` is.
 
     `size_bytes` is the size of the content, `table` the raw bytes behind the last frame. Every damage is a CheckFailed
     that names the file and, if it is in one, the frame.
@@ -72,7 +72,12 @@ class SeekableReader:
         end = int(self._packed_starts[-1])
         if end + len(self.table) != packed_bytes:
             raise self._fault(f"its frames end at byte {end}, its table begins at {packed_bytes - len(self.table)}")
-        self._decompressor = zstandard.ZstdDecompressor()
+
+    @property
+    def bounds(self) -> list[int]:
+        """The bytes of the content at which frames begin, and its end."""
+        found: list[int] = self._starts.tolist()
+        return found
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of the content, of which only the frames that hold them are read."""
@@ -106,7 +111,7 @@ class SeekableReader:
             declared = zstandard.frame_content_size(packed)
             if declared != size_bytes:
                 raise self._fault(f"frame {number} is damaged: it says {declared} bytes, the table {size_bytes}")
-            content: bytes = self._decompressor.decompress(packed, allow_extra_data=False)
+            content: bytes = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
         except zstandard.ZstdError as error:
             cause = str(error).removeprefix("decompression error: ")
             raise self._fault(f"frame {number} is damaged: {cause}") from None

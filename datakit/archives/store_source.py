@@ -86,12 +86,27 @@ class StoreSource:
         assert file.packed, f"{file.name} is not compressed"
         reader = SeekableReader(
             self.place_of(file),
-            self._check_size(file, file.packed),
+            self.check_size(file, file.packed),
             lambda start, stop: bytes(self.storage.read_ranges(_key(file), [(start, stop)])[0]),
         )
         if reader.size_bytes != file.digest.size_bytes:
             raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")
         return reader
+
+    def check_size(self, file: SourceFile, digest: FileDigest) -> int:
+        """Look a file up and return its size; CheckFailed if it is not that of the digest."""
+        info = self.storage.info(_key(file))
+        if info is None:
+            raise _fault(f"{self.place_of(file)} is missing")
+        if info.size_bytes != digest.size_bytes:
+            record = ARCHIVE_NAME if file.packed else FILE_NAME
+            raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
+        return info.size_bytes
+
+    def read_plain(self, file: SourceFile, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop) of a file that is not compressed, as they come: who reads them must check."""
+        assert not file.packed, f"{file.name} is compressed"
+        return bytes(self.storage.read_ranges(_key(file), [(start, stop)])[0])
 
     def _packed_blocks(self, file: SourceFile) -> Iterator[bytes]:
         assert file.packed
@@ -109,19 +124,10 @@ class StoreSource:
             raise _fault(f"{reader.name} is damaged: its checksum does not hold")
 
     def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
-        size_bytes = self._check_size(file, file.digest)
+        size_bytes = self.check_size(file, file.digest)
         for start in range(0, size_bytes, READ_BYTES):
             [block] = self.storage.read_ranges(_key(file), [(start, min(start + READ_BYTES, size_bytes))])
             yield bytes(block)
-
-    def _check_size(self, file: SourceFile, digest: FileDigest) -> int:
-        info = self.storage.info(_key(file))
-        if info is None:
-            raise _fault(f"{self.place_of(file)} is missing")
-        if info.size_bytes != digest.size_bytes:
-            record = ARCHIVE_NAME if file.packed else FILE_NAME
-            raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
-        return info.size_bytes
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:

@@ -81,7 +81,7 @@ def _places(blend: "Blend", samples: range) -> list[dict[str, Any]]:
     _, tokens = blend.addresses(samples)
     columns = sources, numbers // blend.rows[sources], tokens // blend.seq_length
     return [
-        {"sample": sample, "store": str(blend.stores[source].path), "row": row, "epoch": epoch, "documents": []}
+        {"sample": sample, "store": blend.stores[source].place, "row": row, "epoch": epoch, "documents": []}
         for sample, source, epoch, row in zip(samples, *(column.tolist() for column in columns), strict=True)
     ]
 

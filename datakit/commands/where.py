@@ -37,7 +37,7 @@ def run(options: Options) -> None:
         print_json({**found, "last_step": last, "reads": reads})
         return
     print_line(
-        f"document {document:,} of {store.path}, {num_tokens:,} tokens: {origin.path or 'no source'}, "
+        f"document {document:,} of {store.place}, {num_tokens:,} tokens: {origin.path or 'no source'}, "
         f"line {origin.line:,}, byte {origin.offset_bytes:,}"
     )
     if not reads:

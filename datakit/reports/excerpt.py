@@ -47,8 +47,8 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
     """Return one document; UserError if the store has none of this number."""
     if not 0 <= number < store.num_documents:
         raise UserError(
-            f"there is no document {number}: {store.path} has {store.num_documents} documents, counted from 0",
-            hint=f"datakit inspect {store.path} --document {max(store.num_documents - 1, 0)}",
+            f"there is no document {number}: {store.place} has {store.num_documents} documents, counted from 0",
+            hint=f"datakit inspect {store.place} --document {max(store.num_documents - 1, 0)}",
         )
     tokens = store.document(number)
     return Excerpt(store.first_token(number), tokens, (_part(store, number, 0, len(tokens)),))
@@ -64,9 +64,9 @@ def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
     num_samples = max(store.num_tokens - 1, 0) // seq_length
     if not 0 <= number < num_samples:
         raise UserError(
-            f"there is no sample {number}: {store.path} has {num_samples} samples of {seq_length} tokens, "
+            f"there is no sample {number}: {store.place} has {num_samples} samples of {seq_length} tokens, "
             "counted from 0",
-            hint=f"datakit inspect {store.path} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}",
+            hint=f"datakit inspect {store.place} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}",
         )
     start = number * seq_length
     stop = start + seq_length + 1
@@ -79,8 +79,8 @@ def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
     if tokenizer.fingerprint != made_with.fingerprint:
         recorded = f"one of fingerprint {made_with.fingerprint}" if made_with.fingerprint else "one that is not known"
         raise UserError(
-            f"{path} has fingerprint {tokenizer.fingerprint}, {store.path} was made with {recorded}",
-            hint=f"datakit inspect {store.path}",
+            f"{path} has fingerprint {tokenizer.fingerprint}, {store.place} was made with {recorded}",
+            hint=f"datakit inspect {store.place}",
         )
     return tokenizer
 

@@ -87,8 +87,8 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
     store, length = blend.stores[source], blend.seq_length
     if not 0 <= document < store.num_documents:
         raise UserError(
-            f"{store.path} has {store.num_documents} documents, counted from 0, and none of number {document}",
-            hint=f"--document {store.path}:{max(store.num_documents - 1, 0)}",
+            f"{store.place} has {store.num_documents} documents, counted from 0, and none of number {document}",
+            hint=f"--document {store.place}:{max(store.num_documents - 1, 0)}",
         )
     begin = store.first_token(document)
     end = begin + len(store.document(document))
@@ -127,4 +127,4 @@ def _passages_of_shard(store: TokenStore, shard: int, spans: list[Span]) -> tupl
 
 def _damaged(store: TokenStore, shard: int) -> CheckFailed:
     what = f"{store.shard(shard).idx_path} is damaged: its documents do not follow each other"
-    return CheckFailed(what, hint=f"datakit verify {store.path}")
+    return CheckFailed(what, hint=f"datakit verify {store.place}")

@@ -43,10 +43,13 @@ class Origin:
 class Origins:
     """The origins of one shard's documents, memory-mapped."""
 
-    def __init__(self, path: Path, first_line: int = 0) -> None:
-        """Open an `.origin` file; `first_line` is how many lines of the source precede the work item."""
+    def __init__(self, path: Path, first_line: int = 0, data: memoryview | None = None) -> None:
+        """Open an `.origin` file, or take `data` that was mapped of it.
+
+        `first_line` is how many lines of the source precede the work item.
+        """
         self.path, self.first_line = path, first_line
-        data = map_file(path)
+        data = map_file(path) if data is None else data
         if len(data) < HEADER.size:
             raise damaged(f"{path} has {len(data)} bytes, too few for origins")
         magic, version, _, num_documents, table_bytes = HEADER.unpack_from(data)
@@ -95,6 +98,13 @@ class Origins:
         row = int(self.offsets[number]), int(self.source_numbers[number]), int(self.lines[number])
         return int(self.checks[number]) == document_check(tokens, *row)
 
+    def first_damaged(self, first: int, tokens: bytes, sizes: Sequence[int]) -> int | None:
+        """Return the first document, of those from `first` on with these bytes, that is not as it was written."""
+        part = slice(first, first + len(sizes))
+        found = _document_checks(tokens, sizes, self.offsets[part], self.source_numbers[part], self.lines[part])
+        wrong = np.flatnonzero(self.checks[part] != np.array(found, np.uint32))
+        return first + int(wrong[0]) if len(wrong) else None
+
 
 class OriginsWriter:
     """Collects the origins of one shard; memory is 20 bytes a document and the paths of its sources."""
@@ -141,10 +151,10 @@ def document_check(tokens: bytes, offset_bytes: int, source: int, line: int) -> 
 
 
 def _document_checks(
-    tokens: bytes, sizes: Sequence[int], offsets: Sequence[int], source: int, lines: Sequence[int]
+    tokens: bytes, sizes: Sequence[int], offsets: npt.ArrayLike, source: npt.ArrayLike, lines: npt.ArrayLike
 ) -> list[int]:
-    """Return the checks of documents of one source, in half the time that they take one by one."""
-    table = np.empty(len(offsets), _ROWS)
+    """Return the checks of documents, of one source or each of its own, in half the time that they take one by one."""
+    table = np.empty(len(sizes), _ROWS)
     table["f0"], table["f1"], table["f2"] = offsets, source, lines
     rows, ends, digest = table.view(f"V{_ROWS.itemsize}").tolist(), accumulate(sizes), xxhash.xxh3_64_intdigest
     return [

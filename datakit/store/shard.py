@@ -41,10 +41,10 @@ Int64s = npt.NDArray[np.int64]
 class ShardIndex:
     """An open `.idx` file: for each sequence its length and byte offset, for each document its first sequence."""
 
-    def __init__(self, path: Path) -> None:
-        """Map the file; only its header and size are checked."""
+    def __init__(self, path: Path, data: memoryview | None = None) -> None:
+        """Map the file, or take `data` that was mapped of it; only its header and size are checked."""
         self.path = path
-        data = map_file(path)
+        data = map_file(path) if data is None else data
         self.dtype, self.num_sequences, boundaries = _parse_header(path, data)
         self.num_documents = boundaries - 1
         at = HEADER.size
@@ -170,8 +170,13 @@ def map_file(path: Path) -> memoryview:
     StorageError if the file cannot be opened or mapped; its cause's errno is ENOMEM if the address space is full.
     """
     with reading(path), path.open("rb", buffering=0) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        return np.asarray(_Mapping(file.fileno(), size_bytes)).data if size_bytes else memoryview(b"")
+        return map_open(file.fileno())
+
+
+def map_open(descriptor: int) -> memoryview:
+    """Map a whole open file, which may be closed then; OSError if that is refused."""
+    size_bytes = os.fstat(descriptor).st_size
+    return np.asarray(_Mapping(descriptor, size_bytes)).data if size_bytes else memoryview(b"")
 
 
 class _Mapping:

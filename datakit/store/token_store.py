@@ -8,6 +8,7 @@ rows of batches are read from open files instead, of which `OPEN_FILES.most` are
 
 import os
 from bisect import bisect_right
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -111,7 +112,7 @@ class TokenStore:
         """Return an open shard; the most recently used ones stay mapped."""
         return self._shards.get(number, self._open_shard)
 
-    def file_pieces(self, number: int, start: int, stop: int) -> list[FilePiece]:
+    def file_pieces(self, number: int, start: int, stop: int) -> Iterable[FilePiece]:
         """Return the pieces of open files that are bytes [start, stop) of a shard's tokens, in order."""
         return [FilePiece(self._files.get(number, self._open_file), start, stop - start)]
 

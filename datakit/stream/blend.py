@@ -20,9 +20,12 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from datakit.remote.block_cache import BlockCache
+from datakit.remote.remote_store import RemoteStore
 from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
+from datakit.stream.block_order import BlockOrder, block_elements_at
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.gather import PackedSpans, RowSpans, gather
@@ -39,6 +42,8 @@ Change = tuple[int, Sequence[float]]  # the sample from which on weights are in 
 class Blend:
     """The stream; safe to read from several threads."""
 
+    _block_rows = 0  # of blocks whose order is shuffled; 0 if that of single rows is
+
     def __init__(
         self,
         sources: Sequence[tuple[TokenStore, float]],
@@ -46,20 +51,24 @@ class Blend:
         seq_length: int,
         seed: int = 0,
         later: Sequence[Segment | Change] = (),
+        block_tokens: int = 0,
     ) -> None:
         """Take `sources`, stores with their first weights; `later` appends segments, or (from_sample, all weights).
 
-        A store that joins later has weight 0 at first. UserError if a weighted store holds no row, a weight is no
-        finite number from 0 on, or the stores were made with different tokenizers.
+        With `block_tokens`, rows of so many tokens stay near each other: the order is a BlockOrder. A store that joins
+        later has weight 0 at first. UserError if a weighted store holds no row, a weight is
+        no finite number from 0 on, or the stores were made with different tokenizers.
         """
         if not sources or seq_length < 1:
             raise UserError(f"a blend of {len(sources)} stores with rows of {seq_length} tokens")
         stores = [store for store, _ in sources]
         first = Segment(0, tuple(_weight(weight) for _, weight in sources))
         mixture = Mixture([first, *map(_segment, later)], seed)
+        if block_tokens:
+            self._block_rows = max(1, block_tokens // seq_length)
         self._take(stores, mixture, [store.num_rows(seq_length) for store in stores], seq_length, seed)
         self._check_rows()
-        self._orders: dict[tuple[int, int], Permutation] = {}
+        self._orders: dict[tuple[int, int], Permutation | BlockOrder] = {}
 
     def _take(
         self, stores: Sequence[TokenStore], mixture: Mixture, rows: Sequence[int], seq_length: int, seed: int
@@ -79,7 +88,13 @@ class Blend:
         """Pickle as the stores' paths and what was asked for."""
         first, *later = self.segments
         sources = list(zip(self.stores, first.weights or ()))
-        return partial(Blend, sources, seq_length=self.seq_length, seed=self.seed, later=later), ()
+        named: dict[str, Any] = {"seq_length": self.seq_length, "seed": self.seed, "later": later}
+        return partial(Blend, sources, **named, block_tokens=self._block_rows * self.seq_length), ()
+
+    @cached_property
+    def caches(self) -> tuple[BlockCache, ...]:
+        """The caches that its remote stores are read through."""
+        return tuple({store.cache: None for store in self.stores if isinstance(store, RemoteStore)})
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -101,8 +116,9 @@ class Blend:
     @cached_property
     def record(self) -> StreamRecord:
         """What a run records of its stream: its sources and its segments."""
-        sources = [Source(str(store.path), store.fingerprint, rows) for store, rows in zip(self.stores, self._num_rows)]
-        return StreamRecord.of(sources, self.segments, dict(self._masks.digests()))
+        sources = [Source(store.place, store.fingerprint, rows) for store, rows in zip(self.stores, self._num_rows)]
+        order = {"shuffle": f"blocks of {self._block_rows} rows"} if self._block_rows else {}
+        return StreamRecord.of(sources, self.segments, dict(self._masks.digests()), order)
 
     def check(self, cursor: Cursor, recorded: StreamRecord | None = None) -> None:
         """Raise UserError if this stream does not continue the cursor's; `recorded` shows what was changed."""
@@ -192,16 +208,21 @@ class Blend:
         for source, number in zip(sources, numbers.tolist()):
             epoch, position = divmod(number, self._num_rows[source])
             places.append((self._order(source, epoch), position))
-        return sources, [element * self.seq_length for element in elements_at(places)]
+        return sources, [element * self.seq_length for element in self._elements(places)]
 
-    def _order(self, source: int, epoch: int) -> Permutation:
+    def _elements(self, places: Sequence[tuple[Any, int]]) -> list[int]:
+        return block_elements_at(places) if self._block_rows else elements_at(places)
+
+    def _order(self, source: int, epoch: int) -> Permutation | BlockOrder:
         """Return the order of a store's rows in one epoch of it; the last few are kept."""
         order = self._orders.get((source, epoch))
         if order is None:
             if len(self._orders) >= _MAX_KEPT_ORDERS:
                 self._orders.clear()
             key = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}".encode()
-            order = self._orders[source, epoch] = Permutation(self._num_rows[source], key)
+            size, rows = self._num_rows[source], self._block_rows
+            order = BlockOrder(size, key, rows) if rows else Permutation(size, key)
+            self._orders[source, epoch] = order
         return order
 
     @property
@@ -221,6 +242,8 @@ class Blend:
             parts: list[Any] = []
             if stretch.sequence is not before:
                 parts = [[[store.fingerprint, arc] for store, arc in zip(self.stores, stretch.sequence.arcs) if arc]]
+            if before is None and self._block_rows:
+                parts.append(["blocks", self._block_rows])
             what = "weights change" if parts else "samples are skipped"
             found.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
             before = stretch.sequence
@@ -234,7 +257,7 @@ class Blend:
         for source in np.flatnonzero(weighted & (self.rows == 0)).tolist():
             store = self.stores[source]
             raise UserError(
-                f"{store.path} holds {store.num_tokens} tokens, too few for one row of {self.seq_length} + 1",
+                f"{store.place} holds {store.num_tokens} tokens, too few for one row of {self.seq_length} + 1",
                 hint=f"--seq-length {max(1, store.num_tokens - 1)}",
             )
 
@@ -253,7 +276,7 @@ class Blend:
             first, expected = named[0]
             if fingerprint != expected:
                 raise UserError(
-                    f"{first.path} was made with the tokenizer of fingerprint {expected}, {store.path} with that of "
+                    f"{first.place} was made with the tokenizer of fingerprint {expected}, {store.place} with that of "
                     f"{fingerprint}: the same token is other text there",
                     hint="datakit preprocess INPUT... --output STORE --tokenizer FILE, one for all stores",
                 )

@@ -82,8 +82,9 @@ class DocumentMasks:
                 continue
             if not 0 <= number < store.num_documents:
                 raise UserError(
-                    f"document {number} of {store.path} cannot be masked: it has {store.num_documents}, counted from 0",
-                    hint=f"datakit inspect {store.path}",
+                    f"document {number} of {store.place} cannot be masked: it has {store.num_documents}, "
+                    "counted from 0",
+                    hint=f"datakit inspect {store.place}",
                 )
             begin = store.first_token(number)
             found.setdefault(source, []).append((begin, begin + len(store.document(number))))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from datakit.store.shard import Int64s
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
+from datakit.stream.read_ahead import ReadAhead
 from datakit.stream.stream_record import StreamRecord
 from threefold.closing import Closing
 from threefold.errors import UserError
@@ -30,6 +32,10 @@ class _NoLength(UserError, TypeError):
 
 class Loader(Closing):
     """An endless iterator over steps; use it in a `with`, or `close` it."""
+
+    # what reads ahead, its first sample, the samples from a step to the next; how many of its steps are over
+    _reading: tuple[ReadAhead, int, int] | None
+    _num_read: int
 
     def __init__(
         self,
@@ -138,7 +144,28 @@ class Loader(Closing):
             HostBatch.over(out, self._shape)  # what does not fit is raised here
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
+        self.read_ahead(self._num_samples)
         self._ahead, self._out = self._thread.submit(self.step_at, self._num_samples, out), out
+
+    def read_ahead(self, first: int, every: int = 1) -> None:
+        """Let what the step that begins at sample `first` and those after it read of remote stores be fetched.
+
+        With `every` = 3 it is every third step. Steps before it are over. Without remote stores nothing happens.
+        """
+        if not self._blend.caches:
+            return
+        stride = every * self.global_batch_size
+        ahead, begin, known = self._reading or (None, 0, 0)
+        number, rest = divmod(first - begin, stride)
+        if ahead is None or known != stride or rest or number < self._num_read:
+            self._end_reading()
+            begin, number = first, 0
+            rows = partial(_rows, self._shape, self._dp_rank, self._dp_size)  # it may not keep the loader alive
+            ahead = ReadAhead(self._blend, lambda step: rows(begin + step * stride).ravel())
+            self._reading = ahead, begin, stride
+            finalize(self, ahead.close).atexit = False
+        ahead.over(number)
+        self._num_read = number
 
     def __iter__(self) -> Iterator[HostBatch]:
         while True:
@@ -156,15 +183,29 @@ class Loader(Closing):
         return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)
 
     def close(self) -> None:
-        """End the thread; the loader yields no further step."""
+        """End the threads; the loader yields no further step."""
+        self._end_reading()
         self._thread.shutdown(cancel_futures=True)
 
     def samples(self, first: int) -> Int64s:
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
-        num_microbatches, micro_batch_size, _ = self._shape
-        microbatches = np.arange(num_microbatches)[:, None] * self._dp_size + self._dp_rank
-        return first + microbatches * micro_batch_size + np.arange(micro_batch_size)
+        return _rows(self._shape, self._dp_rank, self._dp_size, first)
 
     def _start_thread(self) -> None:
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
         self._ahead = self._out = None
+        self._reading: tuple[ReadAhead, int, int] | None = (
+            None  # with its first sample, and the samples to the next step
+        )
+        self._num_read = 0
+
+    def _end_reading(self) -> None:
+        if self._reading:
+            self._reading[0].close()
+        self._reading = None
+
+
+def _rows(shape: tuple[int, int, int], dp_rank: int, dp_size: int, first: int) -> Int64s:
+    num_microbatches, micro_batch_size, _ = shape
+    microbatches = np.arange(num_microbatches)[:, None] * dp_size + dp_rank
+    return first + microbatches * micro_batch_size + np.arange(micro_batch_size)

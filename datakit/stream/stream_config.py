@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from datakit.stream.batch import BatchOptions
     from datakit.stream.blend import Blend
     from datakit.stream.stream_record import Recorded
+    from datakit.tokenization.identity import TokenizerIdentity
 
 SAMPLE = "examples/gpt-small.toml"
 
@@ -48,9 +49,15 @@ class BlendConfig:
     reading: Literal["mmap", "pread"] = option(
         "mmap", "how rows are read: out of mapped files, or with reads, for file systems on which mapping is slow"
     )
+    shuffle: Literal["rows", "blocks"] = option(
+        "rows", "what is shuffled: single rows, or for stores behind URLs blocks of rows, and the rows of some blocks"
+    )
+    block_tokens: int = option(1 << 22, "tokens of a block of shuffle = blocks", minimum=1)
+    cache: str = option("", "folder on a disk of this machine, through which stores behind URLs are read")
+    cache_mib: int = option(10240, "size of that cache; the processes of a machine share it", minimum=1)
 
     def faults(self, table: str) -> list[Fault]:
-        """Return the faults between stores, weights and packing of this table."""
+        """Return the faults between stores, weights, packing and cache of this table."""
         found: list[Fault] = []
         for name in ("weights", "indices"):
             count = len(getattr(self, name))
@@ -60,14 +67,34 @@ class BlendConfig:
         if self.indices and self.packing == "concat":
             text = f"{table}.indices are of packed rows, and {table}.packing is concat"
             found.append(({f"{table}.indices", f"{table}.packing"}, text))
+        remote = [path for path in self.stores if "://" in path]
+        if remote and not self.cache:
+            text = f"{remote[0]} is read through a local folder, and {table}.cache names none"
+            found.append(({f"{table}.cache", f"{table}.stores"}, f"{text}: --{table}.cache /local/cache"))
+        if remote and self.packing != "concat":
+            text = f"{table}.packing is {self.packing}, and {remote[0]} is not a local folder"
+            found.append(({f"{table}.packing", f"{table}.stores"}, text))
         return found
 
     def open_store(self, number: int, path: str, seq_length: int) -> "TokenStore":
         """Return a store, whose rows are as `packing` says; those that join later keep their index in themselves."""
         from datakit.packing.packed_store import open_store
+        from datakit.remote.remote_store import RemoteStore
 
+        if "://" in path:
+            if not self.cache or self.packing != "concat":
+                what = "its rows cannot be packed" if self.cache else "no data.cache is named to read it through"
+                raise UserError(f"{path} is not a local folder: {what}", hint="--data.cache /local/cache")
+            return RemoteStore.at(path, cache=self.cache, cache_mib=self.cache_mib)
         index = self.indices[number] if number < len(self.indices) else None
         return open_store(path, packing=self.packing, seq_length=seq_length, index=index, reading=self.reading)
+
+    def tokenizer_of(self, path: str) -> "TokenizerIdentity":
+        """Return what made a store of this table; errors as of TokenStore.open."""
+        from datakit.archives.store_source import StoreSource
+        from datakit.store.manifest import Manifest
+
+        return (StoreSource.open(path).manifest if "://" in path else Manifest.read(Path(path))).tokenizer
 
     def check(self, table: str) -> None:
         """Raise UserError if there are no stores, or if this table has faults."""
@@ -86,7 +113,12 @@ class BlendConfig:
             (self.open_store(number, path, steps.seq_length), weight)
             for number, (path, weight) in enumerate(zip(self.stores, weights, strict=True))
         ]
-        return Blend(sources, seq_length=steps.seq_length, seed=steps.seed)
+        return Blend(sources, seq_length=steps.seq_length, seed=steps.seed, block_tokens=self.shuffled_tokens)
+
+    @property
+    def shuffled_tokens(self) -> int:
+        """The tokens of a block that is shuffled, 0 if single rows are."""
+        return self.block_tokens if self.shuffle == "blocks" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +167,9 @@ class StreamConfig(BlendConfig):
         if self.packing != "concat":
             text = f"{table}.packing is {self.packing}, and the order of Megatron cuts rows itself"
             found.append(({f"{table}.packing", f"{table}.order"}, text))
+        if self.shuffle != "rows":
+            text = f"{table}.shuffle is {self.shuffle}, and the order of Megatron shuffles rows"
+            found.append(({f"{table}.shuffle", f"{table}.order"}, text))
         if self.split and (fault := split_fault(self.split)):
             found.append(({f"{table}.split"}, f"{table}.{fault}"))
         return found
@@ -161,7 +196,8 @@ class StreamConfig(BlendConfig):
         if is_draft:  # which samples steps are is not known
             later = [replace(each, from_sample=1 + number, skip=()) for number, each in enumerate(later)]
         sources = list(zip(stores, found.weights[0], strict=True))
-        blend = Blend(sources, seq_length=steps.seq_length, seed=steps.seed, later=later)
+        shape = {"seq_length": steps.seq_length, "seed": steps.seed, "block_tokens": self.shuffled_tokens}
+        blend = Blend(sources, later=later, **shape)
         gone = [number for number, store in enumerate(stores) if isinstance(store, GoneStore)]
         for number in gone if not is_draft else ():
             sample = blend.mixture.reads_from(number, known.num_samples)
@@ -202,7 +238,7 @@ class StreamConfig(BlendConfig):
 
         path = found.sources[number]
         source = recorded.source(path)
-        if os.path.exists(path) or (source is None and found.weights[-1][number]):
+        if _is_there(path) or (source is None and found.weights[-1][number]):
             return self.open_store(number, path, steps.seq_length)
         if source is not None:
             return GoneStore(Path(path), source.fingerprint, source.rows * steps.seq_length + 1, self.packing)
@@ -219,6 +255,12 @@ class StreamConfig(BlendConfig):
         from datakit.stream.batch import BatchOptions
 
         return BatchOptions(self.mask_eod_loss, self.reset_positions, self.document_mask)
+
+
+def _is_there(path: str) -> bool:
+    from datakit.remote.remote_store import is_store
+
+    return is_store(path) if "://" in path else os.path.exists(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Blend: the contract of samples and epochs, weights at every prefix, segments, and what a resume refuses."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import Blend, Cursor, TokenStore, write_store
+from datakit import Blend, Cursor, Loader, TokenStore, write_store
 from threefold.errors import UserError
 
 L = 8
@@ -209,3 +210,31 @@ def test_a_store_too_small_for_one_row(stores: list[TokenStore], tmp_path: Path)
 def test_no_stores() -> None:
     with pytest.raises(UserError, match="0 stores"):
         Blend([], seq_length=8)
+
+
+@settings(max_examples=20)
+@given(block_tokens=st.integers(1, 200), seed=st.integers(0, 2**40), at=st.integers(0, 400), dp_size=st.integers(1, 5))
+def test_blocks_are_an_order_like_others(
+    stores: list[TokenStore], block_tokens: int, seed: int, at: int, dp_size: int
+) -> None:
+    stream = blend(stores, [3, 2, 1], seed=seed, block_tokens=block_tokens)
+    for source, num_rows in enumerate(stream.rows.tolist()):
+        numbers = [stream.mixture.sample_of(source, number) for number in range(num_rows)]
+        rows = stream.addresses(numbers)[1] // L
+        assert sorted(rows.tolist()) == list(range(num_rows))
+        assert stream.samples_of(source, rows, 2 * max(map(int, numbers)) + 2)[0] == min(numbers)
+    with Loader(stream, 2, 1, cursor=Cursor.start(stream, at)) as whole:
+        expected = [whole.next_step().tokens[0] for _ in range(dp_size)]
+    again = pickle.loads(pickle.dumps(stream))
+    for rank in range(dp_size):
+        with Loader(again, 2, 1, rank, dp_size, Cursor.start(stream, at)) as share:
+            assert (share.next_step().tokens[0] == expected[rank]).all()
+
+
+def test_a_resume_refuses_another_shuffle(stores: list[TokenStore]) -> None:
+    streams = [blend(stores[:1], [1], block_tokens=tokens) for tokens in (0, 16, 17, 32)]
+    rows, blocks, same, larger = [Cursor.start(stream, 9) for stream in streams]
+    assert blocks == same
+    assert len({rows.digest, blocks.digest, larger.digest}) == 3
+    with pytest.raises(UserError, match="shuffle of the order was blocks of 2 rows, is none"):
+        streams[0].check(blocks, streams[1].record)

@@ -1,0 +1,1 @@
+"""Token stores behind URLs, read through a bounded local cache."""

@@ -1,0 +1,206 @@
+"""BlockCache: a bounded folder of immutable, verified blocks that any number of processes of a machine share.
+
+A block gets its name when it is whole, by a link or a rename, and a name says all about the content: no process trusts
+another's memory. A killed process leaves a locked byte, which the kernel frees, and at most a hidden file, which a
+later eviction removes. Whoever finds the cache full removes the blocks used longest ago, sparing those that it needs
+soon. The folder of a machine start that is over is removed: after a loss of power blocks may hold anything.
+
+A lock is waited for at most `PATIENCE_S`; then its owner is taken for stopped, and the block is fetched twice.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import xxhash
+
+from datakit.store.shard_file import ShardFile
+from threefold.backoff import Backoff
+from threefold.errors import StorageError, UserError
+from threefold.storage import is_temporary, temporary_name
+
+PATIENCE_S = 60.0
+ROOM_PART = 16  # an eviction frees this part of the cache beyond what is asked for, so that few look through it
+_STALE_S = 3600.0  # a hidden file of this age is no longer written
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_FLOCK, _COUNT = struct.Struct("hhqqi4x"), struct.Struct("<q")  # fcntl's; bytes that the blocks have, about
+_LOCKS, _IN_USE = ".locks", ".in-use"
+
+
+class BlockCache:
+    """Blocks by name; safe to use from several threads and processes, and after a fork.
+
+    `needed` has the names of blocks that this process reads soon. `bytes_added` counts what it put into the cache.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Make the folder, if it is not there; StorageError if it cannot be written."""
+        self.place, self.max_bytes, self.needed, self.bytes_added = folder, max_bytes, set[str](), 0
+        self._folder = folder / _BOOT_ID.read_text().strip()
+        with self._writing():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._locks = os.fspath(self._folder / _LOCKS)
+            os.close(os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._in_use = _hold(self._folder / _IN_USE, fcntl.LOCK_SH)
+            self._remove_former()
+
+    def get(self, name: str, size_bytes: int, make: Callable[[], bytes]) -> ShardFile:
+        """Return the open file of a block; if it is not there, `make` fetches it, in one process at a time."""
+        file = self._open(name, size_bytes)
+        if file is None:
+            with self._locked(1 + xxhash.xxh3_64_intdigest(name.encode()) % (1 << 60)):
+                file = self._open(name, size_bytes) or self._add(name, size_bytes, make())
+        return file
+
+    def _open(self, name: str, size_bytes: int) -> ShardFile | None:
+        path = self._folder / name
+        try:
+            file = ShardFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._failure(error) from error
+        found = os.fstat(file.descriptor)
+        if found.st_size != size_bytes:  # somebody cut it
+            path.unlink(missing_ok=True)
+            return None
+        if time.time() - found.st_mtime > 1:  # the time of its last use, about
+            with suppress(OSError):
+                os.utime(file.descriptor)
+        return file
+
+    def _add(self, name: str, size_bytes: int, content: bytes) -> ShardFile:
+        assert len(content) == size_bytes, "a block has the size that its name says"
+        if size_bytes > self.max_bytes:
+            raise UserError(
+                f"a block of {size_bytes} bytes does not fit into the cache {self.place} of {self.max_bytes} bytes",
+                hint=f"--data.cache-mib {-(-16 * size_bytes >> 20)}, or more",
+            )
+        with self._writing():
+            self._make_room(size_bytes)
+            file = self._write(self._folder / name, content)
+        self.bytes_added += size_bytes
+        return file
+
+    def _write(self, path: Path, content: bytes) -> ShardFile:
+        """Write a block without a name, then name it: nobody sees a part of one."""
+        temporary = None
+        try:
+            descriptor = os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            temporary = path.with_name(temporary_name(path.name))  # of a file system that knows names only
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file, rest = ShardFile(path, descriptor), memoryview(content)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            if temporary:
+                temporary.replace(path)
+            else:
+                with suppress(FileExistsError):  # of one whose owner was taken for stopped
+                    os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)  # with it links are followed
+        except BaseException:
+            if temporary:
+                temporary.unlink(missing_ok=True)
+            raise
+        return file
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Count a block that is about to come, and remove others if the cache would be too large."""
+        with self._locked(0) as descriptor:
+            found = os.pread(descriptor, _COUNT.size, 0)
+            used = (_COUNT.unpack(found)[0] if len(found) == _COUNT.size else 0) + size_bytes
+            if used > self.max_bytes:  # the count may be too high, as killed processes counted what never came
+                used = self._evict(self.max_bytes - size_bytes) + size_bytes
+            os.pwrite(descriptor, _COUNT.pack(used), 0)
+
+    def _evict(self, most: int) -> int:
+        """Remove blocks until the others have at most so many bytes, and a good deal less; return what they have."""
+        blocks, total = [], 0
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and entry.name not in (_LOCKS, _IN_USE):
+                        is_stale = is_temporary(entry.name) and time.time() - status.st_mtime > _STALE_S
+                        rank = 0 if is_stale else 2 if entry.name in self.needed else 1
+                        blocks.append((rank, status.st_mtime_ns, entry.name, status.st_size))
+                        total += status.st_size
+        wanted = max(0, most - self.max_bytes // ROOM_PART)
+        for rank, _, name, size_bytes in sorted(blocks):
+            if total <= (most if rank == 2 else wanted) and rank:
+                break
+            if rank != 1 or not is_temporary(name):
+                (self._folder / name).unlink(missing_ok=True)
+                total -= size_bytes
+        return total
+
+    @contextmanager
+    def _locked(self, byte: int) -> Iterator[int]:
+        """Hold the lock of one byte; the descriptor of the file of locks. The kernel frees it if this process dies."""
+        descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            backoff = Backoff(0.001, max_s=0.01, within_s=PATIENCE_S)
+            wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            while True:
+                try:
+                    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+                    break
+                except BlockingIOError:
+                    if (pause_s := backoff.next_s()) is None:
+                        break
+                    time.sleep(pause_s)
+                except OSError as error:
+                    raise self._failure(error) from error
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _remove_former(self) -> None:
+        """Remove what other starts of the machine left, if no process holds it: another node's it may be."""
+        for other in self.place.iterdir():
+            if other == self._folder or not (other / _IN_USE).is_file():
+                continue
+            with suppress(BlockingIOError):
+                descriptor = _hold(other / _IN_USE, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other, ignore_errors=True)
+                os.close(descriptor)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> StorageError:
+        hint = "--data.cache FOLDER that can be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = f"make room, or --data.cache-mib less than {max(2, self.max_bytes >> 20)}"
+        return StorageError(f"cannot use the cache {self.place}: {error.strerror or error}", hint=hint)
+
+
+@cache
+def shared_cache(folder: str, max_bytes: int) -> BlockCache:
+    """Return the cache in a folder, the same for all stores of the process; errors as of BlockCache."""
+    return BlockCache(Path(folder), max_bytes)
+
+
+def _hold(path: Path, how: int) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, how)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

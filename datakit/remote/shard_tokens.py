@@ -1,0 +1,99 @@
+"""The tokens of a shard behind a URL, in blocks of about a MiB that are checked one by one.
+
+A store that is not compressed has no checksums of parts of a file. It has one of each document, in the shard's
+`.origin`: so a block is whole documents, those that begin in one MiB of the file. An archive's block is a frame.
+A block whose check fails is read once more, as bits also flip on the way.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from datakit.archives.store_source import SourceFile, StoreSource
+from datakit.store.origins import Origins
+from datakit.store.shard import ShardIndex, damaged
+from threefold.errors import CheckFailed
+
+BLOCK_BYTES = 1 << 20
+
+
+class ShardTokens(Protocol):
+    """Blocks of one shard's tokens; block k is bytes [bounds[k], bounds[k + 1]). Safe to use from several threads."""
+
+    bounds: list[int]
+
+    def fetch(self, block: int) -> bytes:
+        """Return the bytes of a block; CheckFailed, which names the object, if they are damaged."""
+
+
+class PlainTokens:
+    """Blocks of whole documents."""
+
+    def __init__(
+        self, source: StoreSource, file: SourceFile, open_others: Callable[[], tuple[ShardIndex, Origins]]
+    ) -> None:
+        """Take the file of the tokens, and what opens the shard's other two; CheckFailed if its size is another one."""
+        self._source, self._file, self._open_others = source, file, open_others
+        index, _ = open_others()
+        size_bytes = source.check_size(file, file.digest)
+        ends = index.pointers + index.lengths.astype(np.int64) * index.dtype.itemsize
+        if len(ends) and (index.pointers[0] or ends[-1] != size_bytes or (ends[:-1] != index.pointers[1:]).any()):
+            raise damaged(f"{index.path} is damaged: its documents do not follow each other up to byte {size_bytes}")
+        firsts = np.searchsorted(index.pointers, np.arange(0, size_bytes, BLOCK_BYTES))
+        firsts = np.unique(firsts[firsts < len(ends)])
+        self._firsts: list[int] = [*firsts.tolist(), len(ends)]
+        self.bounds: list[int] = [*index.pointers[firsts].tolist(), size_bytes]
+
+    def fetch(self, block: int) -> bytes:
+        """Return the bytes of a block."""
+        start, stop = self.bounds[block : block + 2]
+        first, last = self._firsts[block : block + 2]
+        index, origins = self._open_others()
+        sizes: list[int] = (index.lengths[first:last].astype(np.int64) * index.dtype.itemsize).tolist()
+        for _ in range(2):
+            content = self._source.read_plain(self._file, start, stop)
+            number = origins.first_damaged(first, content, sizes)
+            if number is None:
+                return content
+        place = self._source.place_of(self._file)
+        raise CheckFailed(
+            f"{place} is damaged: the checksum of document {number} does not hold, in bytes {start} to {stop}",
+            hint=f"datakit verify {self._source.storage.url}",
+        )
+
+
+class ArchivedTokens:
+    """Blocks that are the frames of an archive's file."""
+
+    def __init__(self, source: StoreSource, file: SourceFile) -> None:
+        """Read the table of frames; CheckFailed if the file is not of the recorded sizes."""
+        self._reader = source.open_packed(file)
+        self.bounds = self._reader.bounds
+
+    def fetch(self, block: int) -> bytes:
+        """Return the content of a frame."""
+        try:
+            return self._reader.read(*self.bounds[block : block + 2])
+        except CheckFailed:
+            return self._reader.read(*self.bounds[block : block + 2])
+
+
+def block_at(tokens: ShardTokens, byte: int) -> int:
+    """Return the block that holds a byte."""
+    return bisect_right(tokens.bounds, byte) - 1
+
+
+def twice(source: StoreSource, file: SourceFile) -> bytes:
+    """Return a whole file, which is checked; one that is damaged is read once more."""
+    try:
+        return b"".join(source.blocks(file))
+    except CheckFailed:
+        return b"".join(source.blocks(file))
+
+
+def path_of(source: StoreSource, file: SourceFile) -> Path:
+    """Return a path that messages name a file by."""
+    return Path(source.place_of(file))

@@ -1,0 +1,106 @@
+"""ReadAhead: what the coming steps of a rank read of remote stores, fetched into the cache before they are made.
+
+The order of samples is known, so nothing is guessed: one thread walks through the coming steps, and others fetch each
+block that they read. The blocks of steps that are over are let go. Those of the others are at most a part of the cache,
+which spares them when it makes room. A failure is left to whoever reads the block, who tries again.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from datakit.remote.remote_store import Block, RemoteStore
+from datakit.store.shard import Int64s
+from datakit.stream.blend import Blend
+from threefold.errors import UserError
+
+NUM_THREADS = 8
+AHEAD_PART = 0.75  # of the cache
+MAX_STEPS = 1 << 14
+
+
+class ReadAhead:
+    """Owned by a Loader, which says how many steps are over; its daemon threads end with `close`."""
+
+    def __init__(self, blend: Blend, samples_of: Callable[[int], Int64s]) -> None:
+        """Begin to read ahead; `samples_of(k)` are the samples of the k-th step from here."""
+        self._blend, self._samples_of = blend, samples_of
+        self._most_bytes = int(AHEAD_PART * min(cache.max_bytes for cache in blend.caches))
+        self._changed = threading.Condition()
+        self._num_over, self._is_closed, self._ahead_bytes = 0, False, 0
+        self._needed: dict[str, tuple[int, Block]] = {}  # by name, with the last step that needs it
+        self._steps: deque[tuple[int, list[str]]] = deque()
+        self._wanted: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+        for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS):
+            threading.Thread(target=work, name="datakit-read-ahead", daemon=True).start()
+
+    def over(self, num_steps: int) -> None:
+        """Let go what only the first steps needed."""
+        with self._changed:
+            self._num_over = num_steps
+            while self._steps and self._steps[0][0] < num_steps:
+                number, names = self._steps.popleft()
+                for name in names:
+                    last, block = self._needed[name]
+                    if last == number:
+                        self._let_go(name, block)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the threads; a request that is under way ends by itself."""
+        with self._changed:
+            self._is_closed = True
+            for name, (_, block) in list(self._needed.items()):
+                self._let_go(name, block)
+            self._steps.clear()
+            self._changed.notify()
+        for _ in range(NUM_THREADS):
+            self._wanted.put(None)
+
+    def _let_go(self, name: str, block: Block) -> None:
+        del self._needed[name]
+        self._ahead_bytes -= block.size_bytes
+        block.store.cache.needed.discard(name)
+
+    def _plan_steps(self) -> None:
+        number = 0
+        while self._wait_for_room(number):
+            blocks: dict[str, Block] = {}
+            try:
+                for source, start in zip(*(each.tolist() for each in self._blend.addresses(self._samples_of(number)))):
+                    store = self._blend.stores[source]
+                    if isinstance(store, RemoteStore):
+                        stop = start + self._blend.seq_length + 1
+                        blocks |= {block.name: block for block in store.blocks(start, stop)}
+            except UserError:
+                pass  # who makes the step finds it out
+            with self._changed:
+                if self._is_closed:
+                    return
+                self._steps.append((number, list(blocks)))
+                for name, block in blocks.items():
+                    if name not in self._needed:
+                        block.store.cache.needed.add(name)
+                        self._ahead_bytes += block.size_bytes
+                        self._wanted.put(block)
+                    self._needed[name] = number, block
+            number += 1
+
+    def _wait_for_room(self, number: int) -> bool:
+        """Wait until a step may be planned; whether it is to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._may_plan(number))
+            return not self._is_closed
+
+    def _may_plan(self, number: int) -> bool:
+        if number <= self._num_over:  # the step that is made now
+            return True
+        return self._ahead_bytes < self._most_bytes and number < self._num_over + MAX_STEPS
+
+    def _fetch_blocks(self) -> None:
+        while (block := self._wanted.get()) is not None:
+            if block.name in self._needed:  # it may be over by now
+                with suppress(UserError):
+                    block.store.fetch(block)

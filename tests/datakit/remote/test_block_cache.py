@@ -1,0 +1,185 @@
+"""BlockCache: one fetch a block for all processes, a bound that holds, and nothing unsound after kills."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datakit.remote import block_cache
+from datakit.remote.block_cache import BlockCache
+from datakit.store.shard_file import ShardFile
+from threefold.errors import StorageError, UserError
+
+SIZE = 1000
+
+
+def content(name: str) -> bytes:
+    return random.Random(name).randbytes(SIZE)
+
+
+def read(file: ShardFile) -> bytes:
+    return os.pread(file.descriptor, 2 * SIZE, 0)
+
+
+def get(cache: BlockCache, name: str) -> bytes:
+    return read(cache.get(name, SIZE, lambda: content(name)))
+
+
+def blocks(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+
+
+PROCESS = """
+import random, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.datakit.remote.test_block_cache import SIZE, content, read
+from datakit.remote.block_cache import BlockCache
+cache = BlockCache(Path(sys.argv[2]), int(sys.argv[3]))
+rng = random.Random(sys.argv[4])
+def make(name):
+    time.sleep(0.0005)
+    with open(sys.argv[2] + "-log", "a") as log:
+        log.write(name + "\\n")
+    return content(name)
+for _ in range(int(sys.argv[5])):
+    name = str(rng.randrange(60))
+    assert read(cache.get(name, SIZE, lambda: make(name))) == content(name), name
+print("done")
+"""
+
+
+def processes(folder: Path, max_bytes: int, count: int, num_gets: int) -> list[subprocess.Popen[str]]:
+    root = str(Path(__file__).parents[3])
+    command = [sys.executable, "-c", PROCESS, root, str(folder), str(max_bytes)]
+    return [
+        subprocess.Popen([*command, str(number), str(num_gets)], stdout=subprocess.PIPE, text=True)
+        for number in range(count)
+    ]
+
+
+def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    for process in processes(folder, 100 * SIZE, 3, 200):
+        assert process.communicate(timeout=60)[0] == "done\n"
+    made = Path(f"{folder}-log").read_text().split()
+    assert sorted(set(made)) == sorted(made)
+    assert len(made) > 50
+
+
+def test_kills_leave_whole_blocks_within_the_bound(tmp_path: Path) -> None:
+    folder, rng = tmp_path / "cache", random.Random(5)
+    for _ in range(4):
+        running = processes(folder, 20 * SIZE, 2, 10**6)
+        time.sleep(0.4 + rng.random() / 4)
+        for process in running:
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=30)
+    found = blocks(folder)
+    assert found
+    assert all(path.read_bytes() == content(name) for name, path in found.items())
+    cache = BlockCache(folder, 20 * SIZE)
+    for number in range(60):  # no lock is left, and the count of bytes mends itself
+        get(cache, str(number))
+    assert 15 <= len(blocks(folder)) <= 20
+    assert not list(folder.rglob(".*.tmp"))
+
+
+def test_the_oldest_go_first_and_needed_ones_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = BlockCache(tmp_path, 16 * SIZE)
+    cache.needed |= {"0", "1"}
+    now = time.time()
+    for number in range(16):
+        get(cache, str(number))
+        path = blocks(tmp_path)[str(number)]
+        os.utime(path, (now - 100 + number, now - 100 + number))
+    get(cache, "2")  # used again
+    get(cache, "16")
+    assert {"0", "1", "2", "15", "16"} <= blocks(tmp_path).keys()
+    assert "3" not in blocks(tmp_path)
+    cache.needed |= set(map(str, range(40)))
+    for number in range(40):
+        assert get(cache, str(number)) == content(str(number))
+    assert len(blocks(tmp_path)) <= 16
+
+
+def test_a_stopped_owner_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_cache, "PATIENCE_S", 0.1)
+    cache, begun, end = BlockCache(tmp_path, 100 * SIZE), threading.Event(), threading.Event()
+
+    def stopped() -> bytes:
+        begun.set()
+        end.wait(30)
+        return content("a")
+
+    thread = threading.Thread(target=lambda: cache.get("a", SIZE, stopped))
+    thread.start()
+    begun.wait(30)
+    assert get(cache, "a") == content("a")
+    end.set()
+    thread.join()
+    assert get(cache, "a") == content("a")
+
+
+def test_other_starts_of_the_machine_are_removed_if_nobody_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = []
+    for boot in ("one", "two", "three"):
+        (tmp_path / "boot").write_text(boot)
+        monkeypatch.setattr(block_cache, "_BOOT_ID", tmp_path / "boot")
+        caches.append(BlockCache(tmp_path / "cache", 100 * SIZE))
+        get(caches[-1], boot)
+        if boot == "one":
+            os.close(caches[0]._in_use)
+    assert blocks(tmp_path / "cache").keys() == {"two", "three"}
+
+
+def test_a_block_that_was_cut_is_fetched_again(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, 100 * SIZE)
+    get(cache, "a")
+    os.truncate(blocks(tmp_path)["a"], 10)
+    assert get(cache, "a") == content("a")
+    assert cache.bytes_added == 2 * SIZE
+
+
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    cache = BlockCache(tmp_path, 4 * SIZE)
+    stale = cache._folder / ".a.0123456789abcdef.tmp"
+    stale.write_bytes(b"x" * SIZE)
+    os.utime(stale, (0, 0))
+    for number in range(9):
+        assert get(cache, str(number)) == content(str(number))
+    assert 1 <= len(blocks(tmp_path)) <= 4
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_a_full_disk_and_a_block_too_large_are_one_error_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = BlockCache(tmp_path, 4 * SIZE)
+    with pytest.raises(UserError, match=r"a block of 5000 bytes does not fit into the cache .* of 4000 bytes"):
+        cache.get("a", 5 * SIZE, lambda: bytes(5 * SIZE))
+
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StorageError, match=r"cannot use the cache .*: No space left on device") as caught:
+        get(cache, "a")
+    assert "--data.cache-mib" in str(caught.value.hint)
+    assert not blocks(tmp_path)

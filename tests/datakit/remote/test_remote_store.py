@@ -1,0 +1,170 @@
+"""RemoteStore: the stream of a store behind a URL is that of the local one, and every damage is named or mended."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where, write_store
+from datakit.archives.archiving import archive
+from datakit.remote import shard_tokens
+from tests.datakit.conftest import files_of
+from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.storage import open_storage
+from tools.fault_proxy import Fault, FaultProxy
+
+BLOCK_BYTES = 512
+L = 16
+Opener = Callable[[str], RemoteStore]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """Documents of all lengths, empty ones and one of several blocks too, in six shards."""
+    rng = np.random.default_rng(3)
+    sizes = [0, 0, 3000, 1, *rng.integers(0, 90, 200), 0]
+    path = tmp_path_factory.mktemp("remote") / "store"
+    return write_store(path, [rng.integers(0, 300, size) for size in sizes], vocab_size=300, shard_documents=40)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("datakit.archives.archiving.FRAME_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opener:
+    """Open a URL with a cache of its own that is large enough."""
+    return lambda url: RemoteStore.at(url, cache=str(tmp_path / "cache"), cache_mib=64)
+
+
+def put(store: TokenStore, kind: str, url: str) -> str:
+    if kind == "archive":
+        archive(store.path, url)
+    else:
+        storage = open_storage(url)
+        for name, content in files_of(store.path).items():
+            storage.write(name, content)
+    return url
+
+
+def stream(store: TokenStore) -> Blend:
+    return Blend([(store, 1.0)], seq_length=L, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["store", "archive"])
+def test_every_row_document_and_origin_is_that_of_the_local_store(
+    store: TokenStore, tmp_path: Path, opened: Opener, kind: str
+) -> None:
+    remote = opened(put(store, kind, f"file://{tmp_path / 'there'}"))
+    assert remote.fingerprint == store.fingerprint
+    rows = range(int(stream(store).rows[0]))
+    assert (stream(remote).batch(rows).buffer == stream(store).batch(rows).buffer).all()
+    assert remote.tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
+    for number in range(store.num_documents):
+        assert remote.document(number).tolist() == store.document(number).tolist()
+        assert remote.origin(number) == store.origin(number)
+    passages = [blame(stream(each), rows).rows() for each in (store, remote)]
+    assert passages[0] == passages[1]
+    assert where(stream(remote), 0, 2, 500).rows() == where(stream(store), 0, 2, 500).rows()
+    again = pickle.loads(pickle.dumps(remote))
+    assert (stream(again).batch([3]).buffer == stream(store).batch([3]).buffer).all()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(samples=st.lists(st.integers(0, 5000), min_size=1, max_size=40), cache_bytes=st.integers(6200, 20_000))
+def test_any_cache_has_the_same_batches(
+    store: TokenStore, tmp_path: Path, samples: list[int], cache_bytes: int
+) -> None:
+    """Small ones drop blocks all the time, those that a batch needs too."""
+    cache = tmp_path / str(cache_bytes)
+    remote = RemoteStore.at(f"file://{store.path}", cache=str(cache), cache_mib=64)
+    remote.cache.max_bytes = cache_bytes
+    assert (stream(remote).batch(samples).buffer == stream(store).batch(samples).buffer).all()
+    blocks = [path for path in cache.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    assert sum(path.stat().st_size for path in blocks) <= cache_bytes
+
+
+def test_a_loader_resumes_and_reads_ahead(store: TokenStore, opened: Opener) -> None:
+    remote, local = stream(opened(f"file://{store.path}")), stream(store)
+    with Loader(remote, 2, 2, dp_rank=1, dp_size=3) as found, Loader(local, 2, 2, dp_rank=1, dp_size=3) as expected:
+        for _ in range(20):
+            assert (found.next_step().buffer == expected.next_step().buffer).all()
+        state = expected.state_dict()
+        found.load_state_dict(state)  # of the local store: the stream does not know where a store is
+        assert (found.next_step().buffer == expected.next_step().buffer).all()
+    with Loader(remote, 1, 1) as early:
+        early.load_state_dict(state)
+        early.next_step()
+
+
+@pytest.mark.parametrize("kind", ["store", "archive"])
+@pytest.mark.parametrize("fault", ["503", "reset", "cut", "stall", "flip"])
+def test_faults_of_a_server_do_not_change_the_stream(
+    store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    kind: str, fault: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    put(store, kind, s3_url)
+    remote, local = stream(opened(s3_url)), stream(store)
+    s3_proxy.fault = Fault(fault, method="GET", target="shard-", skip=1, times=1, after_bytes=40)
+    with Loader(remote, 4, 1) as found, Loader(local, 4, 1) as expected:
+        for _ in range(12):
+            assert (found.next_step().buffer == expected.next_step().buffer).all()
+    assert s3_proxy.num_faults == 1
+
+
+@pytest.mark.parametrize("kind", ["store", "archive"])
+def test_lasting_damage_is_named(store: TokenStore, tmp_path: Path, opened: Opener, kind: str) -> None:
+    there = tmp_path / "there"
+    put(store, kind, f"file://{there}")
+    damaged = there / ("shard-000000-000.bin" + (".zst" if kind == "archive" else ""))
+    content = bytearray(damaged.read_bytes())
+    content[1000] ^= 4
+    damaged.write_bytes(content)
+    remote = opened(f"file://{there}")
+    with pytest.raises(CheckFailed, match=r"shard-000000-000\.bin.*(document 2|frame \d+)") as caught:
+        remote.tokens(0, 2000)
+    assert caught.value.hint
+    damaged.write_bytes(content[:-5])
+    with pytest.raises(CheckFailed, match=r"shard-000000-000\.bin.* bytes"):
+        opened(f"file://{there}").tokens(0, 2000)
+    damaged.unlink()
+    with pytest.raises(CheckFailed, match=r"shard-000000-000\.bin.* is missing"):
+        opened(f"file://{there}").tokens(0, 2000)
+
+
+@pytest.mark.parametrize("suffix", ["origin", "idx"])
+def test_damage_of_an_index_is_named(store: TokenStore, tmp_path: Path, opened: Opener, suffix: str) -> None:
+    shutil.copytree(store.path, tmp_path / "there")
+    path = tmp_path / "there" / f"shard-000001-000.{suffix}"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckFailed, match=rf"shard-000001-000\.{suffix} is damaged"):
+        stream(opened(f"file://{tmp_path / 'there'}")).batch(range(300))
+
+
+def test_what_cannot_be_opened(store: TokenStore, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    with pytest.raises(UserError, match="is not a token store or archive"):
+        RemoteStore.at(f"file://{tmp_path}", cache=cache)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot use the cache"):
+        RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "file"))
+    with pytest.raises(StorageError, match=r"cannot use the cache /proc"):
+        RemoteStore.at(f"file://{store.path}", cache="/proc/cache")
+    small = RemoteStore.at(f"file://{store.path}", cache=cache)
+    small.cache.max_bytes = 300
+    with pytest.raises(UserError, match="does not fit into the cache") as caught:
+        stream(small).batch([0])
+    assert "--data.cache-mib" in str(caught.value.hint)
+    assert not [name for name in os.listdir("/dev/shm") if "datakit" in name]
