@@ -1,9 +1,10 @@
-"""`ckptkit export`: make a Hugging Face folder out of a checkpoint."""
+"""`ckptkit export`: make a folder of another program out of a checkpoint."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, print_written, shown_bytes
+from threefold.errors import UserError
 from threefold.options import argument, option
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -15,7 +16,9 @@ class Options(Reporting):
 
     source: str = argument("CKPT", CKPT_HELP)
     target: str = argument("DST", "folder to make: a path or URL")
-    to: Literal["hf"] = option("hf", "what to make")
+    to: Literal["hf", "dcp"] = option(
+        "hf", "what to make: a Hugging Face model, or what torch.distributed.checkpoint loads"
+    )
     like: str | None = option(
         None,
         "folder whose config.json and tokenizer to take; default: those the run was imported with",
@@ -28,15 +31,21 @@ class Options(Reporting):
 
 def run(options: Options) -> None:
     """Write the parameters of a checkpoint of any layout as a folder that transformers opens: safetensors files,
-    config.json, tokenizer, the values bit for bit unless --dtype rounds them. Neither torch nor transformers is needed.
-    The same command goes on with an export that was killed.
+    config.json, tokenizer, the values bit for bit unless --dtype rounds them. Or all of its tensors as one that
+    torch.distributed.checkpoint loads. Neither torch nor transformers is needed. The same command goes on with an
+    export that was killed.
     """
+    from ckptkit.rewrite.dcp_export import export_dcp
     from ckptkit.rewrite.hf_export import export_folder
     from threefold.storage import open_storage
 
     target, like = open_storage(options.target), None if options.like is None else open_storage(options.like)
+    if options.to == "dcp" and (options.like or options.dtype):
+        raise UserError("--like and --dtype are for --to hf", hint="leave them out")
     with opened(options.source) as reader, shown_bytes() as progress:
-        done = export_folder(
+        done = export_dcp(
+            reader, target, max_shard_bytes=options.max_shard_bytes, progress=progress, dry_run=options.dry_run
+        ) if options.to == "dcp" else export_folder(
             reader, target, like=like, max_shard_bytes=options.max_shard_bytes,
             dtype=None if options.dtype is None else DTYPES[options.dtype], progress=progress, dry_run=options.dry_run,
         )  # fmt: skip

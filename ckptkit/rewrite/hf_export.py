@@ -6,11 +6,7 @@ whole. Every byte that is read of the run is verified. Memory: two blocks of 64 
 the largest tensor that the folder has with its dims in the other order, twice.
 """
 
-import contextlib
-import hashlib
-import json
 import mmap
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -26,15 +22,15 @@ from ckptkit.io.blocks import Bytes, Columns
 from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
-from ckptkit.rewrite.hf_plan import Export, Outgoing, Shard, export_of
+from ckptkit.rewrite.folder_claim import FolderClaim, note_of
+from ckptkit.rewrite.hf_plan import Outgoing, Shard, export_of
 from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.source_sums import SourceSums
-from threefold.errors import StorageError, UserError
-from threefold.storage import Storage, written_name
-from threefold.storage.folders import local_root
+from threefold.errors import UserError
+from threefold.storage import Storage
 from threefold.storage.local import keep_file
 
-NOTE, BLOCK_BYTES, MAX_SHARD_BYTES = ".export.json", 64 << 20, 5_000_000_000
+BLOCK_BYTES, MAX_SHARD_BYTES = 64 << 20, 5_000_000_000
 ROUNDED_AT_ONCE = 1 << 20  # elements
 Progress = Callable[[int, int], None]
 
@@ -78,8 +74,9 @@ def export_folder(
     source.root.check_whole(source.url)
     export = export_of(source, like, max_shard_bytes, dtype)
     sizes = export.sizes
-    claim = _Claim(target, _note(source, sizes, dtype), sizes)
-    kept = claim.check(export)
+    heads = {shard.name: shard.header for shard in export.shards}
+    claim = FolderClaim(target, note_of(source, sizes, dtype=dtype), sizes, heads, export.files)
+    kept = claim.check()
     total = sum(sizes.values())
     refuse_full(target, total - sum(kept.values()))
     sums = SourceSums(source.root, source.url)
@@ -105,65 +102,6 @@ def export_folder(
 
 def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
     progress(before + num_bytes, total)
-
-
-def _note(source: CheckpointReader, sizes: dict[str, int], dtype: str | None) -> bytes:
-    digest = hashlib.sha256(source.root.to_bytes()).hexdigest()
-    return json.dumps({"root": digest, "files": sizes, "dtype": dtype}).encode()
-
-
-class _Claim:
-    """The target folder, held by its note: what is in it, and what becomes of it."""
-
-    def __init__(self, target: Storage, note: bytes, sizes: dict[str, int]) -> None:
-        self._target, self._note, self._sizes = target, note, sizes
-        root = local_root(target)
-        self._made = root if root is not None and not root.exists() else None
-
-    def check(self, export: Export) -> dict[str, int]:
-        """Return the files that are there whole, with their sizes; UserError if the folder is not free for this."""
-        target, found = self._target, dict[str, int]()
-        for info in target.list():
-            if info.key not in self._sizes and info.key != NOTE:
-                raise self._refusal(f"holds other files, such as {info.key}")
-            found[info.key] = info.size_bytes
-        if NOTE in found:
-            if target.read(NOTE) != self._note:
-                raise self._refusal("was begun from another checkpoint or in another way")
-            shards = {shard.name for shard in export.shards}
-            return {name: size for name, size in found.items() if name in shards and size == self._sizes[name]}
-        if found and not self._is_complete(found, export):
-            raise self._refusal(f"holds files already, such as {min(found)}")
-        return found
-
-    def _is_complete(self, found: dict[str, int], export: Export) -> bool:
-        """Return whether the folder is what the same call made: its small files, and the headers of the large ones."""
-        if found != self._sizes or any(self._target.read(name) != data for name, data in export.files.items()):
-            return False
-        heads = ((shard, self._target.read_ranges(shard.name, [(0, len(shard.header))])) for shard in export.shards)
-        return all(bytes(head) == shard.header for shard, [head] in heads)
-
-    def _refusal(self, what: str) -> UserError:
-        return UserError(f"{self._target.url} {what}", hint="name a folder that does not exist yet")
-
-    def __enter__(self) -> None:
-        self._remove_hidden()
-        self._target.write(NOTE, self._note)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if kind is None:
-            self._target.delete([NOTE])
-        elif issubclass(kind, UserError) and not issubclass(kind, StorageError):
-            with contextlib.suppress(StorageError):  # the first failure is the one to report
-                self._target.delete([*self._sizes, NOTE])
-                if self._made is not None:
-                    self._made.rmdir()
-
-    def _remove_hidden(self) -> None:
-        """Remove the hidden files of a try that was killed."""
-        root = local_root(self._target)
-        names = os.listdir(root) if root is not None and root.is_dir() else []
-        self._target.delete([name for name in names if written_name(name) in {*self._sizes, NOTE}])
 
 
 class _Blocks:

@@ -16,7 +16,7 @@ from ckptkit.cli import main
 from ckptkit.foreign.hf_folder import HfFolder
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.rewrite import hf_export
-from ckptkit.rewrite.hf_import import import_folder
+from ckptkit.rewrite.folder_import import import_folder
 from tests.ckptkit.support.hf_folders import write_folder
 from threefold.errors import UserError
 from threefold.storage import open_storage

@@ -1,4 +1,4 @@
-"""Import: a Hugging Face folder as one committed step of a run, in one pass and bounded memory.
+"""Import: a folder of another program as one committed step of a run, in one pass and bounded memory.
 
 The name of the attempt follows from the folder's files, so a run that was killed is repeated with the same keys and
 the same bytes. On a local disk one process at a time writes an attempt: it holds a lock of the attempt's folder, which
@@ -9,9 +9,10 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from ckptkit.foreign.hf_folder import HfFolder
 from ckptkit.format.keys import step_folder
+from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import root_info
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.reshard import ReshardReport, reshard
@@ -21,8 +22,19 @@ from threefold.storage.folders import Folder, local_root
 from threefold.storage.local import local_failures
 
 
+class ForeignFolder(Protocol):
+    """A folder that has the face of a run of one step."""
+
+    @property
+    def attempt(self) -> str:
+        """The name that every import of this folder, as it is now, has on a run's storage."""
+
+    def open(self, step: int) -> CheckpointReader:
+        """Return a reader of it as a step, for a `with`."""
+
+
 def import_folder(
-    folder: HfFolder,
+    folder: ForeignFolder,
     storage: Storage,
     *,
     step: int = 0,

@@ -1,0 +1,84 @@
+"""FolderClaim: the empty folder that an export fills, held by a note in it until all of it is there.
+
+The note is put before any file and goes last. Killed, the same call goes on: files that are there in their full size
+under an equal note are kept, as a file has its name only once it is whole.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.loading.reader import CheckpointReader
+from threefold.errors import StorageError, UserError
+from threefold.storage import Storage, written_name
+from threefold.storage.folders import local_root
+
+NOTE = ".export.json"
+
+
+def note_of(source: CheckpointReader, sizes: Mapping[str, int], **options: Any) -> bytes:
+    """Return what a note says: the source, the files, and how they are made."""
+    digest = hashlib.sha256(source.root.to_bytes()).hexdigest()
+    return json.dumps({"root": digest, "files": dict(sizes), **options}).encode()
+
+
+class FolderClaim:
+    """The target folder, held by its note: what is in it, and what becomes of it.
+
+    `sizes` are those of all files to come, `heads` how the large ones begin, `files` all bytes of the small ones.
+    """
+
+    def __init__(
+        self, target: Storage, note: bytes, sizes: Mapping[str, int], heads: Mapping[str, bytes],
+        files: Mapping[str, bytes],
+    ) -> None:  # fmt: skip
+        self._target, self._note, self._sizes, self._heads, self._files = target, note, sizes, heads, files
+        root = local_root(target)
+        self._made = root if root is not None and not root.exists() else None
+
+    def check(self) -> dict[str, int]:
+        """Return the files that are there whole, with their sizes; UserError if the folder is not free for this."""
+        target, found = self._target, dict[str, int]()
+        for info in target.list():
+            if info.key not in self._sizes and info.key != NOTE:
+                raise self._refusal(f"holds other files, such as {info.key}")
+            found[info.key] = info.size_bytes
+        if NOTE in found:
+            if target.read(NOTE) != self._note:
+                raise self._refusal("was begun from another checkpoint or in another way")
+            return {name: size for name, size in found.items() if name in self._heads and size == self._sizes[name]}
+        if found and not self._is_complete(found):
+            raise self._refusal(f"holds files already, such as {min(found)}")
+        return found
+
+    def _is_complete(self, found: dict[str, int]) -> bool:
+        """Return whether the folder is what the same call made: its small files, and the headers of the large ones."""
+        if found != self._sizes or any(self._target.read(name) != data for name, data in self._files.items()):
+            return False
+        heads = ((head, self._target.read_ranges(name, [(0, len(head))])) for name, head in self._heads.items())
+        return all(bytes(there) == head for head, [there] in heads)
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(f"{self._target.url} {what}", hint="name a folder that does not exist yet")
+
+    def __enter__(self) -> None:
+        self._remove_hidden()
+        self._target.write(NOTE, self._note)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind is None:
+            self._target.delete([NOTE])
+        elif issubclass(kind, UserError) and not issubclass(kind, StorageError):
+            with contextlib.suppress(StorageError):  # the first failure is the one to report
+                self._target.delete([*self._sizes, NOTE])
+                if self._made is not None:
+                    self._made.rmdir()
+
+    def _remove_hidden(self) -> None:
+        """Remove the hidden files of a try that was killed."""
+        root = local_root(self._target)
+        names = os.listdir(root) if root is not None and root.is_dir() else []
+        self._target.delete([name for name in names if written_name(name) in {*self._sizes, NOTE}])
