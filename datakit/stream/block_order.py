@@ -6,8 +6,8 @@ one window's blocks alone. With 10 rows, blocks of 2 and windows of 2 blocks, th
 the first four samples are rows 6, 7, 0 and 1 in some order.
 
 A window has at most MAX_WINDOW_BLOCKS blocks and at most one WINDOW_PART-th of the store, one block at least: a cache
-of a tenth of the store holds three windows. The last block may be shorter. Memory is a few hundred bytes, O(1) to
-start.
+of a tenth of the store holds the window that is read, the next one, and the indices. The last block may be shorter.
+Memory is a few hundred bytes, and nothing is made at the start.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from datakit.store.shard import Int64s
 from datakit.stream.permutation import Permutation, elements_at
 
-MAX_WINDOW_BLOCKS, WINDOW_PART = 64, 32
+MAX_WINDOW_BLOCKS, WINDOW_PART = 64, 64
 _MAX_KEPT_WINDOWS = 64
 
 

@@ -17,7 +17,7 @@ from datakit.stream.blend import Blend
 from threefold.errors import UserError
 
 NUM_THREADS = 8
-AHEAD_PART = 0.75  # of the cache
+AHEAD_PART = 0.5  # of the cache, the rest is for indices and for what other ranks still need
 MAX_STEPS = 1 << 14
 
 
@@ -66,17 +66,12 @@ class ReadAhead:
 
     def _plan_steps(self) -> None:
         number = 0
-        while self._wait_for_room(number):
+        while True:
             blocks: dict[str, Block] = {}
-            try:
-                for source, start in zip(*(each.tolist() for each in self._blend.addresses(self._samples_of(number)))):
-                    store = self._blend.stores[source]
-                    if isinstance(store, RemoteStore):
-                        stop = start + self._blend.seq_length + 1
-                        blocks |= {block.name: block for block in store.blocks(start, stop)}
-            except UserError:
-                pass  # who makes the step finds it out
+            with suppress(UserError):  # who makes the step finds it out
+                blocks = self._blocks_of(number)
             with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._has_room(number, blocks))  # noqa: B023
                 if self._is_closed:
                     return
                 self._steps.append((number, list(blocks)))
@@ -88,16 +83,21 @@ class ReadAhead:
                     self._needed[name] = number, block
             number += 1
 
-    def _wait_for_room(self, number: int) -> bool:
-        """Wait until a step may be planned; whether it is to be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._may_plan(number))
-            return not self._is_closed
+    def _blocks_of(self, number: int) -> dict[str, Block]:
+        found: dict[str, Block] = {}
+        places = self._blend.addresses(self._samples_of(number))
+        for source, start in zip(*(column.tolist() for column in places)):
+            store = self._blend.stores[source]
+            if isinstance(store, RemoteStore):
+                found |= {block.name: block for block in store.blocks(start, start + self._blend.seq_length + 1)}
+        return found
 
-    def _may_plan(self, number: int) -> bool:
-        if number <= self._num_over:  # the step that is made now
+    def _has_room(self, number: int, blocks: dict[str, Block]) -> bool:
+        """Return whether a step may be planned: the one that is made now always may."""
+        if number <= self._num_over:
             return True
-        return self._ahead_bytes < self._most_bytes and number < self._num_over + MAX_STEPS
+        new_bytes = sum(block.size_bytes for name, block in blocks.items() if name not in self._needed)
+        return self._ahead_bytes + new_bytes <= self._most_bytes and number < self._num_over + MAX_STEPS
 
     def _fetch_blocks(self) -> None:
         while (block := self._wanted.get()) is not None:

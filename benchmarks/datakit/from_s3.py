@@ -1,0 +1,142 @@
+"""Read stores from S3 with a cache of a tenth of the store: fetched bytes beside used ones, and the time steps wait.
+
+SeaweedFS serves a store of random tokens, and an archive of it, on this machine. The rate of GETs is that of 8 threads,
+each fetching ranges of 1 MiB. Then one epoch is read with `shuffle = "blocks"`, at half that rate of tokens: a step is
+taken when it is due, and what it takes then is waiting. With `--ranks` several processes share the cache.
+
+    PYTHONPATH=. python benchmarks/datakit/from_s3.py
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from datakit import Blend, Loader, RemoteStore, TokenStore, archive, write_store
+from threefold.storage import open_storage
+from tools.s3_server import start, stop
+
+SEQ_LENGTH, ROWS_A_STEP, MIB = 4096, 64, 1 << 20
+MAX_FETCHED, MAX_WAITING = 1.3, 0.01
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mib", type=int, default=512, help="size of the store")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read:
+        url, cache, rate, rank, size = arguments.read
+        read(url, cache, float(rate), int(rank), int(size), arguments.mib)
+        return 0
+    met = True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        store = make_store(folder / "store", arguments.mib)
+        server = start(folder / "s3")
+        os.environ |= server.environment
+        try:
+            upload(store, f"s3://{server.bucket}/store")
+            archive(store.path, f"s3://{server.bucket}/archive")
+            print(
+                "| read from | MiB | GETs, MB/s | consumed, MB/s | fetched / used | first step s | waits | longest s |"
+            )
+            print("|---|---|---|---|---|---|---|---|")
+            for kind in ("store", "archive"):
+                met &= measure(f"s3://{server.bucket}/{kind}", folder / f"cache-{kind}", arguments.mib, arguments.ranks)
+        finally:
+            stop(folder / "s3")
+    return 0 if met else 1
+
+
+def make_store(path: Path, mib: int) -> TokenStore:
+    """Documents of about 650 tokens, in shards of 64 MiB."""
+    rng = np.random.default_rng(0)
+    sizes = rng.lognormal(5.9, 1.1, mib * MIB // 2 // 670).astype(int) + 1
+    tokens = rng.integers(0, 50257, 1 << 22, np.uint16)
+    starts = rng.integers(0, len(tokens) // 2, len(sizes))
+    documents = (tokens[start : start + min(size, len(tokens) // 2)] for start, size in zip(starts, sizes))
+    return write_store(path, documents, vocab_size=50257, shard_documents=len(sizes) * 64 // mib)
+
+
+def upload(store: TokenStore, url: str) -> None:
+    storage = open_storage(url)
+    for path in sorted(store.path.iterdir()):
+        storage.write(path.name, path.read_bytes())
+
+
+def measure(url: str, cache: Path, mib: int, num_ranks: int) -> bool:
+    """Print a line of one place; whether the targets are met."""
+    rate = get_rate(url)
+    command = [sys.executable, __file__, "--mib", str(mib), "--read", url, str(cache), str(rate / 2 / num_ranks)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(num_ranks)], stdout=subprocess.PIPE, text=True)
+        for rank in range(num_ranks)
+    ]
+    found = [json.loads(process.communicate()[0]) for process in ranks]
+    fetched = sum(each["fetched"] for each in found) / sum(each["used"] for each in found)
+    first, waiting, longest, consumed = (
+        [each[key] for each in found] for key in ("first_s", "waiting", "longest_s", "consumed")
+    )
+    print(
+        f"| {url.rpartition('/')[2]} | {mib} | {rate / 1e6:,.0f} | {sum(consumed) / 1e6:,.0f} | {fetched:.2f} "
+        f"| {max(first):.2f} | {max(waiting):.2%} | {max(longest):.2f} |", flush=True,
+    )  # fmt: skip
+    return fetched <= MAX_FETCHED and max(waiting) <= MAX_WAITING
+
+
+def get_rate(url: str) -> float:
+    """Return bytes a second of 8 threads, the median of three tries, over ranges of 1 MiB of all token files."""
+    storage = open_storage(url)
+    objects = [each for each in storage.list() if ".bin" in each.key]
+    ranges = [(each.key, at) for each in objects for at in range(0, each.size_bytes - MIB, MIB)]
+    rates = []
+    with ThreadPoolExecutor(8) as pool:
+        for part in range(3):
+            started_s = time.perf_counter()
+            wanted = ranges[part::3]
+            for _ in pool.map(lambda one: storage.read_ranges(one[0], [(one[1], one[1] + MIB)]), wanted):
+                pass
+            rates.append(len(wanted) * MIB / (time.perf_counter() - started_s))
+    return statistics.median(rates)
+
+
+def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int) -> None:
+    """Read one epoch on one rank at a rate of bytes a second, and print what was seen."""
+    begun_s = time.perf_counter()
+    store = RemoteStore.at(url, cache=cache, cache_mib=mib // 10)
+    blend = Blend([(store, 1.0)], seq_length=SEQ_LENGTH, block_tokens=1 << 22)
+    step_bytes = ROWS_A_STEP * SEQ_LENGTH * store.itemsize
+    num_steps = int(blend.rows[0]) // (ROWS_A_STEP * num_ranks)
+    waits = []
+    with Loader(blend, ROWS_A_STEP, 1, rank, num_ranks) as loader:
+        loader.next_step()
+        first_s, started_s = time.perf_counter() - begun_s, time.perf_counter()
+        for step in range(1, num_steps):
+            time.sleep(max(0.0, started_s + step * step_bytes / rate - time.perf_counter()))
+            asked_s = time.perf_counter()
+            loader.next_step()
+            waits.append(time.perf_counter() - asked_s)
+        elapsed_s = time.perf_counter() - started_s
+    print(
+        json.dumps(
+            {
+                "fetched": store.cache.bytes_added, "used": num_steps * step_bytes, "first_s": first_s,
+                "waiting": sum(waits) / elapsed_s, "longest_s": max(waits),
+                "consumed": (num_steps - 1) * step_bytes / elapsed_s,
+            }
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
