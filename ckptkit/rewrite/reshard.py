@@ -23,6 +23,7 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.ranks import Partition
 from ckptkit.model.slab import SLAB_BYTES, Slab, slab_batches
 from ckptkit.plan.certificate import joined
+from ckptkit.rewrite.claimed import claimed
 from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
@@ -31,6 +32,7 @@ from ckptkit.writer.commit import NotCommitted, commit_root
 from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
+from threefold.storage.folders import local_root
 from threefold.storage.local import keep_file, sync_name
 from threefold.storage.stale_uploads import abort_stale_uploads
 
@@ -83,16 +85,29 @@ def reshard(
     """Write `source` into `storage` as the ranks of `layout` would have saved it, and commit it.
 
     With a `shard` write its files alone, and commit if all others are there. UserError where the layout does not divide
-    or another step is there; what the same call made is kept, be it a file or the step. On a failure nothing is
-    committed; without a shard what was written is removed, unless it is not known whether the root was put. `progress`
-    is called with the bytes done and the total. With `dry_run` all is checked and planned, but no data read and nothing
-    written.
+    or another step is there, or another process makes the same one on a local disk; what the same call made is kept, be
+    it a file or the step. On a failure nothing is committed. Without a shard and on a local disk what was written is
+    removed then, unless it is not known whether the root was put. `progress` is called with the bytes done and the
+    total. With `dry_run` all is checked and planned, but no data read and nothing written.
     """
     started = time.monotonic()
     root, step = source.root, source.root.step if step is None else step
     wanted = replace(root, step=step, layout=layout, attempt=source.attempt_for(layout), share=None)
     _check(replace(wanted, share=root.share), source.url)
-    url, layouts = f"{storage.url}/{step_folder(step)}", (str(root.layout), str(layout))
+    with contextlib.ExitStack() as stack:
+        if not dry_run and root_info(storage, step) is None:
+            folder = f"{step_folder(step)}/{wanted.attempt}"
+            stack.enter_context(claimed(storage, folder, is_shared=shard.count > 1))
+        return _reshard(source, storage, wanted, shard, slab_bytes, progress, started=started, dry_run=dry_run)
+
+
+def _reshard(
+    source: CheckpointReader, storage: Storage, wanted: Root, shard: Shard, slab_bytes: int,
+    progress: Callable[[int, int], None], *, started: float, dry_run: bool,
+) -> ReshardReport:  # fmt: skip
+    """Do or plan what `reshard` was called for, its claim held."""
+    step, layout = wanted.step, wanted.layout
+    url, layouts = f"{storage.url}/{step_folder(step)}", (str(source.root.layout), str(layout))
     if (made := _made_before(storage, wanted)) is not None:
         if not dry_run:
             _remove_hidden(storage, wanted)
@@ -168,7 +183,9 @@ class _Rewriting:
     ) -> None:
         self._source, self._storage, self._wanted, self._targets = source, storage, wanted, targets
         self._folder = step_folder(wanted.step)
-        self._is_alone, self._is_committing = shard.count == 1, False
+        # whether no other process may name the files
+        self._is_alone = shard.count == 1 and local_root(storage) is not None
+        self._is_committing = False
         owners = shares([target.file.size_bytes for target in targets], shard.count)
         groups: list[list[TargetFile]] = [[] for _ in range(shard.count)]
         for target, owner in zip(targets, owners, strict=True):
@@ -200,7 +217,8 @@ class _Rewriting:
     def run(self, batches: Iterator[list[Slab]], progress: Callable[[int], None]) -> int:
         """Write what is left and commit if all files are there; return how many are not.
 
-        On a failure remove what was written, but where other processes share the files.
+        On a failure remove what was written, but where other processes may share the files: those of shards, and of the
+        same call on an object store. A step that one of them committed meanwhile is as good.
         """
         writer = FileWriter(self._storage, self._folder, self._source.num_threads)
         try:
@@ -209,6 +227,8 @@ class _Rewriting:
             return self._commit()
         except BaseException as error:
             writer.abort(self.left)
+            if isinstance(error, StorageError) and not self._is_alone and self._is_committed_elsewhere():
+                return 0
             may_be_named = self._is_committing and not isinstance(error, AlreadyExists | NotCommitted)
             if (self._is_alone or isinstance(error, CheckFailed)) and not may_be_named:
                 with contextlib.suppress(StorageError):  # the first failure is the one to report
@@ -269,6 +289,12 @@ class _Rewriting:
         if not is_whole(self._storage, f"{self._folder}/{target.keys[0]}", index):
             target.part = None
         return target.part is not None
+
+    def _is_committed_elsewhere(self) -> bool:
+        """Return whether the same call, of another process, has committed the step meanwhile."""
+        with contextlib.suppress(UserError):
+            return committed_attempt(self._storage, self._wanted.step) == self._wanted.attempt
+        return False
 
     def _remove(self) -> None:
         if committed_attempt(self._storage, self._wanted.step) != self._wanted.attempt:  # by the same call, elsewhere

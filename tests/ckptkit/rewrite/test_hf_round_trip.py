@@ -228,7 +228,7 @@ def test_a_second_import_beside_the_first_is_refused_and_harms_nothing(tmp_path:
     refused: list[str] = []
 
     def rival(done: int, total: int) -> None:
-        with pytest.raises(UserError, match="another process imports the same folder") as caught:
+        with pytest.raises(UserError, match="another process writes the same into") as caught:
             import_folder(HfFolder(str(tmp_path / "source")), open_storage(tmp_path / "run"))
         refused.append(str(caught.value.hint))
 

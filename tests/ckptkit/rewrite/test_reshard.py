@@ -1,8 +1,11 @@
 """Reshard: the bytes a save of the target layout would have written, read once, committed or not there at all."""
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Cut, Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.rewrite.reshard import reshard
+from ckptkit.rewrite.target_files import FileWriter
+from ckptkit.writer.commit import commit_root
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -181,25 +186,87 @@ def full_disk(storage: Storage, fails_at: int) -> Storage:
 
 
 @pytest.mark.parametrize("fails_at", range(0, 17, 4))
-def test_a_write_that_fails_leaves_no_checkpoint_and_no_debris(tmp_path: Path, fails_at: int) -> None:
+def test_a_write_that_fails_leaves_no_checkpoint_and_the_same_call_goes_on(tmp_path: Path, fails_at: int) -> None:
     with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
         target = full_disk(open_storage(tmp_path / "target"), fails_at)
         with pytest.raises(StorageError, match="no space left"):
             reshard(reader, target, ParallelLayout(tp=2, pp=4))
-        assert list(open_storage(tmp_path / "target").list()) == []
+        assert target.info(f"{step_folder(3)}/{ROOT_KEY}") is None
         whole = full_disk(open_storage(tmp_path / "target"), 17)
-        assert reshard(reader, whole, ParallelLayout(tp=2, pp=4)).num_files == 8
+        report = reshard(reader, whole, ParallelLayout(tp=2, pp=4))
+        assert (report.num_files, report.bytes_kept > 0 or fails_at < 16) == (8, True)
         assert whole.info(f"{step_folder(3)}/{ROOT_KEY}") is not None
 
 
-def test_a_root_whose_answer_was_lost_keeps_its_files(tmp_path: Path) -> None:
+def test_on_a_local_disk_a_failure_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(FileWriter, "finish", fail)
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader, pytest.raises(StorageError, match="no space"):
+        reshard(reader, open_storage(tmp_path / "target"), ParallelLayout(tp=2))
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_root_whose_answer_was_lost_is_there(tmp_path: Path) -> None:
     target = open_storage(tmp_path / "target")
     lost = Fault(StorageError("no answer from the server"), ("write",), f"*/{ROOT_KEY}", served=True)
-    with (
-        CheckpointReader(make_source(tmp_path / "source"), 3) as reader,
-        pytest.raises(StorageError, match="no answer"),
-    ):
-        reshard(reader, FaultStorage(target, lost), ParallelLayout(tp=2))
+    with CheckpointReader(make_source(tmp_path / "source"), 3) as reader:
+        assert reshard(reader, FaultStorage(target, lost), ParallelLayout(tp=2)).num_missing == 0
+    with CheckpointReader(target, 3) as reader:
+        assert verify_checkpoint(reader).ok
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_two_equal_reshards_at_once_harm_nothing(tmp_path: Path, is_local: bool) -> None:
+    """On a local disk the second is refused; elsewhere both end well."""
+    source = make_source(tmp_path / "source")
+    target = open_storage(tmp_path / "target" if is_local else f"memory:/{tmp_path}/target")
+    refused: list[bool] = []
+
+    def rival(done: int, total: int) -> None:
+        with CheckpointReader(source, 3) as reader:
+            try:
+                reshard(reader, target, ParallelLayout(tp=2))
+            except UserError as error:
+                refused.append("another process writes the same into" in error.message)
+            else:
+                refused.append(False)
+
+    with CheckpointReader(source, 3) as reader:
+        assert reshard(reader, target, ParallelLayout(tp=2), progress=rival).num_missing == 0
+    assert refused[0] == is_local
+    with CheckpointReader(target, 3) as reader:
+        assert verify_checkpoint(reader).ok
+
+
+def test_a_reshard_that_fails_beside_an_equal_one_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make_source(tmp_path / "source"), open_storage(f"memory:/{tmp_path}/target")
+    begun, written, ended, usual = Event(), Event(), Event(), commit_root
+
+    def fail(done: int, total: int) -> None:
+        begun.set()
+        assert written.wait(20)
+        raise StorageError("no space left")
+
+    def rival() -> None:
+        with CheckpointReader(source, 3) as reader, pytest.raises(StorageError, match="no space left"):
+            reshard(reader, target, ParallelLayout(tp=2), progress=fail)
+        ended.set()
+
+    def commit(*arguments: Any) -> None:
+        written.set()
+        assert ended.wait(20)
+        usual(*arguments)
+
+    monkeypatch.setattr("ckptkit.rewrite.reshard.commit_root", commit)
+    with ThreadPoolExecutor(1) as pool, CheckpointReader(source, 3) as reader:
+        other = pool.submit(rival)
+        assert begun.wait(20)
+        reshard(reader, target, ParallelLayout(tp=2))
+        other.result()
     with CheckpointReader(target, 3) as reader:
         assert verify_checkpoint(reader).ok
 
