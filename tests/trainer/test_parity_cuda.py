@@ -10,6 +10,8 @@ from tests.trainer.pipeline.test_training import assert_equal_bits, with_schedul
 from tests.trainer.support.parity import MODELS, config_for, largest_gap, run_steps
 from tests.trainer.support.ranks import run_ranks
 from tests.trainer.test_parity import BOUNDS, assert_trained
+from trainer.config import Config, ParallelConfig
+from trainer.config.resolve import resolve
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
@@ -44,13 +46,30 @@ def test_bf16_on_a_gpu_stays_near_fp32(model: str) -> None:
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_gpipe_trains_as_1f1b_bit_for_bit(model: str) -> None:
+def test_other_schedules_train_as_1f1b_bit_for_bit(model: str) -> None:
     config = config_for(model, ParallelLayout(pp=min(NUM_GPUS, 3)), device="cuda")
-    one, all_first = (
+    one, all_first, zero_bubble = (
         run_ranks(config.parallel.pp, run_steps, with_schedule(config, name), 5, backend="nccl")
-        for name in ("1f1b", "gpipe")
+        for name in ("1f1b", "gpipe", "zb-h1")
     )
     assert_equal_bits(one, all_first)
+    assert_equal_bits(one, zero_bubble)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_several_stages_a_gpu_repeat_one_cpu(model: str, schedule: str) -> None:
+    config = config_for(model, ParallelLayout(pp=2, virtual=2), device="cuda")
+    config = with_schedule(replace(config, model=replace(config.model, num_layers=5)), schedule)
+    reference = run_ranks(1, run_steps, on_one_cpu(config), 5)[0]
+    for run in run_ranks(2, run_steps, config, 5, backend="nccl"):
+        assert largest_gap(run, reference) <= BOUNDS["fp64"]
+
+
+def on_one_cpu(config: Config) -> Config:
+    train = replace(config.train, device="cpu")
+    return resolve(replace(config, parallel=ParallelConfig(), train=train), 1)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

@@ -1,12 +1,17 @@
 """`trainer schedule`: draw a pipeline schedule."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from threefold.cli import print_line
 from threefold.console import log
 from threefold.errors import EXIT_OK, UserError
 from threefold.options import FlagText, argument, option
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.pipeline.actions import Schedule
+    from trainer.pipeline.costs import Cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,7 @@ class Options:
     work: tuple[float, ...] = option(
         (), "how much each stage computes, in any unit; else as in the run, or equal", metavar="A,B,..."
     )
+    measure: bool = option(False, "time the passes of each stage of the run here, in place of the three before")
     plot: str | None = option(None, "draw a picture too; needs threefold[plot]", metavar="FILE.png")
 
 
@@ -32,7 +38,6 @@ def run(options: Options) -> int:
     """Simulate a step and print a row of cells a rank: passes of micro-batches, dots while a rank waits. Below are the
     length of the step, the share of the ranks' time in which they wait, and the most micro-batches live at once."""
     from threefold.plot import require_plot, write_png
-    from trainer.pipeline.costs import costs
     from trainer.pipeline.draw import draw, figure
     from trainer.pipeline.passes import with_transfers
     from trainer.pipeline.schedules import SCHEDULES
@@ -43,14 +48,14 @@ def run(options: Options) -> int:
     if options.weights >= options.backward:
         text = f"--weights {options.weights:g} is a part of --backward {options.backward:g}, and so must be less"
         raise UserError(text, hint=f"--weights {options.backward / 2:g}")
-    name, sizes, work = shape_of(options)
+    config = config_of(options)
+    if config is None:
+        name, sizes = options.schedule or "1f1b", (options.pp or 4, options.microbatches or 8, options.vpp or 1)
+    else:
+        num_microbatches = options.microbatches or config.train.gradient_accumulation_steps
+        name, sizes = config.parallel.schedule, (config.parallel.pp, num_microbatches, config.parallel.virtual_stages)
     schedule = SCHEDULES[name](*sizes)
-    num_stages = sizes[0] * sizes[2]
-    if work and (len(work) != num_stages or min(work) <= 0):
-        text = f"--work has a number above 0 for each of {num_stages} stages, got {','.join(map(str, work))}"
-        raise UserError(text, hint="--work " + ",".join("1" * num_stages))
-    times = {"backward": options.backward, "weights": options.weights, "transfer": options.transfer}
-    timeline = simulate(with_transfers(schedule), costs(schedule, work=work, **times))
+    timeline = simulate(with_transfers(schedule), cost_of(options, config, schedule))
     for line in [*draw(timeline).splitlines(), "", str(timeline)]:
         print_line(line)
     if options.plot:
@@ -60,22 +65,50 @@ def run(options: Options) -> int:
     return EXIT_OK
 
 
-def shape_of(options: Options) -> tuple[str, tuple[int, int, int], tuple[float, ...]]:
-    """Return the schedule's name, its ranks, micro-batches and stages a rank, and the work of each stage, if known."""
+def config_of(options: Options) -> "Config | None":
+    """Return the run's configuration with the flags that win over it; None without a run."""
     if options.config is None:
-        sizes = (options.pp or 4, options.microbatches or 8, options.vpp or 1)
-        return options.schedule or "1f1b", sizes, options.work
+        return None
     from trainer.config.walk import load_config
     from trainer.data import with_vocabulary
-    from trainer.observe.flops import stage_flops
 
     given = {"schedule": options.schedule, "pp": options.pp, "virtual_stages": options.vpp, "dp": options.dp}
     flags = {f"parallel.{name}": FlagText(str(value), f"--parallel.{name}") for name, value in given.items() if value}
     config = load_config(options.config, flags, world_size=None)
-    parallel, train = config.parallel, config.train
-    sizes = (parallel.pp, options.microbatches or train.gradient_accumulation_steps, parallel.virtual_stages)
-    if options.work:
-        return parallel.schedule, sizes, options.work
-    if not config.model.vocab_size:  # the head's work follows from it
-        config = with_vocabulary(config)
-    return parallel.schedule, sizes, tuple(stage_flops(config))
+    if config.model.vocab_size or options.work:  # the head's work follows from it
+        return config
+    return with_vocabulary(config)
+
+
+def cost_of(options: Options, config: "Config | None", schedule: "Schedule") -> "Cost":
+    """Return the times of actions that the flags, the run's arithmetic or a measurement say."""
+    from trainer.pipeline.costs import costs, measured_costs
+
+    if options.measure:
+        return measured_costs(schedule, measure(config), transfer=options.transfer)
+    num_stages = len({action.stage for row in schedule for action in row})
+    if options.work and (len(options.work) != num_stages or min(options.work) <= 0):
+        text = f"--work has a number above 0 for each of {num_stages} stages, got {','.join(map(str, options.work))}"
+        raise UserError(text, hint="--work " + ",".join("1" * num_stages))
+    work = options.work
+    if config is not None and not work:
+        from trainer.observe.flops import stage_flops
+
+        work = tuple(stage_flops(config))
+    times = {"backward": options.backward, "weights": options.weights, "transfer": options.transfer}
+    return costs(schedule, work=work, **times)
+
+
+def measure(config: "Config | None") -> dict[tuple[str, int], float]:
+    """Return the times of the run's passes on this machine, and print them."""
+    if config is None:
+        raise UserError("--measure times the stages of a run", hint="trainer schedule CONFIG.toml --measure")
+    from trainer.job.ranks import Ranks
+    from trainer.run.stage_times import stage_times
+
+    with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
+        times = stage_times(config, ranks.device)
+    for stage in sorted({stage for _, stage in times}):
+        parts = (f"{kind} {times[kind, stage] * 1e3:.3g} ms" for kind in ("F", "B", "W"))
+        log(f"stage {stage}: {', '.join(parts)}")
+    return times

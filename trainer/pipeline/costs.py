@@ -1,6 +1,6 @@
 """What actions cost in a simulation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.pipeline.actions import PASSES, Action, Schedule
 
@@ -18,8 +18,7 @@ def costs(
     With 2 stages on each of 2 ranks a forward pass of one takes 0.5; of work 1, 1, 1, 2 the last takes 0.8.
     """
     stages = {action.stage for row in schedule for action in row}
-    has_w = any(action.kind == "W" for row in schedule for action in row)
-    times = {"F": forward, "B": backward - weights * has_w, "W": weights}
+    times = {"F": forward, "B": backward - weights * _has_w(schedule), "W": weights}
     work = work or [1] * len(stages)
 
     def cost(action: Action) -> float:
@@ -28,3 +27,22 @@ def costs(
         return times[action.kind] * (len(schedule) * work[action.stage]) / sum(work)
 
     return cost
+
+
+def measured_costs(schedule: Schedule, times: Mapping[tuple[str, int], float], *, transfer: float = 0.0) -> Cost:
+    """Return the same out of times of F, B and W by kind and stage; a unit is an average rank's forward pass."""
+    has_w = _has_w(schedule)
+    unit = sum(time for (kind, _), time in times.items() if kind == "F") / len(schedule)
+
+    def cost(action: Action) -> float:
+        kind, stage, _ = action
+        if kind not in PASSES:
+            return transfer
+        own = times[kind, stage] + (0.0 if has_w or kind != "B" else times["W", stage])
+        return own / unit
+
+    return cost
+
+
+def _has_w(schedule: Schedule) -> bool:
+    return any(action.kind == "W" for row in schedule for action in row)

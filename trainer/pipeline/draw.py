@@ -1,6 +1,7 @@
 """A timeline as text, a row of cells a rank, a cell a unit of time; or as a picture."""
 
 import math
+import statistics
 from typing import Any
 
 from trainer.pipeline.actions import PASSES, Action
@@ -14,10 +15,12 @@ def draw(timeline: Timeline, *, width: int = WIDTH) -> str:
     """Return a grid of a timeline's passes; one that is wider than a line continues in further grids below.
 
     The shortest pass is one cell, a dot is a cell of waiting, and dashes continue a longer pass: `F0 B0-- .  F1`. If
-    ranks hold several stages a letter says which of its own a rank runs: F0b is on the second.
+    ranks hold several stages a letter says which of its own a rank runs: F0b is on the second. A cell is a third of the
+    median pass at least; a pass that is shorter than half of that may have none.
     """
     spans = {action: span for action, span in timeline.spans.items() if action.kind in PASSES}
-    unit = min(end - start for start, end in spans.values())
+    times = [end - start for start, end in spans.values()]
+    unit = max(min(times), statistics.median(times) / 3)
     names = labels(timeline)
     size = max(map(len, names.values())) + 1
     num_cells = _cell(timeline.duration, unit)
@@ -27,8 +30,8 @@ def draw(timeline: Timeline, *, width: int = WIDTH) -> str:
     for row in timeline.schedule:
         cells = [".".ljust(size)] * num_cells
         for action in row:
-            if action in spans:
-                first, stop = (_cell(time, unit) for time in spans[action])
+            first, stop = (_cell(time, unit) for time in spans.get(action, (0, 0)))
+            if first < stop:
                 text = names[action].ljust((stop - first) * size - 1, "-") + " "
                 cells[first:stop] = [text[i : i + size] for i in range(0, len(text), size)]
         rows.append(cells)

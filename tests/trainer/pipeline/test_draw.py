@@ -8,10 +8,12 @@ import pytest
 from tests.trainer.support.training import ROOT, call
 from threefold.errors import UserError
 from trainer.pipeline.actions import PASSES, Action
+from trainer.pipeline.costs import costs, measured_costs
 from trainer.pipeline.draw import draw
 from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.simulate import simulate
+from trainer.pipeline.zb_h1 import zb_h1
 
 GRID = """\
 rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---
@@ -41,17 +43,38 @@ def test_the_verb_draws_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "live micro-batches by rank: 3 3" in capsys.readouterr().out
 
 
+def test_a_pass_that_is_far_shorter_than_others_may_have_no_cell() -> None:
+    schedule = one_f_one_b(2, 2)
+    assert draw(simulate(schedule, costs(schedule, work=(1, 40)))).splitlines() == [
+        "rank 0  " + ".  " * 17 + "B0 " + ".  " * 16 + "B1",
+        "rank 1  " + " ".join([f"F{m}{'-' * 15} B{m}{'-' * 30}" for m in range(2)]) + " .",
+    ]
+
+
+def test_measured_times_are_in_units_of_a_ranks_forward_pass() -> None:
+    times = {("F", 0): 0.1, ("F", 1): 0.3, ("B", 0): 0.2, ("B", 1): 0.4, ("W", 0): 0.1, ("W", 1): 0.2}
+    whole = measured_costs(one_f_one_b(2, 2), times, transfer=0.5)
+    parts = measured_costs(zb_h1(2, 2), times)
+    for action, expected in ((Action("F", 0, 1), 0.5), (Action("B", 1, 0), 3.0), (Action("SF", 0, 0), 0.5)):
+        assert whole(action) == pytest.approx(expected)
+    assert [parts(Action(kind, 1, 0)) for kind in PASSES] == pytest.approx([1.5, 2.0, 1.0])
+
+
 def test_the_letter_of_a_pass_is_that_of_its_stage() -> None:
     grid = draw(simulate(with_transfers(one_f_one_b(2, 2, 2)))).splitlines()
     assert grid[1] == "rank 1  .   F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a---- .   ."
 
 
-def test_the_verb_takes_a_run_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(
+def write_run(folder: Path) -> Path:
+    (folder / "run.toml").write_text(
         "[model]\nnum_layers = 5\nhidden_size = 96\nnum_heads = 3\nvocab_size = 10000\n[train]\nseq_length = 8\n"
-        'global_batch_size = 6\n[parallel]\npp = 2\nvirtual_stages = 2\nschedule = "zb-h1"\n'
+        'global_batch_size = 6\ndevice = "cpu"\n[parallel]\npp = 2\nvirtual_stages = 2\nschedule = "zb-h1"\n'
     )
+    return folder / "run.toml"
+
+
+def test_the_verb_takes_a_run_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path)
     assert call("schedule", run) == 0
     out = capsys.readouterr().out
     assert out.count("W5b") == 2
@@ -67,11 +90,22 @@ def test_the_verb_takes_a_run_and_flags_win(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.parametrize("flags", [[], ["--vpp", 1, "--schedule", "1f1b"]])
+def test_the_verb_times_the_stages_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list) -> None:
+    assert call("schedule", write_run(tmp_path), "--measure", *flags) == 0
+    said = capsys.readouterr()
+    found = re.findall(r"^stage (\d): F (.*) ms, B (.*) ms, W (.*) ms$", said.err, re.MULTILINE)
+    assert [int(stage) for stage, *_ in found] == list(range(2 if flags else 4))
+    assert all(float(time) > 0 for _, *times in found for time in times)
+    assert "live micro-batches by rank: " in said.out
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (["--work", "1,2"], "--work has a number above 0 for each of 4 stages, got 1.0,2.0"),
         (["--weights", 2], "--weights 2 is a part of --backward 2, and so must be less"),
+        (["--measure"], "--measure times the stages of a run"),
         (["--plot", "a.jpg"], "a plot is a .png file, not a.jpg"),
         (["none.toml"], "no configuration file none.toml"),
     ],

@@ -1,0 +1,92 @@
+"""How long the passes of each stage take here: one rank of each pipeline rank at a time, on one device, alone.
+
+Collectives carry nothing, so with tp > 1 the times are those of a rank's arithmetic. Memory is what one rank needs.
+"""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ckptkit import Coords
+from trainer.config import Config
+from trainer.config.resolve import cuts_tokens, layout_of
+from trainer.engine import Engine
+from trainer.linear.wgrads import make
+from trainer.mesh.clock import Moment
+from trainer.mesh.mesh import mesh_of
+from trainer.model.microbatch import DropoutKey, MicroBatch
+from trainer.ops.dtypes import wide_dtype
+
+NUM_WARMUP, NUM_TIMED = 2, 5
+
+
+class Nobody:
+    """A network, and its transports, of which this rank alone is there: nothing is carried."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def connect(self, name: str, ranks: Sequence[int]) -> "Nobody":
+        """Return what carries nothing."""
+        return self
+
+    def all_reduce(self, tensor: Tensor, op: str, *, is_async: bool) -> None: ...
+    def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> None: ...
+    def reduce_scatter(self, flat: Tensor, *, is_async: bool) -> None: ...
+    def all_gather(self, flat: Tensor, *, is_async: bool) -> None: ...
+    def send(self, tensor: Tensor, to: int) -> None: ...
+    def receive(self, tensor: Tensor, source: int) -> None: ...
+
+
+def stage_times(config: Config, device: torch.device) -> dict[tuple[str, int], float]:
+    """Return the median seconds of F, B and W of one micro-batch, by kind and stage.
+
+    Without a W a backward pass takes those of both.
+    """
+    layout, found = layout_of(config), dict[tuple[str, int], float]()
+    for pp in range(layout.pp):
+        mesh = mesh_of(config, layout.rank(Coords(pp=pp)), device, network=Nobody(layout.world_size))
+        engine = Engine(config, mesh)
+        engine.initialise()
+        engine.choose_ops({}, by_timing=not config.train.deterministic)
+        batch = random_batch(engine)
+        for stage in engine.chunks:
+            runs = [time_passes(engine, stage, batch) for _ in range(NUM_WARMUP + NUM_TIMED)]
+            for kind, times in zip(("F", "B", "W"), zip(*runs[NUM_WARMUP:], strict=True), strict=True):
+                found[kind, stage] = statistics.median(times)
+    return found
+
+
+def random_batch(engine: Engine) -> MicroBatch:
+    """Return a micro-batch of random tokens, all of which count."""
+    model, train, device = engine.config.model, engine.config.train, engine.mesh.device
+    num_tokens = train.micro_batch_size * train.seq_length
+    tokens = torch.randint(model.vocab_size, (num_tokens,), device=device)
+    positions = torch.arange(train.seq_length, device=device).repeat(train.micro_batch_size)
+    ones = torch.ones(num_tokens, device=device)
+    key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
+    weights = ones.to(wide_dtype(engine.dtype)) / num_tokens
+    return MicroBatch(tokens, tokens, positions, ones, train.seq_length, 0, key, weights_S=weights)
+
+
+def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:
+    """Return the seconds of one F, one B and one W of a stage."""
+    chunk, device = engine.chunks[stage], engine.mesh.device
+    num_parts = engine.mesh.tp.size if cuts_tokens(engine.config) else 1
+    shape_TD = len(batch.tokens_S) // num_parts, engine.config.model.hidden_size
+    received = torch.randn(shape_TD, device=device, dtype=engine.dtype)
+    engine.store.begin_step()
+    moments = [Moment(device)]
+    out = chunk.forward(received.requires_grad_() if stage else None, batch)
+    if batch.weights_S is not None and chunk.head is not None:
+        out = (out * batch.weights_S).sum()
+    moments.append(Moment(device))
+    with engine.store.wgrads.putting_off() as products:
+        torch.autograd.backward(out, None if out.dim() == 0 else torch.ones_like(out))
+    moments.append(Moment(device))
+    make(products)
+    moments.append(Moment(device))
+    return [end.seconds_since(begin) for begin, end in pairwise(moments)]
