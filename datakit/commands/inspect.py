@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from datakit.commands.shared import OfStored, counts_text
 from threefold.cli import print_json, print_line
@@ -24,9 +24,13 @@ class Options(OfStored):
 
     document: int | None = option(None, "show this document, counted from 0", metavar="K", exclusive="excerpt")
     sample: int | None = option(
-        None, "show tokens [K L, K L + L], L from --seq-length", metavar="K", exclusive="excerpt"
+        None, "show row K, tokens [K L, K L + L], L from --seq-length", metavar="K", exclusive="excerpt"
     )
     seq_length: int | None = option(None, "tokens of a sample", metavar="L")
+    packing: Literal["concat", "best_fit", "pad"] = option(
+        "concat", "how the sample's row is made: as `datakit pack` packed the store, or cut out of its tokens"
+    )
+    index: str | None = option(None, "the folder of the packing index, if it is not in the store", metavar="DIR")
     tokenizer: str | None = option(None, "the tokenizer that made the store: shows text, not ids", metavar="FILE")
 
 
@@ -89,6 +93,10 @@ def asks_for_excerpt(options: Options) -> bool:
     """Return whether `inspect` is to show a document or sample; UserError if its flags do not fit each other."""
     if (options.sample is None) != (options.seq_length is None):
         raise UserError("--sample and --seq-length go together", hint="--sample 0 --seq-length 4096")
+    if options.sample is None and (options.packing != "concat" or options.index):
+        raise UserError("--packing and --index are of a --sample", hint="--sample 0 --seq-length 4096")
+    if options.index and options.packing == "concat":
+        raise UserError(f"--index {options.index} is of packed rows", hint="--packing best_fit")
     found = options.document is not None or options.sample is not None
     if options.tokenizer and not found:
         raise UserError("--tokenizer shows the text of one document or sample", hint="--document 0")
@@ -97,10 +105,11 @@ def asks_for_excerpt(options: Options) -> bool:
 
 def inspect_excerpt(options: Options) -> None:
     """Show the tokens of one document or sample, as text where a tokenizer is given, and where they came from."""
+    from datakit.packing.packed_store import open_store
     from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
-    from datakit.store.token_store import TokenStore
 
-    store = TokenStore.open(options.store)
+    length = options.seq_length or 0
+    store = open_store(options.store, packing=options.packing, seq_length=length, index=options.index)
     if options.document is not None:
         name, excerpt = "document", document_excerpt(store, options.document)
     else:

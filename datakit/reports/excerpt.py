@@ -6,6 +6,8 @@ Costs the pages that hold its tokens and origins, whatever the store's size.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from datakit.store.origins import Origin
 from datakit.store.shard import Tokens
 from datakit.store.token_store import TokenStore
@@ -29,7 +31,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Tokens that follow each other in a store, from the address `first_token` on, and the documents they are of."""
+    """Tokens of a store and the documents they are of; the first is at the address `first_token`.
+
+    They follow each other there, but for those of a packed row, whose documents are in any places.
+    """
 
     first_token: int
     tokens: Tokens
@@ -55,22 +60,23 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
 
 
 def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
-    """Return one sample in the store's own order.
+    """Return one sample in the store's own order, of a packed store one row of its index.
 
-    Tokens [K L, K L + L]; UserError if there is none of this number.
+    The label of its last token is the last one here. UserError if there is none of this number.
     """
     if seq_length < 1:
         raise UserError(f"a sequence length of {seq_length} tokens", hint="--seq-length 4096")
-    num_samples = max(store.num_tokens - 1, 0) // seq_length
+    num_samples = store.num_rows(seq_length)
     if not 0 <= number < num_samples:
         raise UserError(
             f"there is no sample {number}: {store.place} has {num_samples} samples of {seq_length} tokens, "
             "counted from 0",
-            hint=f"datakit inspect {store.place} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}",
+            hint=f"datakit inspect {store.place} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}"
+            + (f" --packing {store.packing}" if store.packing != "concat" else ""),
         )
-    start = number * seq_length
-    stop = start + seq_length + 1
-    return Excerpt(start, store.tokens(start, stop), tuple(_parts(store, start, stop)))
+    spans = store.row_spans(number, seq_length)
+    tokens = np.concatenate([store.tokens(start, stop) for start, stop in spans])
+    return Excerpt(spans[0][0], tokens, tuple(part for start, stop in spans for part in _parts(store, start, stop)))
 
 
 def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
