@@ -166,7 +166,8 @@ class RemoteStore(TokenStore):
         digest = file.digest
         if not file.packed:  # each block of the shard is checked by it
             self.cache.needed.add(_content(digest))
-        cached = self.cache.get(_content(digest), digest.size_bytes, partial(twice, self.source, file))
+        read = partial(twice, lambda: b"".join(self.source.blocks(file)))
+        cached = self.cache.get(_content(digest), digest.size_bytes, read)
         with reading(cached.path):
             return map_open(cached.descriptor)
 

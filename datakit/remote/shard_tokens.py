@@ -8,7 +8,7 @@ A block whose check fails is read once more, as bits also flip on the way.
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from datakit.store.shard import ShardIndex, damaged
 from threefold.errors import CheckFailed
 
 BLOCK_BYTES = 1 << 20
+Value = TypeVar("Value")
 
 
 class ShardTokens(Protocol):
@@ -53,16 +54,18 @@ class PlainTokens:
         first, last = self._firsts[block : block + 2]
         index, origins = self._open_others()
         sizes: list[int] = (index.lengths[first:last].astype(np.int64) * index.dtype.itemsize).tolist()
-        for _ in range(2):
-            content = self._source.read_plain(self._file, start, stop)
-            number = origins.first_damaged(first, content, sizes)
-            if number is None:
-                return content
-        place = self._source.place_of(self._file)
-        raise CheckFailed(
-            f"{place} is damaged: the checksum of document {number} does not hold, in bytes {start} to {stop}",
-            hint=f"datakit verify {self._source.storage.url}",
-        )
+        return twice(lambda: self._checked(start, stop, first, sizes, origins))
+
+    def _checked(self, start: int, stop: int, first: int, sizes: list[int], origins: Origins) -> bytes:
+        content = self._source.read_plain(self._file, start, stop)
+        number = origins.first_damaged(first, content, sizes)
+        if number is not None:
+            raise CheckFailed(
+                f"{self._source.place_of(self._file)} is damaged: the checksum of document {number} of it does not "
+                f"hold, in bytes {start} to {stop}",
+                hint=f"datakit verify {self._source.storage.url}",
+            )
+        return content
 
 
 class ArchivedTokens:
@@ -70,15 +73,12 @@ class ArchivedTokens:
 
     def __init__(self, source: StoreSource, file: SourceFile) -> None:
         """Read the table of frames; CheckFailed if the file is not of the recorded sizes."""
-        self._reader = source.open_packed(file)
+        self._reader = twice(lambda: source.open_packed(file))
         self.bounds = self._reader.bounds
 
     def fetch(self, block: int) -> bytes:
         """Return the content of a frame."""
-        try:
-            return self._reader.read(*self.bounds[block : block + 2])
-        except CheckFailed:
-            return self._reader.read(*self.bounds[block : block + 2])
+        return twice(lambda: self._reader.read(*self.bounds[block : block + 2]))
 
 
 def block_at(tokens: ShardTokens, byte: int) -> int:
@@ -86,12 +86,12 @@ def block_at(tokens: ShardTokens, byte: int) -> int:
     return bisect_right(tokens.bounds, byte) - 1
 
 
-def twice(source: StoreSource, file: SourceFile) -> bytes:
-    """Return a whole file, which is checked; one that is damaged is read once more."""
+def twice(read: Callable[[], Value]) -> Value:
+    """Return what is read and checked; if it is damaged it is read once more, as bits also flip on the way."""
     try:
-        return b"".join(source.blocks(file))
+        return read()
     except CheckFailed:
-        return b"".join(source.blocks(file))
+        return read()
 
 
 def path_of(source: StoreSource, file: SourceFile) -> Path:
