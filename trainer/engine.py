@@ -17,7 +17,7 @@ from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
 from trainer.model.microbatch import DropoutKey, MicroBatch
-from trainer.model.op_choices import OpChoices, choose_attention
+from trainer.model.op_choices import choose_attention, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import Action, most_sends
@@ -62,7 +62,7 @@ class Engine:
         options = StoreOptions(self.dtype, self.moments, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer)
         self.store = ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)
-        self.choices = OpChoices(choose_attention(config, mesh, self.dtype, None, by_timing=False))
+        self.choices = first_choices(config, mesh, self.dtype)
         self.chunks = {
             stage: Chunk(config, self.store, mesh, self.choices, stage)
             for stage in rank_stages(mesh.layout, mesh.coords.pp)
@@ -115,7 +115,8 @@ class Engine:
         factor = self.verdict.judge(step + 1, sums[0], sums[1:], num_tokens)
         before_update()
         lr = learning_rate(optim, step)
-        self.store.update(optim, lr, step, factor=factor, is_bad=self.verdict.is_bad)
+        form = self.choices.forms.adamw
+        self.store.update(optim, lr, step, factor=factor, is_bad=self.verdict.is_bad, form=form)
         self.store.gather()
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take())
 

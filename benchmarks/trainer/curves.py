@@ -2,9 +2,10 @@
 
     python benchmarks/trainer/curves.py --output DIR [--model 1b] [--train-steps 200]
 
-Plain torch is what a script would have: `torch.nn.functional` under autocast to bf16, fp32 weights, `torch.optim.AdamW`
-and `clip_grad_norm_`. Both start from the same weights, plain torch once more from weights 1/2000 larger, which
-shows how far two runs drift apart that differ in nothing else. The losses are in DIR/{fused,plain,moved}.jsonl, for
+"fused" is the default, "torch" the same run with each op in plain torch (`[ops]`). "script" is what a script would
+have: `torch.nn.functional` under autocast to bf16, fp32 weights and residual stream, `torch.optim.AdamW` and
+`clip_grad_norm_`. All start from the same weights, the script once more, as "moved", from weights 1/2000 larger: how
+far two runs drift apart that differ in nothing else. The losses are in DIR/{fused,torch,script,moved}.jsonl, for
 `tools/plot_metrics.py`.
 """
 
@@ -32,6 +33,8 @@ from trainer.store.lr import learning_rate
 
 SHAPES = {"1b": 4, "350m": 16}  # samples a step, in one micro-batch
 SHOWN = (1, 10, 50, 100, 150, 200)  # steps
+WARMUP_STEPS = 50  # with fewer a model's losses jump, and what two runs do then says nothing
+PLAIN = ("norm", "rope", "activation", "cross-entropy", "adamw")
 
 
 def main() -> int:
@@ -48,28 +51,33 @@ def benchmark(arguments: argparse.Namespace) -> int:
     output, steps, samples = fresh_folder(arguments.output, "curves.py"), arguments.train_steps, SHAPES[arguments.model]
     store = make_store(output)
     row = Row(arguments.model, samples, samples)
-    fused, _ = train(ROOT, output / "fused.jsonl", row, "--data.stores", store, "--train-steps", steps)
+    flags = ["--data.stores", store, "--train-steps", steps, "--optim.warmup-steps", WARMUP_STEPS]
+    in_torch = [word for op in PLAIN for word in (f"--ops.{op}", "torch")]
+    losses = {}
+    for name, ops in (("fused", []), ("torch", [*in_torch, "--ops.attention", "sdpa-flash"])):
+        lines, _ = train(ROOT, output / f"{name}.jsonl", row, *flags, *ops)
+        losses[name] = [line["loss"] for line in lines]
     tables = read_toml(str(HERE / f"{arguments.model}.toml"))
     sizes = {"train_steps": steps, "micro_batch_size": samples, "global_batch_size": samples}
     tables = {**tables, "train": tables["train"] | sizes, "data": {"stores": [str(store)]}}
+    tables["optim"] = tables["optim"] | {"warmup_steps": WARMUP_STEPS}
     config, device = config_from(tables, source=arguments.model), torch.device("cuda", 0)
-    losses = {"fused": [line["loss"] for line in fused]}
-    for name, scale in (("plain", 1.0), ("moved", 1.0005)):
-        losses[name] = plain_losses(config, device, scale)
+    for name, scale in (("script", 1.0), ("moved", 1.0005)):
+        losses[name] = script_losses(config, device, scale)
         lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses[name], 1)]
         (output / f"{name}.jsonl").write_text("".join(lines))
     print(f"{arguments.model}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("step" + "".join(f"{name:>9}" for name in losses))
     for step in (each for each in SHOWN if each <= steps):
         print(f"{step:>4}" + "".join(f"{each[step - 1]:>9.4f}" for each in losses.values()))
-    for name in ("fused", "moved"):
-        gaps = [loss - plain for loss, plain in zip(losses[name], losses["plain"], strict=True)]
+    for name, other in (("fused", "torch"), ("fused", "script"), ("moved", "script")):
+        gaps = [loss - plain for loss, plain in zip(losses[name], losses[other], strict=True)]
         largest, typical = max(map(abs, gaps)), statistics.median(map(abs, gaps))
-        print(f"{name} less plain: largest {largest:.1e}, median {typical:.1e}, mean {statistics.mean(gaps):+.1e}")
+        print(f"{name} less {other}: largest {largest:.1e}, median {typical:.1e}, mean {statistics.mean(gaps):+.1e}")
     return 0
 
 
-def plain_losses(config: Config, device: torch.device, scale: float) -> list[float]:
+def script_losses(config: Config, device: torch.device, scale: float) -> list[float]:
     """Return the loss of each step in plain torch, from the trainer's first weights times `scale`."""
     model, optim = config.model, config.optim
     mesh = mesh_of(config, 0, device)
@@ -87,7 +95,7 @@ def plain_losses(config: Config, device: torch.device, scale: float) -> list[flo
     for step in range(config.train.train_steps):
         batch = reader.to_device(reader.next_step())
         with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
-            logits = plain_logits(model, weights, batch.tokens[0])
+            logits = script_logits(model, weights, batch.tokens[0])
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels[0].flatten())
         adam.zero_grad()
         loss.backward()
@@ -99,7 +107,7 @@ def plain_losses(config: Config, device: torch.device, scale: float) -> list[flo
     return losses
 
 
-def plain_logits(model: ModelConfig, weights: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
+def script_logits(model: ModelConfig, weights: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
     """Return the logits of every token: GPT-2 or Llama by the model's configuration."""
 
     def linear(x: Tensor, name: str) -> Tensor:

@@ -21,7 +21,7 @@ from trainer.config.walk import config_from, read_toml
 from trainer.engine import Batch, Engine
 from trainer.mesh.mesh import mesh_of
 
-CONFIG = Path(__file__).with_name("1b.toml")
+HERE = Path(__file__).parent
 WARMUP_STEPS = 4
 KINDS = {  # the first whose pattern is in a kernel's name
     "attention": r"cudnn|flash|fmha",
@@ -47,9 +47,24 @@ def main() -> int:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
-    tables = read_toml(str(CONFIG))
-    sizes = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}
-    config = config_from(tables | {"train": tables["train"] | sizes}, source=str(CONFIG))
+    engine, batch = engine_and_batch("1b", arguments.micro_batch_size, arguments.global_batch_size)
+    median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    name, attention, shape = torch.cuda.get_device_name(), engine.choices.names["attention"], batch.tokens.shape
+    print(f"{name}, attention {attention}: {shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
+    print(f"{1e3 * median:.1f} ms, {shape.numel() / median:,.0f} tok/s, {peak:.1f} GiB")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        engine.train_step(arguments.steps + 1, batch)
+        torch.cuda.synchronize()
+    print_kinds(profile)
+    return 0
+
+
+def engine_and_batch(model: str, micro_batch_size: int, global_batch_size: int) -> tuple[Engine, Batch]:
+    """Return a model of this folder with drawn state on the first GPU, and random tokens for a step."""
+    tables = read_toml(str(HERE / f"{model}.toml"))
+    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
+    config = config_from(tables | {"train": tables["train"] | sizes}, source=model)
     device = torch.device("cuda", 0)
     engine = Engine(config, mesh_of(config, 0, device))
     engine.initialise()
@@ -58,24 +73,19 @@ def benchmark(arguments: argparse.Namespace) -> int:
     rows = torch.randint(config.model.vocab_size, (*shape[:2], shape[2] + 1), device=device)
     positions = torch.arange(shape[2], device=device).expand(shape).contiguous()
     mask = torch.ones(shape, device=device)
-    batch = Batch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), positions, mask, 0)
+    return engine, Batch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), positions, mask, 0)
+
+
+def seconds(engine: Engine, batch: Batch, num_steps: int) -> list[float]:
+    """Return the seconds between the ends of so many steps and one more."""
     ends, running = [], engine.start_step(0, batch)
-    for step in range(1, arguments.steps + 1):  # as the training loop reads them: while the next one runs
+    for step in range(1, num_steps + 1):  # as the training loop reads them: while the next one runs
         following = engine.start_step(step, batch)
         running.read()
         ends.append(time.perf_counter())
         running = following
     running.read()
-    median = statistics.median([end - begin for begin, end in pairwise(ends)][WARMUP_STEPS:])
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    name, attention = torch.cuda.get_device_name(), engine.choices.names["attention"]
-    print(f"{name}, attention {attention}: {shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
-    print(f"{1e3 * median:.1f} ms, {rows[..., 1:].numel() / median:,.0f} tok/s, {peak:.1f} GiB")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.train_step(arguments.steps + 1, batch)
-        torch.cuda.synchronize()
-    print_kinds(profile)
-    return 0
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def print_kinds(profile: torch.profiler.profile) -> None:

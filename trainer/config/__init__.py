@@ -5,6 +5,7 @@ from trainer.config.data import DataConfig as DataConfig
 from trainer.config.data import ValidConfig as ValidConfig
 from trainer.config.log import LogConfig as LogConfig
 from trainer.config.model import ModelConfig as ModelConfig
+from trainer.config.ops import OpsConfig as OpsConfig
 from trainer.config.optim import OptimConfig as OptimConfig
 from trainer.config.parallel import ParallelConfig as ParallelConfig
 from trainer.config.tables import Config as Config

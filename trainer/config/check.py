@@ -13,6 +13,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *layout_faults(config, world_size),
         *data_faults(config),
         *schedule_faults(config),
+        *op_faults(config),
         *tier_faults(config),
     ]
 
@@ -149,6 +150,19 @@ def schedule_faults(config: Config) -> list[Fault]:
     if -1 < save.save_interval_s < 0:
         text = f"checkpoint.save_interval_s must be -1, 0 or seconds, got {save.save_interval_s:g}"
         faults.append(({"checkpoint.save_interval_s"}, text))
+    return faults
+
+
+def op_faults(config: Config) -> list[Fault]:
+    """Return faults between the forms of ops and the precision."""
+    ops, faults = config.ops, []
+    for op, form in (("norm", ops.norm), ("adamw", ops.adamw)):
+        if form == "apex" and config.train.precision == "fp64":
+            text = f"ops.{op} apex is for precisions bf16 and fp32: --ops.{op} csrc"
+            faults.append(({f"ops.{op}", "train.precision"}, text))
+    if ops.adamw != "csrc" and config.optim.moments == "bf16":
+        text = f"ops.adamw {ops.adamw} has no moments of another dtype than the masters': --optim.moments wide"
+        faults.append(({"ops.adamw", "optim.moments"}, text))
     return faults
 
 

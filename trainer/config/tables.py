@@ -10,6 +10,7 @@ from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.data import DataConfig
 from trainer.config.log import LogConfig
 from trainer.config.model import ModelConfig
+from trainer.config.ops import OpsConfig
 from trainer.config.optim import OptimConfig
 from trainer.config.parallel import ParallelConfig
 from trainer.config.train import TrainConfig
@@ -24,5 +25,6 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

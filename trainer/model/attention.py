@@ -36,7 +36,7 @@ class Attention:
         self.out = store.weight(f"{prefix}.out.weight")
         self.out_bias = store.weight_if_any(f"{prefix}.out.bias")
         names = [f"{prefix}.{name}" for name in ("q_norm", "k_norm")] if model.qk_norm else []
-        self.norms = [Norm(model, store, name) for name in names]
+        self.norms = [Norm(model, store, name, choices) for name in names]
 
     def __call__(self, x_TD: Tensor, batch: MicroBatch) -> Tensor:
         q_SNH, k_SKH, v_SKH = self._heads(self.tensor.column_linear(x_TD, self.qkv), batch)
@@ -52,7 +52,7 @@ class Attention:
             norms = []
         if batch.turns_SH is None and not norms:
             return self._split(qkv_SC)
-        return _Heads.apply(qkv_SC, batch.turns_SH, self.counts, norms)
+        return _Heads.apply(qkv_SC, batch.turns_SH, self.counts, norms, self.choices.forms.rope)
 
     def _split(self, qkv_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads = self.counts
@@ -65,24 +65,25 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_SC: Tensor, turns_SH: Tensor | None, counts: tuple[int, int], norms: list[Norm]
+        ctx: Any, qkv_SC: Tensor, turns_SH: Tensor | None, counts: tuple[int, int], norms: list[Norm], form: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv_SC = qkv_SC.detach()
         ctx.weights = [norm.weight for norm in norms]
         ctx.epochs = [weight.epoch for weight in ctx.weights]
-        ctx.eps = norms[0].eps if norms else 0.0
+        ctx.eps, ctx.form = norms[0].eps if norms else 0.0, form
         ctx.save_for_backward(turns_SH, qkv_SC if norms else None)
-        return rope_forward(qkv_SC, turns_SH, counts, _qk_norm(ctx.weights, ctx.eps), in_place=not norms)
+        return rope_forward(qkv_SC, turns_SH, counts, _qk_norm(ctx.weights, ctx.eps), in_place=not norms, form=form)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         turns_SH, qkv_SC = ctx.saved_tensors
-        dqkv_SC, dweights = rope_backward((dq, dk, dv), qkv_SC, turns_SH, _qk_norm(ctx.weights, ctx.eps))
+        norm = _qk_norm(ctx.weights, ctx.eps)
+        dqkv_SC, dweights = rope_backward((dq, dk, dv), qkv_SC, turns_SH, norm, form=ctx.form)
         for weight, epoch, dweight in zip(ctx.weights, ctx.epochs, () if dweights is None else dweights, strict=True):
             weight.check(epoch)
             weight.add_gradient(add_or_write(dweight))
-        return dqkv_SC, None, None, None
+        return dqkv_SC, None, None, None, None
 
 
 def _qk_norm(weights: list[Weight], eps: float) -> QkNorm | None:

@@ -26,10 +26,10 @@ class Block:
         self, model: ModelConfig, store: ParameterStore, number: int, tensor: TensorParallel, choices: OpChoices
     ) -> None:
         prefix, self.number = f"layers.{number}", number
-        self.norm1 = Norm(model, store, f"{prefix}.norm1")
+        self.norm1 = Norm(model, store, f"{prefix}.norm1", choices)
         self.attention = Attention(model, store, f"{prefix}.attn", tensor, choices)
-        self.norm2 = Norm(model, store, f"{prefix}.norm2")
-        self.mlp = MLP(model, store, f"{prefix}.mlp", tensor)
+        self.norm2 = Norm(model, store, f"{prefix}.norm2", choices)
+        self.mlp = MLP(model, store, f"{prefix}.mlp", tensor, choices)
 
     def __call__(self, x_TD: Tensor, branch_TD: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the branch that is yet to be added to it, as it takes them.

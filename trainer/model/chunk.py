@@ -33,7 +33,7 @@ class Chunk:
             self.positions = store.weight_if_any("pos.weight")
         layers = stage_layers(model.num_layers, num_stages, stage)
         self.blocks = [Block(model, store, number, self.tensor, choices) for number in layers]
-        self.head = Head(config, store, self.tensor) if stage == num_stages - 1 else None
+        self.head = Head(config, store, self.tensor, choices) if stage == num_stages - 1 else None
 
     def forward(self, received_TD: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the activations for the next stage, [T, D]; on the last stage the loss of each token, [S]."""

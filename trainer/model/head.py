@@ -5,6 +5,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.linear.linear import linear
 from trainer.model.norm import Norm
+from trainer.model.op_choices import OpChoices
 from trainer.ops.cross_entropy import VocabularyPart
 from trainer.parallel.cross_entropy import vocab_cross_entropy
 from trainer.parallel.linear_cross_entropy import linear_cross_entropy, tokens_at_once
@@ -15,11 +16,11 @@ from trainer.store.store import ParameterStore
 class Head:
     """Norm and output matrix, which is the embedding's if they are tied."""
 
-    def __init__(self, config: Config, store: ParameterStore, tensor: TensorParallel) -> None:
+    def __init__(self, config: Config, store: ParameterStore, tensor: TensorParallel, choices: OpChoices) -> None:
         model, group = config.model, tensor.group
-        self.tensor, self.group, self.vocab_size = tensor, group, model.vocab_size
+        self.tensor, self.choices, self.group, self.vocab_size = tensor, choices, group, model.vocab_size
         self.z_loss, self.max_bytes = config.train.z_loss, config.train.max_logits_gib * 2**30
-        self.norm = Norm(model, store, "norm")
+        self.norm = Norm(model, store, "norm", choices)
         self.matrix = store.weight("embed.weight" if model.tie_embeddings else "head.weight")
         num_rows = self.matrix.values.shape[0]
         self.first_row = group.index * num_rows
@@ -37,11 +38,11 @@ class Head:
             part = VocabularyPart(self.first_row, self.num_true_rows)
             return linear_cross_entropy(
                 x_SD, self.matrix, labels_S, part, self.group, weights_T=weights_S, z_loss=z_loss,
-                tokens_at_once=at_once,
+                tokens_at_once=at_once, form=self.choices.forms.cross_entropy,
             )  # fmt: skip
         return vocab_cross_entropy(
             linear(x_SD, self.matrix), labels_S, first_row=self.first_row, num_true_rows=self.num_true_rows,
-            group=self.group, z_loss=z_loss,
+            group=self.group, z_loss=z_loss, form=self.choices.forms.cross_entropy,
         )  # fmt: skip
 
     def logits(self, x_TD: Tensor, branch_TD: Tensor | None) -> Tensor:

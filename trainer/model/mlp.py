@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from trainer.config import ModelConfig
+from trainer.model.op_choices import OpChoices
 from trainer.ops.activation import ACTIVATIONS, SWIGLU
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
@@ -14,8 +15,10 @@ class MLP:
     Kept for the backward: x and the packed gate|up, [S, 2 F], of which the backward makes down's input again.
     """
 
-    def __init__(self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel) -> None:
-        self.tensor, self.activation = tensor, ACTIVATIONS[model.activation]
+    def __init__(
+        self, model: ModelConfig, store: ParameterStore, prefix: str, tensor: TensorParallel, choices: OpChoices
+    ) -> None:
+        self.tensor, self.activation, self.choices = tensor, ACTIVATIONS[model.activation], choices
         names = ("gate", "up") if self.activation is SWIGLU else ("up",)
         self.up = store.weight(*(f"{prefix}.{name}.weight" for name in names))
         self.up_bias = store.weight_if_any(*(f"{prefix}.{name}.bias" for name in names))
@@ -23,5 +26,6 @@ class MLP:
         self.down_bias = store.weight_if_any(f"{prefix}.down.bias")
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        activation = self.activation.in_form(self.choices.forms.activation)
         packed_SC = self.tensor.column_linear(x_TD, [(self.up, self.up_bias)])
-        return self.tensor.row_linear(packed_SC, self.down, self.down_bias, self.activation)
+        return self.tensor.row_linear(packed_SC, self.down, self.down_bias, activation)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from trainer.config import ModelConfig
 from trainer.linear.weight import add_or_write
+from trainer.model.op_choices import OpChoices
 from trainer.ops.norm import add_norm
 from trainer.store.store import ParameterStore
 
@@ -11,8 +12,8 @@ from trainer.store.store import ParameterStore
 class Norm:
     """RMSNorm, or LayerNorm if the model asks for it."""
 
-    def __init__(self, model: ModelConfig, store: ParameterStore, name: str) -> None:
-        self.eps = model.norm_eps
+    def __init__(self, model: ModelConfig, store: ParameterStore, name: str, choices: OpChoices) -> None:
+        self.eps, self.choices = model.norm_eps, choices
         self.weight, self.bias = store.weight(f"{name}.weight"), store.weight_if_any(f"{name}.bias")
 
     def __call__(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,4 +30,4 @@ class Norm:
                 weight.add_gradient(add_or_write(gradient))
 
         bias = None if self.bias is None else self.bias.values
-        return add_norm(x, branch, self.weight.values, bias, self.eps, take_gradients)
+        return add_norm(x, branch, self.weight.values, bias, self.eps, take_gradients, self.choices.forms.norm)

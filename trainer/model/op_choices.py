@@ -1,13 +1,15 @@
 """Which form of an op a rank's layers take: forms differ in speed and in their last bits, so a run records them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from trainer.config import Config
+from threefold.errors import UserError
+from trainer.config import Config, OpsConfig
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
 from trainer.ops.attention.seam import Backend, Mask
+from trainer.ops.forms import package
 
 
 @dataclass(slots=True)
@@ -15,19 +17,32 @@ class OpChoices:
     """The forms in use, shared by a rank's layers; owned by the training thread."""
 
     attention: Backend
+    forms: OpsConfig
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the name of the form of each op that has several."""
-        return {"attention": self.attention.name}
+        """Return the name of each op's form, without those that are csrc."""
+        names = {**asdict(self.forms), "attention": self.attention.name}
+        return {op: name for op, name in names.items() if name != "csrc"}
+
+
+def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpChoices:
+    """Return the configured forms, with attention by a rule; UserError if the device or the installation lacks one."""
+    for op, module in (("norm", "fused_layer_norm_cuda"), ("adamw", "amp_C")):
+        if getattr(config.ops, op) == "apex":
+            if mesh.device.type != "cuda":
+                raise UserError(f"ops.{op} apex runs on CUDA, not on {mesh.device}", hint=f"--ops.{op} csrc")
+            package(module)
+    return OpChoices(choose_attention(config, mesh, dtype, None, by_timing=False), config.ops)
 
 
 def choose_attention(
     config: Config, mesh: ProcessMesh, dtype: torch.dtype, recorded: str | None, *, by_timing: bool
 ) -> Backend:
-    """Return the recorded backend if the device can take it; else, on GPUs, the fastest if `by_timing`, or by a rule.
+    """Return the backend that the configuration names; else the recorded one if the device can take it; else another.
 
-    All ranks call it: the first one chooses for all.
+    On GPUs that is the fastest if `by_timing`, or the first by a rule. All ranks call it: the first one chooses for
+    all. Raises UserError if the named one does not take the run's tensors.
     """
     model, train, tp = config.model, config.train, mesh.layout.tp
     num_tokens, head_size = train.micro_batch_size * train.seq_length, model.head_size
@@ -36,6 +51,13 @@ def choose_attention(
         for heads in (model.num_heads, model.num_kv_heads)
     )
     mask = _mask_like(config, mesh.device)
+    named = config.ops.attention
+    if named != "auto":
+        backend = backend_named(named)
+        refusal = backend.refusal(q_TNH, k_TKH, mask)
+        if refusal is not None:
+            raise UserError(f"ops.attention {named}: {refusal}", hint="--ops.attention auto")
+        return backend
     usable = [backend.name for backend in BACKENDS if backend.refusal(q_TNH, k_TKH, mask) is None]
     name = recorded if recorded in usable else choose(q_TNH, k_TKH, mask, deterministic=not by_timing)
     number = torch.tensor([BACKENDS.index(backend_named(name))], device=mesh.device)

@@ -5,7 +5,7 @@ that element alone, on the CPU on no number of threads. Sources: Shazeer, "GLU V
 Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threefold.errors import UserError
-from trainer.ops import native
+from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 
 
@@ -24,15 +24,27 @@ class Activation:
     name: str
     code: int  # op_activation of csrc/ops/ops.h
     num_parts: int
+    form: str = "csrc"
+
+    def in_form(self, form: str) -> "Activation":
+        """Return the same in another form."""
+        return self if form == self.form else replace(self, form=form)
 
     def forward(self, x_TC: Tensor) -> Tensor:
         """Return the product, [T, F]; x is contiguous."""
+        if self.form != "csrc":
+            return forms.forward(self.form, _reference, x_TC, self.num_parts)[0]
         y_TF = x_TC.new_empty(len(x_TC), self._columns(x_TC))
         native.call("activation_forward", x_TC, self.code, x_TC.data_ptr(), y_TF.data_ptr(), *y_TF.shape)
         return y_TF
 
     def backward(self, dy_TF: Tensor, x_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of x, in the memory of x, and the product, in the memory of dy; both are contiguous."""
+        """Return the gradient of x and the product; as csrc in the memory of x and of dy, which are contiguous."""
+        if self.form != "csrc":
+            (dx_TC,), (y_TF,) = forms.backward(
+                self.form, _reference, (0,), (dy_TF,), x_TC, self.num_parts, with_outputs=True
+            )
+            return dx_TC, y_TF
         self._backward(dy_TF, x_TC, x_TC, dy_TF)
         return x_TC, dy_TF
 
@@ -62,11 +74,15 @@ def activate(x_TC: Tensor, activation: Activation) -> Tensor:
 
 def activate_reference(x_TC: Tensor, activation: Activation) -> Tensor:
     """Return the same in plain torch, in the same precision."""
+    return _reference(x_TC, activation.num_parts)[0]
+
+
+def _reference(x_TC: Tensor, num_parts: int) -> tuple[Tensor]:
     wide_TC = x_TC.to(wide_dtype(x_TC.dtype))
-    if activation is SWIGLU:
+    if num_parts == SWIGLU.num_parts:
         gate_TF, up_TF = wide_TC.chunk(2, 1)
-        return (F.silu(gate_TF) * up_TF).to(x_TC.dtype)
-    return F.gelu(wide_TC, approximate="tanh").to(x_TC.dtype)
+        return ((F.silu(gate_TF) * up_TF).to(x_TC.dtype),)
+    return (F.gelu(wide_TC, approximate="tanh").to(x_TC.dtype),)
 
 
 class _Activate(torch.autograd.Function):

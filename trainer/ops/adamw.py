@@ -8,16 +8,18 @@ Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import adamw as torch_adamw
 
 from threefold.errors import UserError
 from threefold.native import DOUBLE, INT64
 from trainer.config import OptimConfig
-from trainer.ops import native
+from trainer.ops import forms, native
 
 CHUNK = 1 << 14  # elements that one block of threads updates
 
@@ -63,12 +65,17 @@ class IntervalTable:
         self._chunks = chunks.to(device)
         self._rows = torch.cat([rows, (ends - num_chunks).unsqueeze(1), ends.unsqueeze(1)], 1).to(device)
 
-    def adamw(self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor) -> None:
+    def adamw(
+        self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor, form: str = "csrc"
+    ) -> None:
         """Make one step in place, after `step` steps, with the gradients scaled by `factor`; none where `is_bad` is 1.
 
         Both are numbers on the device, which decides: the host does not wait for them.
         """
         if not self._intervals:
+            return
+        if form != "csrc":
+            _FORMS[form](self._intervals, optim, lr, step, factor=factor, is_bad=is_bad)
             return
         first = self._intervals[0]
         moments = native.DTYPE_CODES[first.exp_avg.dtype]
@@ -109,6 +116,58 @@ def adamw_reference(
         each.exp_avg_sq.copy_(exp_avg_sq)
         if each.published is not None:
             each.published.copy_(each.master)
+
+
+@torch.no_grad()
+def _torch_adamw(
+    intervals: Sequence[Interval], optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor
+) -> None:
+    """Make the same step by torch's fused AdamW, whose moments have the dtype of the masters."""
+    for decay, lists in _by_decay(intervals, optim):
+        steps = list(torch.full((len(lists[0]),), float(step), device=factor.device))
+        masters, gradients, *moments = lists
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        update: Any = torch_adamw.adamw
+        update(
+            masters, gradients, *moments, [], steps, fused=True, found_inf=is_bad.float(), amsgrad=False,
+            beta1=optim.beta1, beta2=optim.beta2, lr=lr, weight_decay=decay, eps=optim.eps, maximize=False,
+        )  # fmt: skip
+    _publish(intervals)
+
+
+@torch.no_grad()
+def _apex_adamw(
+    intervals: Sequence[Interval], optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor
+) -> None:
+    """Make the same step by the kernel of NVIDIA Apex's FusedAdam."""
+    update, device = forms.package("amp_C").multi_tensor_adam_capturable, factor.device
+    is_left_out, of_step = is_bad.int().view(1), torch.full((1,), step + 1, dtype=torch.int32, device=device)
+    rate = torch.full((), lr, device=device)
+    for decay, (masters, gradients, *moments) in _by_decay(intervals, optim):
+        numbers = (rate, optim.beta1, optim.beta2, optim.eps, of_step)
+        update(CHUNK, is_left_out, [gradients, masters, *moments], *numbers, 1, 1, decay, factor.float().view(1))
+    _publish(intervals)
+
+
+def _by_decay(
+    intervals: Sequence[Interval], optim: OptimConfig
+) -> Iterator[tuple[float, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]]:
+    """Yield the weight decay, the masters, gradients and moments of those that decay and of those that do not."""
+    for decays in (True, False):
+        some = [each for each in intervals if each.decays == decays]
+        if some:
+            lists = ([each.master for each in some], [each.gradient for each in some],
+                     [each.exp_avg for each in some], [each.exp_avg_sq for each in some])  # fmt: skip
+            yield optim.weight_decay * decays, lists
+
+
+def _publish(intervals: Sequence[Interval]) -> None:
+    copies = [(each.published, each.master) for each in intervals if each.published is not None]
+    if copies:
+        torch._foreach_copy_([published for published, _ in copies], [master for _, master in copies])
+
+
+_FORMS = {"torch": _torch_adamw, "apex": _apex_adamw}
 
 
 class _Step(ctypes.Structure):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
-from trainer.ops import native
+from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 
 
@@ -36,24 +36,31 @@ class VocabularyPart:
     num_true_rows: int
 
 
-def row_sums(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart) -> Tensor:
+def row_sums(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, form: str = "csrc") -> Tensor:
     """Return the largest logit M of each row, the sum of exp(logit - M), and the label's logit: [3, T].
 
     The label's logit is 0 if another part has the label. The logits stay as they are; neighbouring columns must be
     neighbours in memory.
     """
-    sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=wide_dtype(logits_TV.dtype))
     logits = _logits(logits_TV, labels_T, part)
+    if form != "csrc":
+        return forms.forward(form, _row_sums, logits_TV, labels_T, part.first_row, part.num_true_rows)[0]
+    sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=wide_dtype(logits_TV.dtype))
     native.call("cross_entropy_forward", logits_TV, ctypes.byref(logits), sums_3T.data_ptr())
     return sums_3T
 
 
-def write_gradient(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, factors_3T: Tensor) -> None:
+def write_gradient(
+    logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, factors_3T: Tensor, form: str = "csrc"
+) -> None:
     """Overwrite logits by exp(logit - M) * scale, less g at the label, for `factors` M, scale and g of each row.
 
     A row whose g is 0 becomes 0, whatever it held; so does padding.
     """
     logits = _logits(logits_TV, labels_T, part)
+    if form != "csrc":
+        forms.forward(form, _write_gradient, logits_TV, labels_T, part.first_row, part.num_true_rows, factors_3T)
+        return
     native.call("cross_entropy_backward", logits_TV, ctypes.byref(logits), factors_3T.data_ptr())
 
 
@@ -63,6 +70,31 @@ def cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor, z_loss: float =
     lse_T = wide_TV.logsumexp(-1)
     loss_T = lse_T - wide_TV.gather(-1, labels_T.unsqueeze(-1)).squeeze(-1)
     return loss_T + z_loss * lse_T.square() if z_loss else loss_T
+
+
+def _row_sums(logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int) -> tuple[Tensor]:
+    """Return `row_sums` in plain torch."""
+    if not num_true_rows:  # all padding
+        zeros_T = torch.zeros_like(labels_T, dtype=wide_dtype(logits_TV.dtype))
+        return (torch.stack([zeros_T - torch.inf, zeros_T, zeros_T]),)
+    wide_TV, columns_T = logits_TV[:, :num_true_rows].to(wide_dtype(logits_TV.dtype)), labels_T - first_row
+    max_T = wide_TV.amax(1)
+    sum_T = (wide_TV - max_T.unsqueeze(1)).exp().sum(1)
+    label_T = wide_TV.gather(1, columns_T.clamp(0, num_true_rows - 1).unsqueeze(1)).squeeze(1)
+    is_here_T = (columns_T >= 0) & (columns_T < num_true_rows)
+    return (torch.stack([max_T, sum_T, torch.where(is_here_T, label_T, 0)]),)
+
+
+def _write_gradient(
+    logits_TV: Tensor, labels_T: Tensor, first_row: int, num_true_rows: int, factors_3T: Tensor
+) -> tuple[Tensor, ...]:
+    """Do as `write_gradient` does in plain torch."""
+    max_T1, scale_T1, g_T1 = factors_3T.unsqueeze(-1)
+    columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    gradient_TV = (logits_TV.to(factors_3T.dtype) - max_T1).exp() * scale_T1
+    gradient_TV = gradient_TV - torch.where(columns_V == (labels_T - first_row).unsqueeze(1), g_T1, 0)
+    logits_TV.copy_(torch.where((g_T1 == 0) | (columns_V >= num_true_rows), 0, gradient_TV))
+    return ()
 
 
 def _logits(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart) -> _Logits:

@@ -4,8 +4,9 @@ y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias; RMSNorm h
 Forward and backward are one native pass each. Arithmetic is fp32 for bf16 and fp32 tensors, fp64 for fp64; a bf16
 result is rounded once. The norm is that of the rounded sum, so a norm of a sum that was made elsewhere has its bits.
 The bits of y, of the sum and of its gradient depend on the row alone; on the CPU no bit depends on the number of
-threads. Saved for the backward: the sum (or x), weight, and one number a row, two for LayerNorm. Under torch.compile
-the plain form is used, which the compiler fuses with its neighbours. Sources: Zhang and Sennrich, "Root Mean Square
+threads. Saved for the backward: the sum (or x), weight, and one number a row, two for LayerNorm. Other
+forms (`trainer.ops.forms`) save no number. Under torch.compile the plain form is used, which the compiler fuses with
+its neighbours. Sources: Zhang and Sennrich, "Root Mean Square
 Layer Normalization", 2019; Ba, Kiros and Hinton, "Layer Normalization", 2016.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
-from trainer.ops import native
+from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 
 RMS_NORM, LAYER_NORM = 0, 1  # csrc/ops/ops.h: op_norm
@@ -41,7 +42,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    take_gradients: TakeGradients | None = None,
+    take_gradients: TakeGradients | None = None, form: str = "csrc",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of the sum of x and residual, and that sum, for the residual stream to go on.
 
@@ -64,7 +65,7 @@ def add_norm(
             raise UserError(f"norm: {name} {list(other.shape)} does not fit x {list(x.shape)}")
     if torch.compiler.is_compiling():
         return add_norm_reference(x, residual, weight, bias, eps)
-    return _AddNorm.apply(x, residual, weight, bias, eps, take_gradients)
+    return _AddNorm.apply(x, residual, weight, bias, eps, take_gradients, form)
 
 
 def add_norm_reference(
@@ -79,13 +80,30 @@ def add_norm_reference(
     return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype), total
 
 
+def _apex(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the same by the fused norms of NVIDIA Apex, which take no residual, and weights of the dtype of x."""
+    norms = forms.package("apex.normalization.fused_layer_norm")
+    total = x if residual is None else x + residual
+    weight, shape = weight.to(x.dtype), weight.shape
+    if bias is None:
+        return norms.fused_rms_norm_affine(total, weight, shape, eps), total
+    return norms.fused_layer_norm_affine(total, weight, bias.to(x.dtype), shape, eps), total
+
+
+def _function(form: str) -> forms.Function:
+    return _apex if form == "apex" else add_norm_reference
+
+
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    form: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the sum and, for the backward, 1 / the root of each row after, for LayerNorm, its mean.
 
     All inputs are contiguous.
     """
+    if form != "csrc":
+        y, total = forms.forward(form, _function(form), x, residual, weight, bias, eps)
+        return y, total, x.new_empty(0)
     y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     norm = RMS_NORM if bias is None else LAYER_NORM
     numbers = x.new_empty((*x.shape[:-1], norm + 1), dtype=wide_dtype(x.dtype))
@@ -98,12 +116,20 @@ def _forward(
 
 
 def _backward(
-    dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, numbers: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    form: str, dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+    numbers: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Return the gradient of the sum, in its dtype, and those of weight and bias, in the wide one.
 
     All inputs are contiguous.
     """
+    if form != "csrc":
+        wide = wide_dtype(total.dtype)
+        weights = (weight.to(wide), None if bias is None else bias.to(wide))  # so that their gradients are not rounded
+        gradients = (dy, torch.zeros_like(total) if dsum is None else dsum)
+        wanted = (0, 2) if bias is None else (0, 2, 3)
+        (dx, *dweights), _ = forms.backward(form, _function(form), wanted, gradients, total, None, *weights, eps)
+        return dx, tuple(dweights)
     dx, count, num_cols = torch.empty_like(total), numbers.shape[-1], total.shape[-1]
     if total.numel() == 0:
         return dx, tuple(numbers.new_zeros(count, num_cols))
@@ -120,14 +146,14 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        take_gradients: TakeGradients | None,
+        take_gradients: TakeGradients | None, form: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, weight = x.contiguous(), weight.contiguous()
         residual, bias = (None if each is None else each.contiguous() for each in (residual, bias))
-        y, total, numbers = _forward(x, residual, weight, bias, eps)
+        y, total, numbers = _forward(form, x, residual, weight, bias, eps)
         ctx.save_for_backward(total, numbers)
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.take_gradients = weight, take_gradients
+        ctx.weights, ctx.eps, ctx.form, ctx.take_gradients = (weight, bias), eps, form, take_gradients
         return y, total
 
     @staticmethod
@@ -135,13 +161,14 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         has_residual = ctx.needs_input_grad[1]
         if dy is None:  # y was not used
-            return dsum, dsum if has_residual else None, None, None, None, None
+            return dsum, dsum if has_residual else None, *[None] * 5
         total, numbers = ctx.saved_tensors
         dsum = None if dsum is None else dsum.contiguous()
-        dx, dweights = _backward(dy.contiguous(), dsum, total, ctx.weight, numbers)
+        weight, bias = ctx.weights
+        dx, dweights = _backward(ctx.form, dy.contiguous(), dsum, total, weight, bias, ctx.eps, numbers)
         gradients: tuple[Tensor | None, ...] = (None, None)
         if ctx.take_gradients is not None:
             ctx.take_gradients(dweights)
         else:
-            gradients = (*(each.to(ctx.weight.dtype, copy=True) for each in dweights), None)[:2]
-        return dx, dx if has_residual else None, *gradients, None, None
+            gradients = (*(each.to(total.dtype, copy=True) for each in dweights), None)[:2]
+        return dx, dx if has_residual else None, *gradients, None, None, None

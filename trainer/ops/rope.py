@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
-from trainer.ops import native
+from trainer.ops import forms, native
 from trainer.ops.dtypes import wide_dtype
 from trainer.ops.norm import add_norm_reference
 
@@ -68,6 +68,7 @@ def rope(
     *,
     norm: QkNorm | None = None,
     in_place: bool = False,
+    form: str = "csrc",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [T, N, H], k and v [T, K, H] of packed heads [T, (N + 2K) H]; differentiable once.
 
@@ -81,7 +82,7 @@ def rope(
     if in_place and norm is not None:
         raise UserError("rope: with a norm it cannot run in place", hint="in_place=False")
     q_weight, k_weight, eps = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
-    return _Rope.apply(qkv_TC, turns_TH, q_weight, k_weight, (num_heads, num_kv_heads, eps, in_place))
+    return _Rope.apply(qkv_TC, turns_TH, q_weight, k_weight, (num_heads, num_kv_heads, eps, in_place, form))
 
 
 def rope_reference(
@@ -89,15 +90,21 @@ def rope_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same in plain torch, in the same precision."""
     _check(qkv_TC, turns_TH, num_heads, num_kv_heads, norm)
+    q_weight, k_weight, eps = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
+    return _reference(qkv_TC, turns_TH, q_weight, k_weight, eps, (num_heads, num_kv_heads))
+
+
+def _reference(
+    qkv_TC: Tensor, turns_TH: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    counts: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    num_heads, num_kv_heads = counts
     heads_TNH = qkv_TC.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads_TNH.split([num_heads, num_kv_heads, num_kv_heads], 1)
     wide = wide_dtype(qkv_TC.dtype)
-    weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
     q, k = (
-        x.to(wide)
-        if norm is None or weight is None
-        else add_norm_reference(x.to(wide), None, weight.to(wide), None, norm.eps)[0]
-        for x, weight in zip((q, k), weights, strict=True)
+        x.to(wide) if weight is None else add_norm_reference(x.to(wide), None, weight.to(wide), None, eps)[0]
+        for x, weight in ((q, q_weight), (k, k_weight))
     )
     return turned(q, turns_TH).to(qkv_TC.dtype), turned(k, turns_TH).to(qkv_TC.dtype), v
 
@@ -131,9 +138,13 @@ def _check(qkv: Tensor, turns: Tensor | None, num_heads: int, num_kv_heads: int,
 
 
 def rope_forward(
-    qkv_TC: Tensor, turns_TH: Tensor | None, counts: tuple[int, int], norm: QkNorm | None, *, in_place: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv_TC: Tensor, turns_TH: Tensor | None, counts: tuple[int, int], norm: QkNorm | None, *, in_place: bool,
+    form: str = "csrc",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q, k and v as `rope` does, for `counts` = (N, K); qkv, turns and weights are contiguous."""
+    if form != "csrc":
+        q, k, v = forms.forward(form, _reference, qkv_TC, turns_TH, *_weights(norm, qkv_TC.dtype), counts)
+        return q, k, v
     num_heads, num_kv_heads = counts
     size = qkv_TC.shape[1] // (num_heads + 2 * num_kv_heads)
     turned = qkv_TC if in_place else qkv_TC.new_empty(len(qkv_TC), (num_heads + num_kv_heads) * size)
@@ -145,8 +156,9 @@ def rope_forward(
 
 
 def rope_backward(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv_TC: Tensor | None, turns_TH: Tensor | None, norm: QkNorm | None
-) -> tuple[Tensor, Tensor | None]:
+    gradients: tuple[Tensor, Tensor, Tensor], qkv_TC: Tensor | None, turns_TH: Tensor | None, norm: QkNorm | None, *,
+    form: str = "csrc",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the packed gradient of qkv for those of q, k and v, and of the norms' weights: [2, H] in the wide dtype.
 
     Without a norm the second result is None, and qkv is not read.
@@ -154,6 +166,11 @@ def rope_backward(
     dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in gradients)
     counts, size = (dq.shape[1], dk.shape[1]), dq.shape[2]
     dqkv = dq.new_empty(len(dq), (counts[0] + 2 * counts[1]) * size)
+    if form != "csrc":
+        given = dqkv.zero_() if qkv_TC is None else qkv_TC, turns_TH, *_weights(norm, dqkv.dtype), counts
+        wanted = (0,) if norm is None else (0, 2, 3)
+        (dqkv, *dnorm), _ = forms.backward(form, _reference, wanted, (dq, dk, dv), *given)
+        return dqkv, torch.stack(dnorm) if dnorm else None
     heads = _heads(dqkv, turns_TH, counts, norm)
     # a dim of one element may have any stride: 0 does not spoil its alignment
     strides = [0 if each.shape[dim] == 1 else each.stride(dim) for each in (dq, dk, dv) for dim in (0, 1)]
@@ -167,6 +184,12 @@ def rope_backward(
     return dqkv, dweights
 
 
+def _weights(norm: QkNorm | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return the weights, wide so that their gradients are not rounded, and eps."""
+    wide = wide_dtype(dtype)
+    return (None, None, 0.0) if norm is None else (norm.q_weight.to(wide), norm.k_weight.to(wide), norm.eps)
+
+
 def _heads(qkv: Tensor, turns: Tensor | None, counts: tuple[int, int], norm: QkNorm | None) -> _Heads:
     size = qkv.shape[1] // (counts[0] + 2 * counts[1])
     weights, eps = ((None, None), 0.0) if norm is None else ((norm.q_weight, norm.k_weight), norm.eps)
@@ -178,13 +201,13 @@ class _Rope(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, turns: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_heads, num_kv_heads, ctx.eps, in_place = rest
+        num_heads, num_kv_heads, ctx.eps, in_place, ctx.form = rest
         if in_place and not qkv.is_contiguous():
             raise UserError(f"rope: in place, qkv must be contiguous; its strides are {list(qkv.stride())}")
         qkv = qkv.detach().contiguous()  # of the views of a detached tensor autograd keeps no trail
         turns, q_weight, k_weight = (None if x is None else x.contiguous() for x in (turns, q_weight, k_weight))
         norm = _norm(q_weight, k_weight, ctx.eps)
-        heads = rope_forward(qkv, turns, (num_heads, num_kv_heads), norm, in_place=in_place)
+        heads = rope_forward(qkv, turns, (num_heads, num_kv_heads), norm, in_place=in_place, form=ctx.form)
         if in_place and not qkv.is_inference():
             torch.autograd.graph.increment_version(qkv)
         ctx.save_for_backward(turns, q_weight, k_weight, None if q_weight is None else qkv)
@@ -194,7 +217,7 @@ class _Rope(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         turns, q_weight, k_weight, qkv = ctx.saved_tensors
-        dqkv, dweights = rope_backward((dq, dk, dv), qkv, turns, _norm(q_weight, k_weight, ctx.eps))
+        dqkv, dweights = rope_backward((dq, dk, dv), qkv, turns, _norm(q_weight, k_weight, ctx.eps), form=ctx.form)
         if dweights is None:
             return dqkv, None, None, None, None
         return dqkv, None, dweights[0].to(dqkv.dtype), dweights[1].to(dqkv.dtype), None

@@ -205,11 +205,13 @@ class Run:
     def _choose_ops(self, recorded: Mapping[str, str]) -> None:
         """Take the forms of ops that the run recorded, or choose them, and report each."""
         self.engine.choose_ops(recorded, by_timing=not self.config.train.deterministic)
+        names = self.engine.choices.names
         if self.ranks.rank == 0:
-            print_facts(list(self.engine.choices.names.items()))
-        for op, name in self.engine.choices.names.items():
-            if recorded.get(op, name) != name:
-                self.ranks.say(f"not bit for bit as it was: {op} {recorded[op]} -> {name}")
+            print_facts(list(names.items()))
+        for op in {**recorded, **names} if recorded else ():
+            before, after = (each.get(op, "csrc") for each in (recorded, names))
+            if before != after:
+                self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")
 
     def _open_log(self) -> Log:
         config = self.config

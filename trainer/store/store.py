@@ -117,12 +117,14 @@ class ParameterStore:
         self._owned.write_squared_norms(squares)
         return squares
 
-    def update(self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor) -> None:
+    def update(
+        self, optim: OptimConfig, lr: float, step: int, *, factor: Tensor, is_bad: Tensor, form: str = "csrc"
+    ) -> None:
         """Make one AdamW step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1.
 
         The parameters that this rank updates are up to date afterwards, those of other owners after `gather`.
         """
-        self._updated.adamw(optim, lr, step, factor=factor, is_bad=is_bad)
+        self._updated.adamw(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
         for weight in self._weights.values():
             weight.updated()
 
