@@ -172,6 +172,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Read a step's line": write_config,
     "Choose what fits in memory": write_config,
     "Let attention be chosen": write_config,
+    "Suspect a kernel": write_config,
     "Cut a model over the GPUs of a node": write_config,
     "Save to two places": write_config,
     "Memory as the first tier": write_config,

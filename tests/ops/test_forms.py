@@ -112,12 +112,12 @@ def test_cross_entropy(form: str, dtype: str, first_row: int, num_true_rows: int
     """Labels of this part and of others, padding, an empty part, and a token of no weight with a NaN."""
 
     def run(form: str) -> list[Tensor]:
-        logits, part = numbers(9, 32, dtype=dtype, device=device), VocabularyPart(first_row, num_true_rows)
+        logits, part = numbers(9, 32, dtype=dtype, device=device), VocabularyPart(first_row, num_true_rows, form)
         labels = torch.tensor([0, 1, 33, 5, 38, 19, 32, 36, 4], device=device)
-        sums = row_sums(logits, labels, part, form)
+        sums = row_sums(logits, labels, part)
         factors = torch.stack([sums[0], torch.rand_like(sums[0]) * 0 + 0.3, torch.linspace(0, 1, 9, device=device)])
         logits[0] = torch.nan
-        write_gradient(logits, labels, part, factors.to(sums.dtype), form)
+        write_gradient(logits, labels, part, factors.to(sums.dtype))
         return [sums[1:], sums[0].exp(), logits]
 
     agree(run, form, dtype)
@@ -178,6 +178,19 @@ def test_a_run_of_plain_torch_has_the_losses_of_the_kernels(folder: Path, capsys
     said = capsys.readouterr().err
     assert "not bit for bit as it was: norm torch -> csrc" in said
     assert "not bit for bit as it was: attention" not in said  # the recorded one is taken
+
+
+def test_where_no_kernel_runs_plain_torch_takes_its_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = [folder / "job.toml", "--train-steps", 2, "--train.precision", "fp64", "--model.dropout", 0.1]
+    assert call("train", *common, "--metrics", folder / "csrc.jsonl") == 0
+    monkeypatch.setattr(native, "lacks_kernels", lambda device: "they are not built")
+    native._calls.clear()
+    with pytest.warns(UserWarning, match="plain torch takes the place of the native ops on cpu") as found:
+        assert call("train", *common, "--metrics", folder / "torch.jsonl") == 0
+    assert len([each for each in found if "native ops" in str(each.message)]) == 1
+    assert set(native.csrc_calls()) == {"normal"}  # initial weights, which are made on the CPU
+    csrc, plain = curve(folder / "csrc.jsonl"), curve(folder / "torch.jsonl")
+    assert max(abs(csrc[step] - plain[step]) for step in csrc) < 1e-10
 
 
 def test_what_cannot_run_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

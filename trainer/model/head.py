@@ -32,17 +32,17 @@ class Head:
         There the step's loss is their sum times weights_S, which an evaluation leaves out.
         """
         x_SD = self.tensor.enter(self.norm(x_TD, branch_TD)[0])
-        z_loss = 0.0 if weights_S is None else self.z_loss
+        z_loss, form = 0.0 if weights_S is None else self.z_loss, self.choices.forms.cross_entropy
         at_once = tokens_at_once(len(x_SD), len(self.matrix.values) * x_SD.itemsize, self.max_bytes)
         if at_once < len(x_SD):
-            part = VocabularyPart(self.first_row, self.num_true_rows)
+            part = VocabularyPart(self.first_row, self.num_true_rows, form)
             return linear_cross_entropy(
                 x_SD, self.matrix, labels_S, part, self.group, weights_T=weights_S, z_loss=z_loss,
-                tokens_at_once=at_once, form=self.choices.forms.cross_entropy,
+                tokens_at_once=at_once,
             )  # fmt: skip
         return vocab_cross_entropy(
             linear(x_SD, self.matrix), labels_S, first_row=self.first_row, num_true_rows=self.num_true_rows,
-            group=self.group, z_loss=z_loss, form=self.choices.forms.cross_entropy,
+            group=self.group, z_loss=z_loss, form=form,
         )  # fmt: skip
 
     def logits(self, x_TD: Tensor, branch_TD: Tensor | None) -> Tensor:

@@ -1,12 +1,15 @@
 """Which form of an op a rank's layers take: forms differ in speed and in their last bits, so a run records them."""
 
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from threefold.errors import UserError
 from trainer.config import Config, OpsConfig
 from trainer.mesh.mesh import ProcessMesh
+from trainer.ops import native
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
 from trainer.ops.attention.seam import Backend, Mask
 from trainer.ops.forms import package
@@ -27,13 +30,23 @@ class OpChoices:
 
 
 def first_choices(config: Config, mesh: ProcessMesh, dtype: torch.dtype) -> OpChoices:
-    """Return the configured forms, with attention by a rule; UserError if the device or the installation lacks one."""
+    """Return the configured forms, with attention by a rule; UserError if the device or the installation lacks one.
+
+    Where the device cannot run the native kernels plain torch takes their place, with one warning.
+    """
+    forms = config.ops
+    reason = native.lacks_kernels(mesh.device)
+    if reason is not None:
+        replaced: Any = {op: "torch" for op, form in asdict(forms).items() if form == "csrc"}
+        forms = replace(forms, **replaced)
+        if mesh.world.index == 0:
+            warnings.warn(f"plain torch takes the place of the native ops on {mesh.device}: {reason}", stacklevel=2)
     for op, module in (("norm", "fused_layer_norm_cuda"), ("adamw", "amp_C")):
         if getattr(config.ops, op) == "apex":
             if mesh.device.type != "cuda":
                 raise UserError(f"ops.{op} apex runs on CUDA, not on {mesh.device}", hint=f"--ops.{op} csrc")
             package(module)
-    return OpChoices(choose_attention(config, mesh, dtype, None, by_timing=False), config.ops)
+    return OpChoices(choose_attention(config, mesh, dtype, None, by_timing=False), forms)
 
 
 def choose_attention(

@@ -90,6 +90,10 @@ class IntervalTable:
         if not self._intervals:
             return
         assert out.dtype == torch.float64, out.dtype
+        if native.lacks_kernels(out.device):
+            rows = torch.tensor([each.row for each in self._intervals], device=out.device)
+            out[rows] = torch.stack([each.gradient.double().square().sum() for each in self._intervals])
+            return
         partials = out.new_empty(len(self._chunks))
         intervals, chunks = (self._rows.data_ptr(), len(self._rows)), (self._chunks.data_ptr(), len(self._chunks))
         gradient = self._intervals[0].gradient

@@ -29,37 +29,38 @@ class _Logits(ctypes.Structure):  # op_logits of csrc/ops/ops.h
 class VocabularyPart:
     """Which tokens the columns of logits are: `first_row` and the following ones; from `num_true_rows` on, padding.
 
+    `form` is that of the ops on them.
+
     For example of 10 tokens on two ranks, with 8 columns each, the second has first_row 8 and 2 true ones.
     """
 
     first_row: int
     num_true_rows: int
+    form: str = "csrc"
 
 
-def row_sums(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, form: str = "csrc") -> Tensor:
+def row_sums(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart) -> Tensor:
     """Return the largest logit M of each row, the sum of exp(logit - M), and the label's logit: [3, T].
 
     The label's logit is 0 if another part has the label. The logits stay as they are; neighbouring columns must be
     neighbours in memory.
     """
     logits = _logits(logits_TV, labels_T, part)
-    if form != "csrc":
-        return forms.forward(form, _row_sums, logits_TV, labels_T, part.first_row, part.num_true_rows)[0]
+    if part.form != "csrc":
+        return forms.forward(part.form, _row_sums, logits_TV, labels_T, part.first_row, part.num_true_rows)[0]
     sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=wide_dtype(logits_TV.dtype))
     native.call("cross_entropy_forward", logits_TV, ctypes.byref(logits), sums_3T.data_ptr())
     return sums_3T
 
 
-def write_gradient(
-    logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, factors_3T: Tensor, form: str = "csrc"
-) -> None:
+def write_gradient(logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, factors_3T: Tensor) -> None:
     """Overwrite logits by exp(logit - M) * scale, less g at the label, for `factors` M, scale and g of each row.
 
     A row whose g is 0 becomes 0, whatever it held; so does padding.
     """
     logits = _logits(logits_TV, labels_T, part)
-    if form != "csrc":
-        forms.forward(form, _write_gradient, logits_TV, labels_T, part.first_row, part.num_true_rows, factors_3T)
+    if part.form != "csrc":
+        forms.forward(part.form, _write_gradient, logits_TV, labels_T, part.first_row, part.num_true_rows, factors_3T)
         return
     native.call("cross_entropy_backward", logits_TV, ctypes.byref(logits), factors_3T.data_ptr())
 

@@ -68,7 +68,7 @@ def dropout(
     _check(x, p, numbers)
     if p == 0:
         return x
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or native.lacks_kernels(x.device):
         return _plain(x, p, numbers)
     return cast(Tensor, _Dropout.apply(x, _Mask(*numbers, p)))
 

@@ -1,8 +1,8 @@
 """Forms of an op beside its native kernels: its reference in plain torch, the same compiled, and Apex's kernel.
 
 A form is a function of tensors that autograd can differentiate. It is used as kernels are: a forward that keeps
-nothing, and a backward that is handed the inputs again and makes what it needs of the forward anew, which the compiler
-fuses with the rest.
+nothing, and a backward that is handed the inputs again and makes what it needs of the forward once more, which the
+compiler fuses with the rest.
 """
 
 import importlib

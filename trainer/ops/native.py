@@ -15,6 +15,7 @@ from threefold.errors import UserError
 from threefold.native import BUILD, DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
+MIN_CAPABILITY = (8, 0)  # CMakeLists.txt: the oldest GPU that the kernels are built for
 SIMD_NAMES = ("base", "avx2", "avx512")
 # csrc/ops/ops.h explains them. Arguments between the dtype and, at the end, threads on the CPU or a stream on CUDA:
 _OPS: dict[str, tuple[Any, ...]] = {
@@ -59,6 +60,19 @@ def library() -> ctypes.CDLL:
 def has_cuda() -> bool:
     """Return whether the library was built with its CUDA kernels."""
     return bool(library().op_has_cuda())
+
+
+@cache
+def lacks_kernels(device: torch.device) -> str | None:
+    """Return why the native ops cannot run on a device, None if they can; plain torch takes their place there."""
+    if device.type != "cuda":
+        return None
+    if not has_cuda():
+        return "the native library was built without CUDA: nvcc was not on PATH"
+    capability = torch.cuda.get_device_capability(device)
+    return (
+        None if capability >= MIN_CAPABILITY else f"they need sm_80 or newer, this is sm_{capability[0]}{capability[1]}"
+    )
 
 
 def simd() -> str:

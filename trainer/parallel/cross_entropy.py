@@ -19,28 +19,28 @@ def vocab_cross_entropy(
     rank's rows [first_row, first_row + V) of the vocabulary; columns from `num_true_rows` on are padding, which takes
     no part. The backward overwrites the logits with their gradient, so it may run once; without it they stay.
     """
-    return _VocabCrossEntropy.apply(logits_TV, labels_T, VocabularyPart(first_row, num_true_rows), group, z_loss, form)
+    return _VocabCrossEntropy.apply(logits_TV, labels_T, VocabularyPart(first_row, num_true_rows, form), group, z_loss)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, group: Group, z_loss: float, form: str
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, part: VocabularyPart, group: Group, z_loss: float
     ) -> Tensor:
         logits_TV = logits_TV if has_dense_rows(logits_TV) else logits_TV.contiguous()
         labels_T = labels_T.contiguous()
-        sums_3T = joint(row_sums(logits_TV, labels_T, part, form), group)
+        sums_3T = joint(row_sums(logits_TV, labels_T, part), group)
         ctx.save_for_backward(logits_TV, labels_T, sums_3T)
-        ctx.part, ctx.z_loss, ctx.form = part, z_loss, form
+        ctx.part, ctx.z_loss = part, z_loss
         return losses(sums_3T, z_loss)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, labels_T, sums_3T = ctx.saved_tensors
-        write_gradient(logits_TV, labels_T, ctx.part, factors(sums_3T, dloss_T, ctx.z_loss), ctx.form)
+        write_gradient(logits_TV, labels_T, ctx.part, factors(sums_3T, dloss_T, ctx.z_loss))
         torch.autograd.graph.increment_version(logits_TV)  # whoever saved the logits too gets an error
-        return logits_TV.detach(), *[None] * 5
+        return logits_TV.detach(), *[None] * 4
 
 
 def joint(sums_3T: Tensor, group: Group) -> Tensor:

@@ -21,14 +21,14 @@ from trainer.parallel.cross_entropy import factors, joint, losses
 
 def linear_cross_entropy(
     x_TD: Tensor, matrix: Weight, labels_T: Tensor, part: VocabularyPart, group: Group, *, weights_T: Tensor | None,
-    z_loss: float, tokens_at_once: int, form: str = "csrc",
+    z_loss: float, tokens_at_once: int,
 ) -> Tensor:  # fmt: skip
     """Return `vocab_cross_entropy` of x W^T for this rank's part of the vocabulary, [T].
 
     The sum of the losses times weights_T is what is differentiated: the backward takes weights_T for their gradient,
     whatever it is handed. Without weights nothing is differentiated.
     """
-    options = labels_T.contiguous(), part, group, weights_T, z_loss, tokens_at_once, form
+    options = labels_T.contiguous(), part, group, weights_T, z_loss, tokens_at_once
     if weights_T is None:
         return _losses(x_TD, matrix, *options)[0]
     assert x_TD.requires_grad, f"the input of {matrix.name} requires no gradient"
@@ -51,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 @torch.no_grad()
 def _losses(
     x_TD: Tensor, matrix: Weight, labels_T: Tensor, part: VocabularyPart, group: Group, weights_T: Tensor | None,
-    z_loss: float, tokens_at_once: int, form: str,
+    z_loss: float, tokens_at_once: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the loss of each token and, with weights, the gradient of x; that of the matrix is handed over."""
     dx_TD = None if weights_T is None else torch.empty_like(x_TD)
@@ -62,10 +62,10 @@ def _losses(
         some = slice(start, start + tokens_at_once)
         x, labels = x_TD[some], labels_T[some]
         logits = torch.mm(x, values.t(), out=logits_TV[: len(x)])
-        sums = joint(row_sums(logits, labels, part, form), group)
+        sums = joint(row_sums(logits, labels, part), group)
         loss_T[some] = losses(sums, z_loss)
         if dx_TD is not None and weights_T is not None:
-            write_gradient(logits, labels, part, factors(sums, weights_T[some], z_loss), form)
+            write_gradient(logits, labels, part, factors(sums, weights_T[some], z_loss))
             matrix.add_gradient(_product(logits, x))
             torch.mm(logits, values, out=dx_TD[some])
     return loss_T, dx_TD

@@ -111,7 +111,11 @@ class Job:
 def kill(process: subprocess.Popen[str]) -> None:
     """SIGKILL to a launcher and its ranks, as when a node is lost; checkpoint writers have sessions of their own."""
     with suppress(psutil.NoSuchProcess):
-        for victim in [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]:
+        launcher = psutil.Process(process.pid)
+        launcher.suspend()  # else it may start a rank after its children are listed
+        while launcher.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            time.sleep(0.001)
+        for victim in [*launcher.children(), launcher]:
             victim.kill()
     process.wait()
 
