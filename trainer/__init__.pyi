@@ -1,9 +1,9 @@
 from trainer.config import Config as Config
 from trainer.config.walk import load_config as load_config
-from trainer.engine import Batch as Batch
 from trainer.engine import Engine as Engine
 from trainer.job.ranks import Ranks as Ranks
 from trainer.mesh.mesh import ProcessMesh as ProcessMesh
+from trainer.model.microbatch import Batch as Batch
 from trainer.pipeline.costs import costs as costs
 from trainer.pipeline.draw import draw as draw
 from trainer.pipeline.gpipe import gpipe as gpipe

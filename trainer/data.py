@@ -12,7 +12,7 @@ import torch
 from datakit import Blend, Cursor, HostBatch, Loader, Recorded, open_tokenizer
 from threefold.errors import UserError
 from trainer.config import Config
-from trainer.engine import Batch
+from trainer.model.microbatch import Batch
 
 Int64s = npt.NDArray[np.int64]
 

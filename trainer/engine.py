@@ -5,7 +5,6 @@ tokens of the global batch, whose count is known before the first backward; the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from trainer.config.resolve import cuts_tokens, schedule_of
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
-from trainer.model.microbatch import DropoutKey, MicroBatch
+from trainer.model.microbatch import Batch, DropoutKey, MicroBatch
 from trainer.model.op_choices import choose_attention, first_choices
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
@@ -28,22 +27,6 @@ from trainer.store.store import ParameterStore, StoreOptions
 from trainer.verdict import PendingStats, StepStats, Verdict
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A data-parallel rank's share of one step on its device: [num_microbatches, micro_batch_size, seq_length] each.
-
-    `first_sample` is the global number of the step's first sample, over all ranks. `documents` has, for each
-    micro-batch, the bounds of its documents and the tokens of the longest, if attention is not to cross them.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    loss_mask: Tensor
-    first_sample: int
-    documents: tuple[tuple[Tensor, int], ...] | None = None
 
 
 class Engine:

@@ -18,8 +18,9 @@ import torch
 
 from threefold.cli import Parser, run
 from trainer.config.walk import config_from, read_toml
-from trainer.engine import Batch, Engine
+from trainer.engine import Engine
 from trainer.mesh.mesh import mesh_of
+from trainer.model.microbatch import Batch
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4

@@ -10,7 +10,7 @@ import torch
 from datakit import BatchOptions, Blend, HostBatch, Loader, write_store
 from tests.trainer.support.training import call, last_step
 from trainer.data import StepReader, to_device, token_fault
-from trainer.engine import Batch
+from trainer.model.microbatch import Batch
 
 BAD = 70  # of a vocabulary of 61
 

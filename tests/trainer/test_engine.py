@@ -17,8 +17,9 @@ from threefold.errors import UserError
 from trainer.checkpoint.mapping import restored_pieces, saved_pieces, tensor_table
 from trainer.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
-from trainer.engine import Batch, Engine, StepStats
+from trainer.engine import Engine, StepStats
 from trainer.mesh.group import Network
+from trainer.model.microbatch import Batch
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 61, 12, 8, 2, 6
 LAYOUTS_OF_FOUR = [

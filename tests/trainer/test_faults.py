@@ -23,7 +23,7 @@ from threefold.errors import UserError
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
-from trainer.engine import Batch
+from trainer.model.microbatch import Batch
 
 NUM_STEPS = 2
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary

@@ -1,4 +1,4 @@
-"""What one pass of a micro-batch reads."""
+"""What a step reads, and what one pass of a micro-batch of it does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +8,22 @@ from torch import Tensor
 
 from trainer.ops.attention.seam import Mask
 from trainer.ops.dropout import dropout
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A data-parallel rank's share of one step on its device: [num_microbatches, micro_batch_size, seq_length] each.
+
+    `first_sample` is the global number of the step's first sample, over all ranks. `documents` has, for each
+    micro-batch, the bounds of its documents and the tokens of the longest, if attention is not to cross them.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    first_sample: int
+    documents: tuple[tuple[Tensor, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

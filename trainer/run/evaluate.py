@@ -9,9 +9,10 @@ import numpy as np
 from datakit import HostBatch
 from trainer.config import Config
 from trainer.data import Int64s, open_valid_blend, to_device, token_fault, with_vocabulary
-from trainer.engine import Batch, Engine
+from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import ProcessMesh
+from trainer.model.microbatch import Batch
 from trainer.run.inference import Checkpoint, TrainedModel
 
 

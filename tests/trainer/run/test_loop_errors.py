@@ -16,7 +16,8 @@ from datakit import TokenStore, write_store
 from tests.trainer.support.training import call, curve, lines, write_stores
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
-from trainer.engine import Batch, Engine
+from trainer.engine import Engine
+from trainer.model.microbatch import Batch
 from trainer.verdict import PendingStats
 
 Console = pytest.CaptureFixture[str]

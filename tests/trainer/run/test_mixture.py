@@ -9,7 +9,8 @@ import pytest
 
 from datakit import Recorded, RunStream, blame
 from tests.trainer.support.training import CONFIG, Job, call, curve, write_stores
-from trainer.engine import Batch, Engine
+from trainer.engine import Engine
+from trainer.model.microbatch import Batch
 from trainer.verdict import PendingStats
 
 CHANGE = """

@@ -10,10 +10,11 @@ from tests.trainer.support.global_state import assembled, copied
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.resolve import resolve
-from trainer.engine import Batch, Engine
+from trainer.engine import Engine
 from trainer.mesh.group import Network
 from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.mesh.recorder import Recorder
+from trainer.model.microbatch import Batch
 from trainer.ops.native import csrc_calls
 
 VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCH = 50257, 16, 16, 1

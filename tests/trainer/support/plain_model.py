@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config, ModelConfig
-from trainer.engine import Batch
+from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 
 State = dict[str, Tensor]
