@@ -16,8 +16,8 @@ class Options(Reporting):
 
     source: str = argument("CKPT", CKPT_HELP)
     target: str = argument("DST", "folder to make: a path or URL")
-    to: Literal["hf", "dcp"] = option(
-        "hf", "what to make: a Hugging Face model, or what torch.distributed.checkpoint loads"
+    to: Literal["hf", "dcp", "torch_dist"] = option(
+        "hf", "what to make: a Hugging Face model, or what torch.distributed.checkpoint or megatron-core loads"
     )
     like: str | None = option(
         None,
@@ -40,13 +40,18 @@ def run(options: Options) -> None:
     from threefold.storage import open_storage
 
     target, like = open_storage(options.target), None if options.like is None else open_storage(options.like)
-    if options.to == "dcp" and (options.like or options.dtype):
+    if options.to != "hf" and (options.like or options.dtype):
         raise UserError("--like and --dtype are for --to hf", hint="leave them out")
     with opened(options.source) as reader, shown_bytes() as progress:
-        done = export_dcp(
-            reader, target, max_shard_bytes=options.max_shard_bytes, progress=progress, dry_run=options.dry_run
-        ) if options.to == "dcp" else export_folder(
-            reader, target, like=like, max_shard_bytes=options.max_shard_bytes,
-            dtype=None if options.dtype is None else DTYPES[options.dtype], progress=progress, dry_run=options.dry_run,
-        )  # fmt: skip
+        if options.to == "hf":
+            done = export_folder(
+                reader, target, like=like, max_shard_bytes=options.max_shard_bytes,
+                dtype=None if options.dtype is None else DTYPES[options.dtype], progress=progress,
+                dry_run=options.dry_run,
+            )  # fmt: skip
+        else:
+            done = export_dcp(
+                reader, target, kind=options.to, max_shard_bytes=options.max_shard_bytes, progress=progress,
+                dry_run=options.dry_run,
+            )  # fmt: skip
     print_written(done, is_there=not done.bytes_written, as_json=options.json)

@@ -18,7 +18,7 @@ from ckptkit.format.dcp_state import METADATA, DcpState
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor
-from ckptkit.io.blocks import Bytes
+from ckptkit.io.blocks import Bytes, shown_names
 from ckptkit.io.torch_tensors import DTYPES
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
@@ -27,6 +27,7 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.cover import Cover
 from ckptkit.plan.stored import StoredChunks
+from threefold.cli import log
 from threefold.errors import CheckFailed, UserError, listed
 from threefold.storage import Storage, open_storage
 
@@ -50,7 +51,11 @@ class DcpFolder:
 
     @cached_property
     def contents(self) -> DcpContents:
-        """Return what `.metadata` says; CheckFailed or UserError if it is not sound or not understood."""
+        """Return what the folder holds; CheckFailed or UserError if it is not sound or not understood."""
+        return self.read_contents()
+
+    def read_contents(self) -> DcpContents:
+        """Return what `.metadata` says."""
         where = f"{self.storage.url}/{FILE}"
         if self.storage.info(FILE) is None:
             raise CheckFailed(f"{where} is missing", hint="name a folder that torch.distributed.checkpoint wrote")
@@ -71,6 +76,8 @@ class DcpFolder:
         ]
         if faults:
             raise CheckFailed(f"{self.storage.url} is not whole:{listed(faults)}", hint="fetch the folder again")
+        if others := sorted(found.keys() - ends.keys() - {FILE}):
+            log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
         return {name: found[name] for name in ends}
 
     def open(self, step: int, exchange: object = None) -> "DcpFolderReader":

@@ -14,6 +14,7 @@ from ckptkit.format.dcp_state import Path, checked_path
 from threefold.errors import CheckFailed, UserError
 
 FILE, VERSION = ".metadata", "1.0.0"
+_FLATTENED = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 _MODULE, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 ALLOWED = frozenset([
     *(f"{_MODULE}.{name}" for name in (
@@ -24,6 +25,10 @@ ALLOWED = frozenset([
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local")
       for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
     *(f"torch.{dtype}" for dtype in ITEMSIZES),
+    # plans that megatron-core keeps beside, which nothing here needs
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    )), _FLATTENED,
 ])  # fmt: skip
 Ints = tuple[int, ...]
 
@@ -69,6 +74,9 @@ def read_metadata(data: bytes, where: str) -> DcpContents:
     found = parsed(data, ALLOWED, where)
     try:
         fields = _fields(found, f"{_MODULE}.Metadata")
+        if fields.get("mcore_data"):
+            text = f"{where} is of a megatron-core that saved optimizer states in one dimension, which are not read"
+            raise UserError(text, hint="load it with megatron-core 0.16 or newer and save it again")
         places = {_index(key): _place(value, where) for key, value in fields["storage_data"].items()}
         tensors, blobs = dict[str, DcpTensor](), dict[str, Place]()
         for name, described in fields["state_dict_metadata"].items():

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.dcp_folder import STORED
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, DcpTensor, Place, write_metadata
+from ckptkit.foreign.hf_contents import FILES
+from ckptkit.foreign.torch_dist_folder import COMMON, CONFIG
 from ckptkit.foreign.torch_zip import TensorZip
 from ckptkit.format.dcp_state import DcpState
 from ckptkit.format.root import Root
@@ -82,11 +85,12 @@ def export_dcp(
     source: CheckpointReader,
     target: Storage,
     *,
+    kind: Literal["dcp", "torch_dist"] = "dcp",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
     dry_run: bool = False,
 ) -> ExportReport:
-    """Write all tensors of a step into an empty folder.
+    """Write all tensors of a step into an empty folder; as `torch_dist` with the files that it was imported with.
 
     UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
     after damage of the step. After a fault of the storage the same call goes on.
@@ -95,10 +99,12 @@ def export_dcp(
     root = source.root
     root.check_whole(source.url)
     state = _state(root, source.url)
+    beside = _files_beside(source) if kind == "torch_dist" else {}
+    root = replace(root, tensors={n: info for n, info in root.tensors.items() if n.removeprefix(FILES) not in beside})
     files = planned(root, state, max_shard_bytes)
-    small = {FILE: write_metadata(_contents(root, state, files))}
-    sizes = {file.name: file.size_bytes for file in files} | {FILE: len(small[FILE])}
-    claim = FolderClaim(target, note_of(source, sizes, to="dcp"), sizes, {f.name: _head(f) for f in files}, small)
+    small = {FILE: write_metadata(_contents(root, state, files)), **beside}
+    sizes = {file.name: file.size_bytes for file in files} | {name: len(data) for name, data in small.items()}
+    claim = FolderClaim(target, note_of(source, sizes, to=kind), sizes, {f.name: _head(f) for f in files}, small)
     kept = claim.check()
     total, done = sum(sizes.values()), sum(kept.values())
     refuse_full(target, total - done)
@@ -112,11 +118,25 @@ def export_dcp(
                 blocks = _Blocks(source, file, sums).blocks(partial(_advance, progress, done, total))
                 write_blocks(target, file.name, file.size_bytes, blocks, is_reused=True)
                 done += file.size_bytes
-            target.write(FILE, small[FILE])
+            for name, data in small.items():
+                target.write(name, data)
     return ExportReport(
         source.url, target.url, root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
         time.monotonic() - started, dry_run, sums.num_certified,
     )  # fmt: skip
+
+
+def _files_beside(source: CheckpointReader) -> dict[str, bytes]:
+    """Return the files of a step that was imported from torch_dist; UserError if it was not."""
+    found = {}
+    for name in (COMMON, CONFIG):  # the latter says that a folder is complete
+        info = source.root.tensors.get(FILES + name)
+        if info is None:
+            text = f"{source.url} has no {name}, as it was not imported from torch_dist"
+            raise UserError(text, hint="--to dcp")
+        [data] = fill(source, [(info, 0, info.numel)], np.empty(info.size_bytes, np.uint8))
+        found[name] = data.tobytes()
+    return found
 
 
 def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:

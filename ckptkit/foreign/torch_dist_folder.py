@@ -1,0 +1,63 @@
+"""A folder that megatron-core's dist_checkpointing wrote with its backend torch_dist: a save of DCP and two files more.
+
+`metadata.json` names the backends; `common.pt` is what all ranks have alike, pickled: opaque bytes here, as is
+`metadata.json`, under the names `files/common.pt` and `files/metadata.json`.
+"""
+
+import json
+from dataclasses import replace
+from functools import cached_property
+
+from ckptkit.foreign.dcp_folder import DcpFolder
+from ckptkit.foreign.dcp_metadata import FILE, DcpContents, Place
+from ckptkit.foreign.hf_contents import FILES
+from threefold.errors import CheckFailed, UserError
+from threefold.storage import Storage
+
+CONFIG, COMMON = "metadata.json", "common.pt"
+BACKENDS = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
+}  # fmt: skip
+MAX_FILE_BYTES = 256 << 20
+
+
+class TorchDistFolder(DcpFolder):
+    """One folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
+
+    @cached_property
+    def contents(self) -> DcpContents:
+        """Return what `.metadata` says, and the files beside it; CheckFailed or UserError if it is not understood."""
+        sizes = {name: _size(self.storage, name) for name in (CONFIG, COMMON)}
+        _check_backends(self.storage)
+        others = [
+            info.key for info in self.storage.list()
+            if info.key not in (CONFIG, COMMON, FILE) and not info.key.endswith(".distcp")
+        ]  # fmt: skip
+        if others:
+            text = f"{self.storage.url} holds {others[0]}, which is not read"
+            raise UserError(text, hint="save it by torch_dist alone")
+        found = self.read_contents()
+        return replace(found, blobs={**found.blobs, **{FILES + n: Place(n, 0, size) for n, size in sizes.items()}})
+
+
+def _size(storage: Storage, name: str) -> int:
+    info = storage.info(name)
+    if info is None:
+        hint = "name a folder that megatron-core's dist_checkpointing wrote, iter_0000100 for instance"
+        raise CheckFailed(f"{storage.url}/{name} is missing", hint=hint)
+    if info.size_bytes > MAX_FILE_BYTES:
+        raise CheckFailed(f"{storage.url}/{name} has {info.size_bytes:,} bytes, more than such a file may have")
+    return info.size_bytes
+
+
+def _check_backends(storage: Storage) -> None:
+    where = f"{storage.url}/{CONFIG}"
+    try:
+        found = json.loads(storage.read(CONFIG))
+        named = {key: found.get(key, BACKENDS[key]) for key in BACKENDS}
+    except (AttributeError, ValueError, RecursionError) as error:
+        raise CheckFailed(f"{where} is not what megatron-core writes: {error!r}") from None
+    if named != BACKENDS or "sharded_backend" not in found:
+        said = ", ".join(f"{key} {value!r}" for key, value in named.items() if value != BACKENDS[key]) or "no backend"
+        raise UserError(f"{where} says {said}, which is not read", hint="save it with --dist-ckpt-format torch_dist")
