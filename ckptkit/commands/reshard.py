@@ -35,7 +35,10 @@ class Options(Reporting):
     ep: int = option(
         1, "expert-parallel size of the output", minimum=1, metavar="N", flags=["--expert-model-parallel-size"]
     )
-    virtual: int = option(1, "stages that each pipeline rank of the output holds", minimum=1, metavar="N")
+    virtual: int = option(
+        1, "stages that each pipeline rank of the output holds", minimum=1, metavar="N",
+        flags=["--vpp", "--num-virtual-stages-per-pipeline-rank"],
+    )  # fmt: skip
     from_layout: str | None = option(
         None,
         "refuse a source of another layout; written like tp8-pp4, axes left out may be any",

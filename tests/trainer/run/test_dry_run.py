@@ -1,6 +1,7 @@
 """`trainer train --dry-run`: everything that can be known before a run is checked and printed, and nothing is done."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from tests.trainer.support.training import call
 from trainer.config.resolve import layout_of
 from trainer.config.walk import config_from
 from trainer.engine import Engine
-from trainer.mesh.mesh import ProcessMesh
+from trainer.mesh.mesh import ProcessMesh, mesh_of
 from trainer.model.microbatch import MicroBatch
 from trainer.run.dry_run import rank_memory, size_text
+from trainer.run.stage_times import Nobody, random_batch
 
 Capture = pytest.CaptureFixture[str]
 
@@ -97,3 +99,28 @@ def test_stages_differ_and_zero_cuts_the_optimizer() -> None:
     assert last.parameters == first.parameters + 32 * 4
     assert last.optimizer == first.optimizer + 2 * 32 * 4 // 4
     assert size_text(last.parameters).endswith(" KiB")
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"activation": "gelu", "norm": "layernorm", "bias": True}, {"num_kv_heads": 1, "qk_norm": True}]
+)
+def test_the_estimate_is_what_a_backward_pass_leaves_to_w(model: dict) -> None:
+    shape = {"vocab_size": 997, "num_layers": 4, "hidden_size": 128, "num_heads": 4} | model
+    train = {"micro_batch_size": 2, "seq_length": 64, "global_batch_size": 2, "device": "cpu"}
+    tables = {"model": shape, "train": train, "parallel": {"pp": 2, "schedule": "zb-h1"}}
+    config = config_from(tables, source="", world_size=2)
+    engine = Engine(config, mesh_of(config, 0, torch.device("cpu"), network=Nobody(2)))
+    engine.store.begin_step()
+    out = engine.chunks[0].forward(None, random_batch(engine))
+    with engine.store.wgrads.putting_off() as products:
+        out.backward(torch.ones_like(out))
+    kept: dict[int, int] = {}
+    functions = list[Any](products)
+    while functions:
+        for cell in functions.pop().__closure__ or ():
+            held = cell.cell_contents
+            if isinstance(held, torch.Tensor):
+                kept[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+            elif callable(held):
+                functions.append(held)
+    assert sum(kept.values()) == rank_memory(config, 0).activations
