@@ -84,7 +84,9 @@ class NodeLocalSteps:
                 except CheckFailed:
                     continue
                 share = root.share and (root.share.first, root.share.count, root.share.of)
-                if share == writers and root.layout == layout_of(self._config):
+                parallel = root.metadata.get("config", {}).get("parallel", {})
+                is_same = parallel.get("pipeline_layout", "even") == self._config.parallel.pipeline_layout
+                if share == writers and root.layout == layout_of(self._config) and is_same:
                     held.setdefault(step, root.attempt)
         return held
 

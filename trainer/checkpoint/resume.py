@@ -197,7 +197,10 @@ def differences(root: Root, config: Config, device: torch.device) -> list[str]:
     """
     saved = root.metadata.get("config", {})
     now = dataclasses.asdict(config)
-    watched = [("parallel", name) for name in ("tp", "pp", "virtual_stages", "dp", "zero_stage", "bucket_mib")]
+    watched = [
+        ("parallel", name)
+        for name in ("tp", "pp", "virtual_stages", "pipeline_layout", "dp", "zero_stage", "bucket_mib")
+    ]
     watched += [("train", "precision"), ("train", "micro_batch_size"), ("train", "global_batch_size")]
     default = dataclasses.asdict(Config())  # of a key that is younger than the step
     pairs = [(name, saved.get(table, {}).get(name, default[table][name]), now[table][name]) for table, name in watched]

@@ -92,9 +92,10 @@ def cost_of(options: Options, config: "Config | None", schedule: "Schedule") -> 
         raise UserError(text, hint="--work " + ",".join("1" * num_stages))
     work = options.work
     if config is not None and not work:
-        from trainer.observe.flops import stage_flops
+        from trainer.model.stages import stage_flops
+        from trainer.model.table import parameter_table
 
-        work = tuple(stage_flops(config))
+        work = tuple(stage_flops(config, parameter_table(config), num_stages))
     times = {"backward": options.backward, "weights": options.weights, "transfer": options.transfer}
     return costs(schedule, work=work, **times)
 

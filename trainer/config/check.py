@@ -3,7 +3,7 @@
 from threefold.errors import UserError
 from threefold.options import Fault
 from trainer.config import Config
-from trainer.config.resolve import tiers_of
+from trainer.config.resolve import layers_by_hand, tiers_of
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
@@ -68,6 +68,14 @@ def stage_faults(config: Config) -> list[Fault]:
         return [({"parallel.virtual_stages", "parallel.pp"}, text)]
     if num_layers < pp * virtual:
         return [(names, f"model.num_layers {num_layers} is less than {stages}")]
+    how = config.parallel.pipeline_layout
+    try:
+        sizes = layers_by_hand(how)
+    except ValueError:
+        return [({"parallel.pipeline_layout"}, f'parallel.pipeline_layout is even, cost or as in "9,7", got {how!r}')]
+    if sizes and (len(sizes) != pp * virtual or sum(sizes) != num_layers or min(sizes) < 1):
+        text = f"parallel.pipeline_layout {how} has not {num_layers} layers on {pp * virtual} stages, 1 or more on each"
+        return [({*names, "parallel.pipeline_layout"}, text)]
     return []
 
 

@@ -28,6 +28,11 @@ class ParallelConfig:
         minimum=1,
         flags=["--vpp", "--num-virtual-stages-per-pipeline-rank"],
     )
+    pipeline_layout: str = option(
+        "even",
+        'layers of each stage: even, cost (so that the slowest is fast, the head counted), or numbers as in "9,7"',
+        flags=["--pipeline-layout"],
+    )
     zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
     bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
     timeout_s: float = option(1800.0, "how long a rank waits for the others before it ends", above=0)

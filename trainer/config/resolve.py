@@ -56,6 +56,14 @@ def schedule_of(config: Config) -> str:
     return config.parallel.schedule if config.parallel.pp > 1 else "1f1b"
 
 
+def layers_by_hand(pipeline_layout: str) -> list[int]:
+    """Return the layers of each stage that are written out in numbers; none for "even" and "cost".
+
+    ValueError if it is neither of them.
+    """
+    return [] if pipeline_layout in ("even", "cost") else [int(number) for number in pipeline_layout.split(",")]
+
+
 def cuts_tokens(config: Config) -> bool:
     """Return whether tokens are cut over tp between the cut linears: sequence parallel."""
     parallel, train = config.parallel, config.train

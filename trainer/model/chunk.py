@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ckptkit import stage_layers
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens
 from trainer.mesh.mesh import ProcessMesh
@@ -15,6 +14,7 @@ from trainer.model.microbatch import MicroBatch
 from trainer.model.op_choices import OpChoices
 from trainer.model.recompute import recompute
 from trainer.model.rotary import rotary_frequencies
+from trainer.model.stages import stage_ranges
 from trainer.ops.rope import turns_at
 from trainer.parallel.tensor import TensorParallel
 from trainer.store.store import ParameterStore
@@ -31,7 +31,7 @@ class Chunk:
         if stage == 0:
             self.embed = store.weight("embed.weight")
             self.positions = store.weight_if_any("pos.weight")
-        layers = stage_layers(model.num_layers, num_stages, stage)
+        layers = stage_ranges(config, store.table, num_stages)[stage]
         self.blocks = [Block(model, store, number, self.tensor, choices) for number in layers]
         self.head = Head(config, store, self.tensor, choices) if stage == num_stages - 1 else None
 

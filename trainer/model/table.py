@@ -11,6 +11,7 @@ from dataclasses import replace
 from ckptkit import Coords, Cut, ParallelLayout, Placement
 from trainer.config import Config, ModelConfig
 from trainer.config.resolve import cuts_tokens
+from trainer.model.stages import is_on_rank, stage_ranges
 from trainer.store.parameter import Parameter
 from trainer.store.plan import Run, plan_runs
 
@@ -95,9 +96,10 @@ def local_runs(config: Config, table: dict[str, Parameter], layout: ParallelLayo
     A tied head is the embedding's matrix, which both the first and the last stage hold.
     """
     num_layers = config.model.num_layers
+    ranges = stage_ranges(config, table, layout.num_stages)
     here: dict[str, Parameter] = {}
     for name, row in table.items():
-        if row.placement.on_stage(num_layers, layout, coords.pp):
+        if is_on_rank(row.placement, ranges, layout, coords.pp):
             owner = row.placement.tied_to or name
             here[owner] = table[owner]
     shapes = {name: row.placement.live_shape(name, row.shape, layout) for name, row in here.items()}

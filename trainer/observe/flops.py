@@ -8,9 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ckptkit import stage_layers
 from trainer.config import Config
-from trainer.config.resolve import layout_of
 from trainer.model.table import parameter_table
 
 # dense bf16 peak in TFLOP/s by the words of a device's name; the first row whose words all occur counts
@@ -62,15 +60,6 @@ def token_flops(config: Config) -> TokenFlops:
     attention = 12.0 * model.num_layers * model.num_heads * model.head_size * config.train.seq_length
     standard = 6.0 * (count.total - count.looked_up) + attention
     return TokenFlops(standard, 6.0 * count.total + attention, standard - attention / 2)
-
-
-def stage_flops(config: Config) -> list[float]:
-    """Return the operations a token of each stage: those of its layers, and of the head on the last one."""
-    model, num_stages = config.model, layout_of(config).num_stages
-    head = 6.0 * model.vocab_size * model.hidden_size
-    layer = (token_flops(config).standard - head) / model.num_layers
-    flops = [layer * len(stage_layers(model.num_layers, num_stages, stage)) for stage in range(num_stages)]
-    return [*flops[:-1], flops[-1] + head]
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -7,6 +7,8 @@ from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
 from trainer.config.resolve import cuts_tokens
+from trainer.model.stages import stage_ranges
+from trainer.model.table import parameter_table
 from trainer.observe.flops import count_parameters
 
 
@@ -21,6 +23,10 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
     stored = sum(store.num_tokens for store in blend.stores)
     num_ranks = parallel.tp * parallel.pp * parallel.dp
     pp = f"{parallel.pp} of {parallel.virtual_stages} stages" if parallel.virtual_stages > 1 else f"{parallel.pp}"
+    if parallel.pipeline_layout != "even" and parallel.pp > 1:
+        num_stages = parallel.pp * parallel.virtual_stages
+        ranges = stage_ranges(config, parameter_table(config), num_stages)
+        pp += f" ({' + '.join(str(len(layers)) for layers in ranges)} layers)"
     facts = [
         ("trainer", __version__),
         (

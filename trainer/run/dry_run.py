@@ -16,9 +16,11 @@ from trainer.config.resolve import cuts_tokens, kv_replicas, layout_of, schedule
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import groups_needed
+from trainer.model.stages import stage_flops, stage_ranges
 from trainer.model.table import local_runs, parameter_table
 from trainer.ops.dtypes import wide_dtype
 from trainer.pipeline.actions import peak_live
+from trainer.pipeline.costs import costs
 from trainer.pipeline.passes import with_transfers
 from trainer.pipeline.schedules import SCHEDULES, rank_actions
 from trainer.pipeline.simulate import simulate
@@ -69,13 +71,17 @@ def print_plan(config: Config) -> int:
 
 
 def bubble(config: Config) -> str:
-    """Return the share of a step in which ranks wait under the run's schedule if all stages take as long."""
+    """Return the share of a step in which ranks wait under the run's schedule, by the arithmetic of its stages."""
     parallel, num_microbatches = config.parallel, config.train.gradient_accumulation_steps
     schedule = SCHEDULES[parallel.schedule](parallel.pp, num_microbatches, parallel.virtual_stages)
-    timeline = simulate(with_transfers(schedule))
-    shape = f"--pp {parallel.pp} --microbatches {num_microbatches} --schedule {parallel.schedule}"
-    shape += f" --vpp {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
-    return f"{timeline.bubble_share:.1%} of a step if all stages take as long: trainer schedule {shape}"
+    table, num_stages = parameter_table(config), layout_of(config).num_stages
+    cost = costs(schedule, work=stage_flops(config, table, num_stages))
+    shares = [simulate(with_transfers(schedule), each).bubble_share for each in (cost, None)]
+    sizes = " + ".join(str(len(layers)) for layers in stage_ranges(config, table, num_stages))
+    return (
+        f"{shares[0]:.1%} of a step by the arithmetic of {sizes} layers and the head, {shares[1]:.1%} if all stages "
+        "took as long: trainer schedule CONFIG.toml draws it"
+    )
 
 
 def rank_memory(config: Config, pp: int) -> RankMemory:
@@ -115,7 +121,8 @@ def activation_bytes(config: Config, pp: int) -> int:
     within = (2 * q_size + 2 * kv_size + inside) // parallel.tp
     layer = hidden if train.recompute == "full" else 4 * hidden + within
     layer_until_w = 4 * model.hidden_size + within + model.ffn_hidden_size // parallel.tp
-    num_layers = -(-model.num_layers // layout.num_stages)
+    ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
+    num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
     row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
     num_bytes = train.micro_batch_size * train.seq_length * dtype.itemsize  # of one number a token of a micro-batch
     kept = num_layers * num_bytes * peak_live(row, layer, layer_until_w)

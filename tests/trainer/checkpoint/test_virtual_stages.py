@@ -54,7 +54,7 @@ def test_other_stages_go_on_with_it(job_config: Path, tmp_path: Path, capsys: py
     assert hashes(capsys, back) == saved
     # in place with other stages on as many ranks, from a seed on one rank, and from a reshard on three
     runs = [
-        job("first", 4, "--pp", 2, "--vpp", 2),
+        job("first", 4, "--pp", 2, "--vpp", 2, "--pipeline-layout", "3,1,2,1"),
         job("alone", 4, load=step),
         job("three", 4, "--pp", 3, "--vpp", 2, load=tmp_path / "resharded-1"),
     ]

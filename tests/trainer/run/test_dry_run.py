@@ -1,5 +1,6 @@
 """`trainer train --dry-run`: everything that can be known before a run is checked and printed, and nothing is done."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ def test_a_run_is_described_and_nothing_is_written(
     ] * 3
     assert text.endswith("dry run  nothing was started or written\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_bubble_is_that_of_the_stages_arithmetic(job_config: Path, capsys: Capture) -> None:
+    flags = ["--dry-run", "--pp", 2, "--model.vocab-size", 5000, "--model.num-layers", 10]
+    shares = []
+    for how in ("even", "cost", "7,3"):
+        assert call("train", job_config, *flags, "--pipeline-layout", how) == 0
+        said = " ".join(capsys.readouterr().err.split())
+        found = re.search(
+            r"bubble ([0-9.]+)% of a step by the arithmetic of ([0-9 +]+) layers and the head, 11.1%", said
+        )
+        assert found is not None, said
+        assert sum(map(int, found[2].split(" + "))) == 10
+        assert how == "cost" or found[2] == {"even": "5 + 5", "7,3": "7 + 3"}[how]
+        assert how == "even" or f"pp 2 ({found[2]} layers)" in said
+        shares.append(float(found[1]))
+    even, cost, by_hand = shares
+    assert cost < min(even, by_hand)
 
 
 @pytest.mark.parametrize(

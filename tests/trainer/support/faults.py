@@ -127,8 +127,9 @@ def one_buffer(real: Any, self: Executor[Any], link_of: Any, new_buffer: Any, *r
     real(self, link_of, lambda: buffer.data, *rest, **options)  # whose version counter is its own
 
 
-def stages_2_and_4_swapped(real: Any, num_layers: int, num_stages: int, stage: int) -> range:
-    return real(num_layers, num_stages, {2: 4, 4: 2}.get(stage, stage))
+def stages_2_and_4_swapped(real: Any, *arguments: Any) -> list[range]:
+    ranges = real(*arguments)
+    return [ranges[{2: 4, 4: 2}.get(stage, stage)] for stage in range(len(ranges))]
 
 
 def bias_before_the_sum(
@@ -236,7 +237,7 @@ FAULTS = [
     Fault("the next gradient is received where a W reads", ParallelLayout(pp=3),
           wrapping(Executor, "__init__", one_buffer), model={"num_layers": 3}, schedule="zb-h1"),
     Fault("two stages of a rank change places", ParallelLayout(pp=2, virtual=3),
-          wrapping(chunk, "stage_layers", stages_2_and_4_swapped), model={"num_layers": 6}),
+          wrapping(chunk, "stage_ranges", stages_2_and_4_swapped), model={"num_layers": 6}),
     Fault("the last rank takes two micro-batches of both its stages in another order",
           ParallelLayout(pp=2, virtual=2), wrapping(engine, "rank_actions", swapped), model={"num_layers": 4}),
     Fault("gradients are averaged over dp", DP, wrapping(Bucket, "reduce_gradients", averaged)),

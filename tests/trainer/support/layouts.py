@@ -49,6 +49,9 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
         **options,
     )  # fmt: skip
+    num_stages = layout.pp * virtual
+    extra = draw(st.integers(0, num_stages - 1))  # the stage of a layer that the stages do not divide
+    by_hand = [1 + (stage == extra) * (model.num_layers - num_stages) for stage in range(num_stages)]
     config = Config(
         model=model,
         # a bucket of 0 MiB holds one parameter
@@ -56,6 +59,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
             tp=layout.tp, pp=layout.pp, dp=layout.dp,
             sequence_parallel=draw(st.sampled_from(["auto", "off"])),
             schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
+            pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),
             zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
         ),
         # with an eps of 1e-8 gradients that are 0 but for rounding would move weights by 1e-9

@@ -1,0 +1,55 @@
+"""Which layers are on which stage."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.parity import config_for
+from trainer.config import Config
+from trainer.model.stages import is_on_rank, layer_and_head_flops, sizes_by_cost, stage_flops, stage_ranges
+from trainer.model.table import parameter_table
+
+
+@given(num_stages=st.integers(2, 5), extra=st.integers(0, 6), head=st.floats(0, 12))
+def test_no_cut_has_a_faster_slowest_stage(num_stages: int, extra: int, head: float) -> None:
+    def slowest(sizes: list[int]) -> float:
+        return max(*sizes[:-1], sizes[-1] + head)
+
+    num_layers = num_stages + extra
+    found = sizes_by_cost(num_layers, num_stages, head)
+    assert (sum(found), len(found), min(found) >= 1) == (num_layers, num_stages, True)
+    cuts = ((0, *inner, num_layers) for inner in combinations(range(1, num_layers), num_stages - 1))
+    assert slowest(found) == min(slowest([stop - start for start, stop in pairwise(cut)]) for cut in cuts)
+
+
+def test_cuts_by_hand() -> None:
+    assert sizes_by_cost(16, 2, 3.0) == [9, 7]
+    assert sizes_by_cost(4, 4, 50.0) == [1, 1, 1, 1]
+    assert sizes_by_cost(9, 2, 0.0) == [4, 5]
+
+
+def config_of(how: str, num_layers: int = 9) -> Config:
+    config = config_for("gpt2", ParallelLayout(pp=2))
+    parallel = replace(config.parallel, pipeline_layout=how)
+    return replace(config, model=replace(config.model, num_layers=num_layers), parallel=parallel)
+
+
+@pytest.mark.parametrize(("how", "sizes"), [("even", [5, 4]), ("7,2", [7, 2]), ("cost", [8, 1])])
+def test_the_configuration_says_how(how: str, sizes: list[int]) -> None:
+    config = config_of(how)
+    table = parameter_table(config)
+    ranges = stage_ranges(config, table, 2)
+    assert [len(layers) for layers in ranges] == sizes
+    assert [*ranges[0], *ranges[1]] == [*range(9)]
+    layer, head = layer_and_head_flops(config, table)
+    assert head > 9 * layer, "of a vocabulary of 50257"
+    assert stage_flops(config, table, 2) == [sizes[0] * layer, sizes[1] * layer + head]
+    layout = ParallelLayout(pp=2)
+    for name, row in table.items():
+        is_first = name.startswith(("embed", "pos")) or any(name.startswith(f"layers.{n}.") for n in ranges[0])
+        held = [is_on_rank(row.placement, ranges, layout, pp) for pp in range(2)]
+        assert held == [is_first, not is_first], name
