@@ -1,4 +1,6 @@
-// Reads of byte ranges of open files, many at once: a disk is fast, and a file system far away is bearable, only so.
+// Reads of byte ranges of open files. What the page cache has is copied at once; the rest is read on several threads: a
+// disk is fast, and a file system far away is bearable, only so.
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,10 +14,20 @@
 
 namespace {
 
-// Reads one range whole; 0, or a negative errno.
-int64_t read_range(const dk_read& read) {
+// Copies as much of a range's beginning as the page cache has, and returns its bytes.
+int64_t read_cached(const dk_read& read) {
+#ifdef RWF_NOWAIT
+  const iovec whole{read.target, static_cast<size_t>(read.num_bytes)};
+  return std::max<int64_t>(0, preadv2(static_cast<int>(read.descriptor), &whole, 1, read.offset, RWF_NOWAIT));
+#else
+  return 0;
+#endif
+}
+
+// Reads a range from byte `done` of it on; 0, or a negative errno.
+int64_t read_rest(const dk_read& read, int64_t done) {
   auto* target = static_cast<char*>(read.target);
-  for (int64_t done = 0; done < read.num_bytes;) {
+  while (done < read.num_bytes) {
     const ssize_t count = pread(static_cast<int>(read.descriptor), target + done, read.num_bytes - done, read.offset + done);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return -errno;
@@ -28,16 +40,25 @@ int64_t read_range(const dk_read& read) {
 }  // namespace
 
 int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, int64_t* failed) {
-  std::atomic<int64_t> next{0}, first_failed{num_reads};
-  std::vector<int64_t> codes(num_reads);
+  struct Rest {
+    int64_t number, done, code;
+  };
+  std::vector<Rest> rests;  // what is not cached
+  for (int64_t i = 0; i < num_reads; ++i) {
+    const int64_t done = read_cached(reads[i]);
+    if (done < reads[i].num_bytes) rests.push_back({i, done, 0});
+  }
+  std::atomic<size_t> next{0};
+  std::atomic<bool> failing{false};
   const auto loop = [&] {
-    for (int64_t i; (i = next++) < num_reads && first_failed == num_reads;) {
-      codes[i] = read_range(reads[i]);
-      for (int64_t known = first_failed; codes[i] && i < known && !first_failed.compare_exchange_weak(known, i);) {}
+    for (size_t i; (i = next++) < rests.size() && !failing;) {
+      rests[i].code = read_rest(reads[rests[i].number], rests[i].done);
+      if (rests[i].code) failing = true;
     }
   };
   std::vector<std::thread> helpers;
-  for (int64_t i = 1; i < std::min<int64_t>(num_threads, num_reads); ++i) {
+  const int64_t reads_a_thread = 4;
+  for (int64_t i = 1; i < std::min<int64_t>(num_threads, rests.size() / reads_a_thread); ++i) {
     try {
       helpers.emplace_back(loop);
     } catch (const std::system_error&) {
@@ -46,6 +67,10 @@ int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, 
   }
   loop();
   for (auto& helper : helpers) helper.join();
-  *failed = first_failed;
-  return first_failed == num_reads ? 0 : codes[first_failed];
+  for (const Rest& rest : rests) {
+    if (!rest.code) continue;
+    *failed = rest.number;
+    return rest.code;
+  }
+  return 0;
 }

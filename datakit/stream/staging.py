@@ -22,7 +22,6 @@ from threefold.errors import CheckFailed, StorageError
 MAX_GAP_BYTES = 16 << 10  # is read along, as a further request would cost more
 MAX_FILES = 64  # open at once for one batch
 MAX_THREADS = 16
-_READS_A_THREAD = 4
 
 
 class UnmappedShard(NamedTuple):
@@ -111,8 +110,7 @@ def _read(group: Sequence[tuple[FilePiece, int]], address: int) -> None:
     table, failed = array("q"), array("q", [0])
     for piece, place in group:
         table.extend((piece.file.descriptor, piece.start, address + place, piece.size))
-    num_threads = max(1, min(MAX_THREADS, len(group) // _READS_A_THREAD))
-    code = stream_library().dk_read_files(table.buffer_info()[0], len(group), num_threads, failed.buffer_info()[0])
+    code = stream_library().dk_read_files(table.buffer_info()[0], len(group), MAX_THREADS, failed.buffer_info()[0])
     if not code:
         return
     file, start, size = group[failed[0]][0]
