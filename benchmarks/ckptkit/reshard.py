@@ -1,9 +1,13 @@
-"""Reshard beside its raw limit: `cp` of the same bytes, made durable by `sync -d`, in the same run, interleaved.
+"""Reshard beside its raw limit, `cp` of the same bytes made durable by `sync -d`, and loads under another layout beside
+torch.distributed.checkpoint (DCP), all in the same run.
 
     python -m tools.make_checkpoint /data/run --gib 4
-    python benchmarks/ckptkit/reshard.py /data/run --repeats 5
+    python benchmarks/ckptkit/reshard.py /data/run --repeats 5 --pair-layouts tp1 tp2 tp8 pp2 tp2-pp2
 
-The page cache of what is read is dropped before every run of either. Prints medians, ratios and peak RSS.
+Timed legs are interleaved, and the page cache of what is read is dropped before every one. Pairs: each rank of the
+second layout reads its own elements of what the first one saved, one rank after the other, each element by one rank;
+bytes read are those that the system counts (`rchar`). DCP saves and loads through its own files and plans. Prints
+medians, ratios, peak RSS, and the load of the machine before it began.
 """
 
 import argparse
@@ -14,37 +18,216 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptkit import CheckpointReader, ChunkTable, ParallelLayout, Partition, Run
 
 LEGS = {"tp4-pp8": ("--tp", "4", "--pp", "8"), "tp1": (), "tp8-dp2-pp4": ("--tp", "8", "--pp", "4", "--dp", "2")}
+PAIRS = ("tp1", "tp2", "tp4", "tp8", "pp2", "tp2-pp2", "tp4-pp2")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a local run; its newest step is resharded")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pair-layouts", nargs="*", default=PAIRS, help="layouts of which each pair is read")
+    parser.add_argument("--pairs-of", type=Path, help="a smaller run for the pairs; default: the run")
     arguments = parser.parse_args()
+    print(f"load average before: {os.getloadavg()[0]:.2f}")
+    time_legs(arguments.run, arguments.repeats)
+    with tempfile.TemporaryDirectory(prefix="pairs-", dir=arguments.run.absolute().parent) as folder:
+        read_pairs(arguments.pairs_of or arguments.run, Path(folder), arguments.pair_layouts)
+
+
+def time_legs(run: Path, repeats: int) -> None:
+    """Print how long offline reshards take beside cp."""
     seconds: dict[str, list[float]] = {name: [] for name in ("cp", *LEGS)}
+    reports: dict[str, dict] = {}
     rss_bytes = dict.fromkeys(LEGS, 0)
-    num_bytes = 0
-    for _ in range(arguments.repeats):
+    for _ in range(repeats):
         for name in seconds:
-            drop_cache(arguments.run)
-            with tempfile.TemporaryDirectory(prefix="reshard-", dir=arguments.run.absolute().parent) as folder:
+            drop_cache(run)
+            with tempfile.TemporaryDirectory(prefix="reshard-", dir=run.absolute().parent) as folder:
                 work = Path(folder) / "run"
                 started = time.perf_counter()
                 if name == "cp":
-                    subprocess.run(["cp", "-r", arguments.run, work], check=True)
+                    subprocess.run(["cp", "-r", run, work], check=True)
                     subprocess.run(["sync", "-d", *work.rglob("*.safetensors")], check=True)
                 else:
-                    report, rss = reshard(arguments.run, work, LEGS[name])
-                    num_bytes, rss_bytes[name] = report["bytes_written"], max(rss_bytes[name], rss)
+                    reports[name], rss = reshard(run, work, LEGS[name])
+                    rss_bytes[name] = max(rss_bytes[name], rss)
                 seconds[name].append(time.perf_counter() - started)
     copied = statistics.median(seconds["cp"])
+    num_bytes = max(report["bytes_written"] for report in reports.values())
     for name, times in seconds.items():
         median = statistics.median(times)
-        memory = f"  peak RSS {rss_bytes[name] >> 20} MiB" if name in rss_bytes else ""
-        print(f"{name:<12} {median:6.2f} s  {num_bytes / median / 1e9:5.2f} GB/s  {copied / median:5.2f} of cp{memory}")
+        line = f"{name:<12} {median:6.2f} s  {num_bytes / median / 1e9:5.2f} GB/s  {copied / median:5.2f} of cp"
+        if name in reports:
+            report = reports[name]
+            share = report["bytes_read"] / report["bytes_needed"]
+            line += f"  read / needed {share:.4f}  peak RSS {rss_bytes[name] >> 20} MiB"
+        print(line)
+
+
+def read_pairs(run: Path, folder: Path, names: Sequence[str]) -> None:
+    """Print, for each ordered pair of layouts, the bytes read over those needed and the rate, of ours and of DCP."""
+    layouts = {name: ParallelLayout.parse(name) for name in names}
+    kinds: dict[str, list[float]] = {"ours": [], "DCP": []}
+    rates: dict[str, list[float]] = {"ours": [], "DCP": []}
+    print(f"{'saved':<10} {'read by':<10} {'ours':>14} {'DCP':>14}   read / needed, GB/s")
+    for name, layout in layouts.items():
+        reshard(run, folder / name, tuple(f"--{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "dp")))
+        with Run(str(folder / name)).open(Run(str(folder / name)).resolve()) as reader:
+            save_by_dcp(reader, layout, folder / f"{name}.dcp")
+    for first, second in product(layouts, repeat=2):
+        if first == second:
+            continue
+        line = f"{first:<10} {second:<10}"
+        for kind, load in (("ours", load_ours), ("DCP", load_by_dcp)):
+            place = folder / (first if kind == "ours" else f"{first}.dcp")
+            drop_cache(place)
+            share, rate = measured(load, place, run, layouts[second])
+            kinds[kind].append(share)
+            rates[kind].append(rate)
+            line += f" {share:7.3f} {rate:6.2f}"
+        print(line)
+    for kind, shares in kinds.items():
+        most, usual, rate = max(shares), statistics.median(shares), statistics.median(rates[kind])
+        print(
+            f"{kind}: {len(shares)} pairs, read / needed at most {most:.3f}, median {usual:.3f}, rate {rate:.2f} GB/s"
+        )
+
+
+def measured(load: Callable[[Path, Path, ParallelLayout], int], *arguments: Any) -> tuple[float, float]:
+    """Return the bytes that the system counts as read over those needed, and the GB/s."""
+    before, started = bytes_read(), time.perf_counter()
+    needed = load(*arguments)
+    return (bytes_read() - before) / needed, needed / (time.perf_counter() - started) / 1e9
+
+
+def bytes_read() -> int:
+    with open("/proc/self/io", encoding="ascii") as file:
+        return int(file.readline().split()[1])
+
+
+def rank_tables(reader: CheckpointReader, layout: ParallelLayout) -> list[ChunkTable]:
+    """Return what each rank of a layout holds, each element once."""
+    partition = Partition(list(reader.root.tensors.values()), reader.root.num_layers, layout)
+    return [partition.table(layout.coords(rank)) for rank in range(layout.world_size)]
+
+
+def load_ours(place: Path, run: Path, layout: ParallelLayout) -> int:
+    """Have each rank of a layout open a step and read its own elements; return how many bytes those are."""
+    del run
+    needed = 0
+    source = Run(str(place))
+    step = source.resolve()
+    for rank in range(layout.world_size):
+        with source.open(step) as reader:
+            wanted = rank_tables(reader, layout)[rank]
+            memory = np.empty(int(wanted.size_bytes.sum()), np.uint8)
+            begins = np.cumsum(wanted.size_bytes) - wanted.size_bytes
+            reader.execute(reader.plan(wanted), memory.ctypes.data + begins)
+            needed += len(memory)
+    return needed
+
+
+def boxes_of(table: ChunkTable) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return the boxes of a rank that holds whole boxes: name, offset and shape."""
+    boxes = [(table.names[tensor], table.box(row)) for row, tensor in enumerate(table.tensor.tolist())]
+    return [(name, box.offset, box.shape) for name, box in boxes if box.numel]
+
+
+def save_by_dcp(reader: CheckpointReader, layout: ParallelLayout, folder: Path) -> None:
+    """Write what a step holds as the ranks of a layout would by DCP, a file a rank."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    shapes = {name: torch.Size(info.shape) for name, info in reader.root.tensors.items()}
+    tables = rank_tables(reader, layout)
+    plans = [
+        SavePlan([
+            WriteItem(
+                MetadataIndex(name, offset), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)), TensorProperties(torch.float32),
+                    shapes[name],
+                ),
+            )
+            for name, offset, shape in boxes_of(table)
+        ])
+        for table in tables
+    ]  # fmt: skip
+    plans, metadata = create_default_global_save_plan(plans)
+    writer = dcp.FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    writer.prepare_local_plan(plans[0])
+    results = []
+    for plan, table in zip(writer.prepare_global_plan(plans), tables, strict=True):
+        memory = np.empty(int(table.size_bytes.sum()), np.uint8)
+        begins = np.cumsum(table.size_bytes) - table.size_bytes
+        reader.execute(reader.plan(table), memory.ctypes.data + begins)
+        held = {
+            (table.names[tensor], table.box(row).offset): torch.from_numpy(
+                memory[begin : begin + size].view(np.float32).reshape(table.box(row).shape)
+            )
+            for row, (tensor, begin, size) in enumerate(
+                zip(table.tensor.tolist(), begins.tolist(), table.size_bytes.tolist(), strict=True)
+            )
+        }
+        planner = Resolving(held)
+        results.append(writer.write_data(plan, planner).wait())  # type: ignore[arg-type]
+    writer.finish(metadata, results)
+
+
+class Resolving:
+    """What a DCP writer or reader asks of a planner: the tensor of an item."""
+
+    def __init__(self, held: dict[tuple[str, tuple[int, ...]], Any]) -> None:
+        self._held = held
+
+    def resolve_data(self, item: Any) -> Any:
+        return self._held[item.index.fqn, tuple(item.index.offset)]
+
+    def resolve_tensor(self, item: Any) -> Any:
+        whole = self._held[item.dest_index.fqn, tuple(item.dest_index.offset)]
+        return whole[tuple(slice(a, a + n) for a, n in zip(item.dest_offsets, item.lengths, strict=True))]
+
+    def commit_tensor(self, item: Any, tensor: Any) -> None:
+        """Nothing is left to do."""
+
+
+def load_by_dcp(place: Path, run: Path, layout: ParallelLayout) -> int:
+    """Have DCP read what each rank of a layout holds; return how many bytes that is."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import LoadPlan
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    with Run(str(run)).open(Run(str(run)).resolve()) as reader:
+        tables = rank_tables(reader, layout)
+    needed = 0
+    for table in tables:
+        source = dcp.FileSystemReader(place)
+        metadata = source.read_metadata()
+        source.set_up_storage_reader(metadata, True)
+        items, held = [], {}
+        for name, offset, shape in boxes_of(table):
+            chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+            items += create_read_items_for_chunk_list(name, metadata.state_dict_metadata[name], [chunk])
+            held[name, offset] = torch.empty(shape)
+        source.read_data(LoadPlan(items), Resolving(held)).wait()  # type: ignore[arg-type]
+        needed += sum(each.nbytes for each in held.values())
+    return needed
 
 
 def reshard(source: Path, target: Path, axes: tuple[str, ...]) -> tuple[dict, int]:
@@ -60,7 +243,7 @@ def reshard(source: Path, target: Path, axes: tuple[str, ...]) -> tuple[dict, in
 
 
 def drop_cache(folder: Path) -> None:
-    for path in folder.rglob("*.safetensors"):
+    for path in (*folder.rglob("*.safetensors"), *folder.rglob("*.distcp")):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)

@@ -77,13 +77,13 @@ class ByMetric:
 @contextmanager
 def opened(url: str) -> "Iterator[CheckpointReader]":
     """Yield a reader of the checkpoint that a URL means; where damage ends the block, a hint points to other steps."""
-    from ckptkit.foreign.dcp_folder import SCHEME, DcpFolder
+    from ckptkit.foreign.dcp_folder import DcpFolder
     from ckptkit.foreign.hf_folder import open_source
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.runs.run import Run
 
     return_large_frees()
-    source = DcpFolder(url) if url.startswith(SCHEME) and not url.startswith(f"{SCHEME}//") else open_source(url)
+    source = DcpFolder(url) if DcpFolder.is_meant(url) else open_source(url)
     try:
         with source.open(source.resolve()) as reader:
             yield reader

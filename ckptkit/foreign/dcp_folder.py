@@ -5,13 +5,13 @@ here unpickles it. The folder has no checksums, so its bytes are read unverified
 """
 
 import hashlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
 
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, read_metadata
+from ckptkit.foreign.folder import ATTEMPT, ForeignFolder
 from ckptkit.foreign.folder_reader import FolderReader
 from ckptkit.foreign.torch_zip import ITEMSIZES, StoredTensor, read_tensor
 from ckptkit.format.dcp_state import METADATA, DcpState
@@ -29,25 +29,16 @@ from ckptkit.plan.cover import Cover
 from ckptkit.plan.stored import StoredChunks
 from threefold.cli import log
 from threefold.errors import CheckFailed, UserError, listed
-from threefold.storage import Storage, open_storage
 
-SCHEME, ATTEMPT = "dcp:", "import"
 NUM_THREADS = 8
 # torch's dtypes that are stored as they are; elements of others are bytes, with a dim more
 STORED = {name: stored[0] for name, stored in DTYPES.items() if name != "uint16"}
 
 
-class DcpFolder:
+class DcpFolder(ForeignFolder):
     """One folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
 
-    def __init__(self, url: str) -> None:
-        self._place = url.removeprefix(SCHEME)
-        self.url, self.named = f"{SCHEME}{self._place}", 0
-
-    @cached_property
-    def storage(self) -> Storage:
-        """Return the storage of the folder, opened at first use."""
-        return open_storage(self._place)
+    scheme = "dcp:"
 
     @cached_property
     def contents(self) -> DcpContents:
@@ -83,14 +74,6 @@ class DcpFolder:
     def open(self, step: int, exchange: object = None) -> "DcpFolderReader":
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         return DcpFolderReader(self, self.root(step))
-
-    def newest_first(self) -> Iterator[int]:
-        """Return its only step."""
-        return iter([self.resolve()])
-
-    def resolve(self) -> int:
-        """Return its only step; an error if the folder is not sound."""
-        return self.root(self.named).step
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""

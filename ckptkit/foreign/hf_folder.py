@@ -4,11 +4,11 @@ The folder has no checksums, so its bytes are read unverified.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cached_property
 
 from ckptkit.foreign.families import Row
+from ckptkit.foreign.folder import ATTEMPT, ForeignFolder
 from ckptkit.foreign.hf_contents import FILES, Contents, read_contents
 from ckptkit.foreign.hf_reader import HfReader
 from ckptkit.format.root import Root
@@ -16,23 +16,14 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.run import Run
-from threefold.storage import Storage, open_storage
 
-SCHEME, ATTEMPT = "hf:", "import"
 SEQ_LENGTH = 1024  # of an evaluation that says nothing else, or the model's own if that is shorter
 
 
-class HfFolder:
+class HfFolder(ForeignFolder):
     """One model folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
 
-    def __init__(self, url: str) -> None:
-        self._place = url.removeprefix(SCHEME)
-        self.url, self.named = f"{SCHEME}{self._place}", 0
-
-    @cached_property
-    def storage(self) -> Storage:
-        """Return the storage of the folder, opened at first use."""
-        return open_storage(self._place)
+    scheme = "hf:"
 
     @cached_property
     def contents(self) -> Contents:
@@ -42,14 +33,6 @@ class HfFolder:
     def open(self, step: int, exchange: object = None) -> HfReader:
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         return HfReader(self.storage, self.contents, self.root(step), self.url)
-
-    def newest_first(self) -> Iterator[int]:
-        """Return its only step."""
-        return iter([self.resolve()])
-
-    def resolve(self) -> int:
-        """Return its only step; an error if the folder is not sound."""
-        return self.root(self.named).step
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""
@@ -76,7 +59,7 @@ class HfFolder:
 
 def open_source(url: str) -> Run | HfFolder:
     """Return what an address means: a model folder for `hf:FOLDER`, else a run."""
-    return HfFolder(url) if url.startswith(SCHEME) and not url.startswith(f"{SCHEME}//") else Run(url)
+    return HfFolder(url) if HfFolder.is_meant(url) else Run(url)
 
 
 def _info(row: Row, contents: Contents) -> TensorInfo:

@@ -5,12 +5,10 @@ Files are what `torch.save` makes of each tensor, zip after zip, cut into chunks
 state again, pickled values included. torch is not needed. Memory: two blocks of 64 MiB and a granule of each open file.
 """
 
-import mmap
 import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -25,10 +23,11 @@ from ckptkit.foreign.torch_dist_folder import COMMON, CONFIG
 from ckptkit.foreign.torch_zip import TensorZip
 from ckptkit.format.dcp_state import DcpState
 from ckptkit.format.root import Root
-from ckptkit.io.blocks import Bytes, Columns
+from ckptkit.io.blocks import Bytes
 from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
+from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import FolderClaim, note_of
 from ckptkit.rewrite.hf_export import MAX_SHARD_BYTES, ExportReport, Progress
 from ckptkit.rewrite.room import refuse_full
@@ -226,31 +225,18 @@ def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> Non
     progress(before + num_bytes, total)
 
 
-class _Blocks:
-    """The bytes of one file, block by block, in order: one is read while the one before is written."""
+class _Blocks(FileBlocks):
+    """The blocks of one file."""
 
     def __init__(self, source: CheckpointReader, file: DcpFile, sums: SourceSums) -> None:
+        super().__init__(file.size_bytes, BLOCK_BYTES)
         self._source, self._file, self._sums = source, file, sums
         self._starts = [item.offset for item in file.items]
-        size = min(BLOCK_BYTES, file.size_bytes)
-        self._buffers = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(2)]
         self._crc = 0  # of the item under way
 
-    def blocks(self, progress: "partial[None]") -> Iterator[Columns]:
-        """Yield rows of (address, bytes); the memory of one is used again two blocks later."""
-        size = self._file.size_bytes
-        with ThreadPoolExecutor(1) as ahead:
-            loading = ahead.submit(self._load, 0)
-            for start in range(0, size, BLOCK_BYTES):
-                block = loading.result()
-                if start + BLOCK_BYTES < size:
-                    loading = ahead.submit(self._load, start + BLOCK_BYTES)
-                yield np.array([(block.ctypes.data, len(block))], np.uint64)
-                progress(start + len(block))
-
-    def _load(self, start: int) -> Bytes:
-        stop = min(start + BLOCK_BYTES, self._file.size_bytes)
-        block = self._buffers[start // BLOCK_BYTES % 2][: stop - start]
+    def load(self, start: int, block: Bytes) -> None:
+        """Fill a block: zips, and zeros between them."""
+        stop = start + len(block)
         block[:] = 0
         number = max(bisect_right(self._starts, start) - 1, 0)
         for item in self._file.items[number:]:
@@ -261,7 +247,6 @@ class _Blocks:
             self._load_elements(block, start, item)
             if item.around is not None and item.begin + item.num_bytes < stop:
                 _put(block, start, item.begin + item.num_bytes, item.around.tail(self._crc))
-        return block
 
     def _load_elements(self, block: Bytes, start: int, item: Item) -> None:
         """Fill what of an item's elements is in a block, and go on with its checksum."""

@@ -5,23 +5,11 @@ the same bytes. The values are those of the folder, bit for bit.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.rewrite.reshard import ReshardReport, reshard
 from threefold.storage import Storage
-
-
-class ForeignFolder(Protocol):
-    """A folder that has the face of a run of one step."""
-
-    @property
-    def attempt(self) -> str:
-        """The name that every import of this folder, as it is now, has on a run's storage."""
-
-    def open(self, step: int) -> CheckpointReader:
-        """Return a reader of it as a step, for a `with`."""
 
 
 def import_folder(

@@ -6,11 +6,9 @@ whole. Every byte that is read of the run is verified. Memory: two blocks of 64 
 the largest tensor that the folder has with its dims in the other order, twice.
 """
 
-import mmap
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,10 +16,11 @@ import numpy as np
 
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
-from ckptkit.io.blocks import Bytes, Columns
+from ckptkit.io.blocks import Bytes
 from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
+from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import FolderClaim, note_of
 from ckptkit.rewrite.hf_plan import Outgoing, Shard, export_of
 from ckptkit.rewrite.room import refuse_full
@@ -104,33 +103,20 @@ def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> Non
     progress(before + num_bytes, total)
 
 
-class _Blocks:
-    """The bytes of one shard, block by block: one is read while the one before is written."""
+class _Blocks(FileBlocks):
+    """The blocks of one shard."""
 
     def __init__(self, source: CheckpointReader, shard: Shard, sums: SourceSums) -> None:
+        super().__init__(shard.size_bytes, BLOCK_BYTES)
         self._source, self._shard, self._sums = source, shard, sums
         self._starts = [len(shard.header)]
         for tensor in shard.tensors:
             self._starts.append(self._starts[-1] + tensor.size_bytes)
-        size = min(BLOCK_BYTES, shard.size_bytes)
-        self._buffers = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(2)]
         self._made: tuple[str, Bytes] = ("", np.empty(0, np.uint8))  # the turned or fused tensor that was made last
 
-    def blocks(self, progress: Callable[[int], None]) -> Iterator[Columns]:
-        """Yield rows of (address, bytes); the memory of one is used again two blocks later."""
-        size = self._shard.size_bytes
-        with ThreadPoolExecutor(1) as ahead:
-            loading = ahead.submit(self._load, 0)
-            for start in range(0, size, BLOCK_BYTES):
-                block = loading.result()
-                if start + BLOCK_BYTES < size:
-                    loading = ahead.submit(self._load, start + BLOCK_BYTES)
-                yield np.array([(block.ctypes.data, len(block))], np.uint64)
-                progress(start + len(block))
-
-    def _load(self, start: int) -> Bytes:
-        stop = min(start + BLOCK_BYTES, self._shard.size_bytes)
-        block = self._buffers[start // BLOCK_BYTES % 2][: stop - start]
+    def load(self, start: int, block: Bytes) -> None:
+        """Fill a block: the header, and tensors."""
+        stop = start + len(block)
         head = np.frombuffer(self._shard.header, np.uint8)[start:stop]
         block[: len(head)] = head
         number = max(bisect_right(self._starts, start) - 1, 0)
@@ -140,7 +126,6 @@ class _Blocks:
                 break
             if first < last:
                 self._load_part(tensor, first - at, last - at, block[first - start : last - start])
-        return block
 
     def _load_part(self, tensor: Outgoing, first: int, last: int, buffer: Bytes) -> None:
         """Fill a buffer with bytes [first, last) of a tensor."""

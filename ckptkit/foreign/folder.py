@@ -1,0 +1,52 @@
+"""ForeignFolder: a folder of another program on any storage, with the face of a run of one step, 0."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import ClassVar
+
+from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.format.root import Root
+from threefold.storage import Storage, open_storage
+
+ATTEMPT = "import"
+
+
+class ForeignFolder:
+    """One folder, with the methods of a Run that holds one step; nothing is read before the first of them."""
+
+    scheme: ClassVar[str]  # of its address
+
+    def __init__(self, url: str) -> None:
+        self._place = url.removeprefix(self.scheme)
+        self.url, self.named = f"{self.scheme}{self._place}", 0
+
+    @classmethod
+    def is_meant(cls, url: str) -> bool:
+        """Return whether an address is one of such a folder."""
+        return url.startswith(cls.scheme) and not url.startswith(f"{cls.scheme}//")
+
+    @cached_property
+    def storage(self) -> Storage:
+        """Return the storage of the folder, opened at first use."""
+        return open_storage(self._place)
+
+    def open(self, step: int, exchange: object = None) -> FolderReader:
+        """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
+        raise NotImplementedError
+
+    def newest_first(self) -> Iterator[int]:
+        """Return its only step."""
+        return iter([self.resolve()])
+
+    def resolve(self) -> int:
+        """Return its only step; an error if the folder is not sound."""
+        return self.root(self.named).step
+
+    def root(self, step: int, exchange: object = None) -> Root:
+        """Return the root that a run has whose step this folder is."""
+        raise NotImplementedError
+
+    @property
+    def attempt(self) -> str:
+        """The name that every import of this folder, as it is now, has on a run's storage."""
+        raise NotImplementedError
