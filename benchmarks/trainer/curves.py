@@ -86,8 +86,8 @@ def script_losses(config: Config, device: torch.device, scale: float) -> list[fl
     weights, groups = {}, {True: [], False: []}
     for name, parameter in parameter_table(config).items():
         if parameter.placement.tied_to is None:
-            place = (parameter.shape, mesh.layout, mesh.coords, config.train.seed, torch.float32)
-            weights[name] = (initial_values(name, parameter, *place) * scale).to(device).requires_grad_()
+            place = (parameter.shape, mesh.layout, mesh.coords, config.train.seed, torch.float32, device)
+            weights[name] = (initial_values(name, parameter, *place) * scale).requires_grad_()
             groups[parameter.decays].append(weights[name])
     decays = [{"params": groups[True], "weight_decay": optim.weight_decay}]
     adam = torch.optim.AdamW(

@@ -168,6 +168,9 @@ OP_API int op_squared_norms_cuda(int dtype, const struct op_interval* intervals,
 // Philox4x32-10 of one counter; `counter` and `random` have four words, `key` two.
 OP_API void op_philox(const uint32_t* counter, const uint32_t* key, uint32_t* random);
 // Fill the dense box [box_offset, box_offset + box_shape) of a tensor of `global_shape` with std * z, where z is the
-// standard normal number of (key, flat global index); computed in double, then rounded (to OP_BF16 through float).
+// standard normal number of (key, flat global index); computed in double, then rounded (to OP_BF16 through float). At
+// most 8 dims; the bits are the same on all devices.
 OP_API int op_normal(int dtype, void* out, uint64_t key, int num_dims, const int64_t* box_shape,
                      const int64_t* global_shape, const int64_t* box_offset, double std, int num_threads);
+OP_API int op_normal_cuda(int dtype, void* out, uint64_t key, int num_dims, const int64_t* box_shape,
+                          const int64_t* global_shape, const int64_t* box_offset, double std, void* stream);

@@ -108,6 +108,14 @@ def test_rounding_scale_and_device(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(tensor.cpu(), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cut_box_has_the_same_bits_on_each_device(dtype: torch.dtype, device: str) -> None:
+    whole, offset, shape = (11, 130, 9, 300), (2, 5, 0, 17), (7, 61, 9, 283)
+    want = normal_reference(3, "w", whole, offset, shape)
+    found = normal_(torch.empty(shape, dtype=dtype, device=device), 3, "w", whole, offset)
+    assert torch.equal(found.cpu(), want if dtype == torch.float64 else want.float().to(dtype))
+
+
 def test_bits_do_not_depend_on_threads_or_the_instruction_set(every_simd: list[int]) -> None:
     torch.set_num_threads(1)
     want = normal_(torch.empty(500, 700), 9, "t", (1000, 2000), (7, 8))

@@ -30,6 +30,7 @@ _OPS: dict[str, tuple[Any, ...]] = {
     "activation_forward": (INT, POINTER, POINTER, INT64, INT64),
     "activation_backward": (INT, *[POINTER] * 4, INT64, INT64),
     "dropout": (POINTER, POINTER, INT64, INT64, INT64, POINTER),
+    "normal": (POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE),
 }
 _SIZES = {"add_norm_partials": INT64, "rope_partials": POINTER}  # of scratch memory
 PROTOTYPES: Prototypes = {
@@ -38,7 +39,6 @@ PROTOTYPES: Prototypes = {
     "op_simd": (INT,),
     "op_limit_simd": (None, INT),
     "op_philox": (None, POINTER, POINTER, POINTER),
-    "op_normal": (INT, INT, POINTER, UINT64, INT, POINTER, POINTER, POINTER, DOUBLE, INT),
     **{f"op_{name}": (INT, INT, *arguments, INT) for name, arguments in _OPS.items()},
     **{f"op_{name}": (INT64, of) for name, of in _SIZES.items()},
 }

@@ -1,8 +1,8 @@
 """Initial weights by counter: an element's normal number is a function of (seed, tensor name, flat global index) alone.
 
 So each rank makes its own box of a tensor and no other element, and any layout starts from the same weights. Normals
-are made on the CPU in float64, from additions, multiplications, divisions and square roots alone, which IEEE 754 fixes
-bit for bit; a CUDA tensor gets a copy. Hence the bits depend on no device, thread count or instruction set.
+are made in float64, from additions, multiplications, divisions and square roots alone, which IEEE 754 fixes bit for
+bit. Hence the bits depend on no device, thread count or instruction set.
 
 Sources: Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958; for Philox4x32-10, Salmon et al.,
 "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
@@ -44,8 +44,9 @@ def normal_(
     )
     if not fits:
         raise UserError(f"normal_: a box {list(shape)} at {list(offset)} does not lie in {name} {list(whole)}")
-    in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
-    box = tensor.detach() if in_place else torch.empty(shape, dtype=tensor.dtype)
+    device = torch.device("cpu") if native.lacks_kernels(tensor.device) else tensor.device
+    in_place = tensor.is_contiguous() and tensor.device == device
+    box = tensor.detach() if in_place else torch.empty(shape, dtype=tensor.dtype, device=device)
     dims = [(ctypes.c_int64 * len(shape))(*values) for values in (shape, whole, offset)]
     native.call("normal", box, box.data_ptr(), tensor_key(seed, name), len(shape), *dims, std)
     if not in_place:

@@ -16,14 +16,13 @@ def initial_values(
     coords: Coords,
     seed: int,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Return a rank's part of a parameter in its live shape; vocabulary padding is zero."""
     if row.std is None:
-        return torch.ones(shape, dtype=dtype)
-    whole = torch.zeros(shape, dtype=dtype)
+        return torch.ones(shape, dtype=dtype, device=device)
+    whole = torch.zeros(shape, dtype=dtype, device=device)
     if row.std:
         box = row.placement.local_box(name, row.shape, layout, coords)
-        values = torch.empty(box.shape, dtype=dtype)
-        normal_(values, seed, name, row.shape, box.offset, row.std)
-        whole[tuple(slice(0, size) for size in box.shape)] = values
+        normal_(whole[tuple(slice(0, size) for size in box.shape)], seed, name, row.shape, box.offset, row.std)
     return whole

@@ -155,7 +155,8 @@ class ParameterStore:
         for bucket in self.buckets:
             for name, shape, offset in bucket.plan.parameters():
                 mesh = self.mesh
-                whole = initial_values(name, self.table[name], shape, mesh.layout, mesh.coords, seed, wide).flatten()
+                place = (shape, mesh.layout, mesh.coords, seed, wide, mesh.device)
+                whole = initial_values(name, self.table[name], *place).flatten()
                 bucket.parameters[offset : offset + len(whole)].copy_(whole)
                 for segment in (each for each in bucket.updated_segments if each.name == name):
                     master = bucket.master[segment.offset :][: segment.stop - segment.start]

@@ -25,6 +25,8 @@ OTHERS = {
     "gpt2": {"embed.weight", "pos.weight", "norm.weight", "norm.bias", "head.weight"},
 }
 
+CPU = torch.device("cpu")
+
 
 def small(model: str) -> Config:
     config = config_for(model, ParallelLayout())
@@ -66,13 +68,15 @@ def test_each_parameter_belongs_to_the_ranks_that_hold_it() -> None:
 def test_a_rank_makes_its_own_box_of_the_whole(name: str) -> None:
     row = parameter_table(small("llama"))[name]
     alone, cut, dtype = ParallelLayout(), ParallelLayout(tp=2), torch.float64
-    whole = initial_values(name, row, row.shape, alone, alone.coords(0), 5, dtype)
+    whole = initial_values(name, row, row.shape, alone, alone.coords(0), 5, dtype, CPU)
     if row.std is not None:
         assert whole.std().item() == pytest.approx(row.std, rel=0.1)
     for rank in range(2):
         box = row.placement.local_box(name, row.shape, cut, cut.coords(rank))
         slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
         num_rows = 31 if row.placement.round_to else box.shape[0]
-        part = initial_values(name, row, (num_rows, *box.shape[1:]), cut, cut.coords(rank), 5, dtype)
+        part = initial_values(
+            name, row, (num_rows, *box.shape[1:]), cut, cut.coords(rank), 5, dtype, torch.device("cpu")
+        )
         assert torch.equal(part[: box.shape[0]], whole[slices])
         assert not part[box.shape[0] :].any(), "vocabulary padding is zero"
