@@ -30,6 +30,7 @@ from datakit.store.output import Output, key_of
 from datakit.store.tags import require_matches
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader
+from datakit.text.hf_datasets import Input, paths_of
 from datakit.text.inputs import InputFile, WorkItem, cut, default_item_bytes, find_inputs
 from datakit.text.spool import Spool, is_pipe
 from datakit.tokenization.encoder import AUTO, FAST, choose_backend, require_backend
@@ -79,7 +80,7 @@ class Summary:
 
 
 def preprocess(
-    inputs: Sequence[str],
+    inputs: Sequence[Input],
     output: str | os.PathLike[str],
     recipe: Recipe,
     *,
@@ -93,6 +94,7 @@ def preprocess(
 ) -> Summary:
     """Make the store (with a split: the stores `train` and `valid`) of all documents of the inputs, in a folder or URL.
 
+    An input is a path, a glob, a URL, or a dataset of Hugging Face's `datasets` that is in files of this machine.
     `backend` names what tokenizes (see encoder.py); `engine` is "local" for worker processes here or "ray" for actors
     on the cluster at `ray_address` (see ray_pool.py). Neither changes a byte. `item_bytes` overrides the size of a
     work item, `report` takes lines of what is done, `progress` how far it is and which share that is (without it
@@ -103,12 +105,12 @@ def preprocess(
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
     started_s = time.monotonic()
-    place = Output(os.fspath(output))
-    if any(map(is_pipe, inputs)):
+    place, paths = Output(os.fspath(output)), paths_of(inputs)
+    if any(map(is_pipe, paths)):
         _require_ready(place, recipe, engine)
     spool = Spool(report)  # its copies of pipes are there as long as it is
     own = [place.place, recipe.tokenizer, os.fspath(sidecar_path(Path(recipe.tokenizer)))]
-    files = find_inputs(inputs, spool, report, but=own)
+    files = find_inputs(paths, spool, report, but=own)
     require_matches(recipe.tags, [file.path for file in files])
     job = _Job(place, recipe, files, item_bytes, report, show)
     if job.is_complete():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from datakit.files.durable import replace_durably, url_behind, writing
 from datakit.text.documents import DocumentReader, DocumentRules
+from datakit.text.hf_datasets import Input, paths_of
 from datakit.text.inputs import FileSlice, InputFile, find_inputs
 from datakit.text.spool import Spool
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
@@ -17,7 +18,7 @@ NUM_BYTES = 256
 
 
 def train_tokenizer(
-    inputs: Sequence[str],
+    inputs: Sequence[Input],
     output: str,
     *,
     vocab_size: int,
@@ -29,8 +30,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train on all documents of the inputs and write a `tokenizer.json`; token 0 is `eod_token`.
 
-    Every text can be encoded, whatever its bytes. The vocabulary is smaller than `vocab_size` where the text does not
-    give so many merges. `skip_invalid` goes on past documents that cannot be read, and reports how many.
+    Inputs are as for `preprocess`. Every text can be encoded, whatever its bytes. The vocabulary is smaller than
+    `vocab_size` where the text does not give so many merges. `skip_invalid` goes on past documents that cannot be read,
+    and reports how many.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -55,14 +57,15 @@ def train_tokenizer(
         show_progress=False,
     )
     spool = Spool(report)  # its copies of pipes are there as long as it is
-    texts = _Texts(find_inputs(inputs, spool, report, but=[output]), DocumentRules(text_key, txt_split, skip_invalid))
+    paths = paths_of(inputs)
+    texts = _Texts(find_inputs(paths, spool, report, but=[output]), DocumentRules(text_key, txt_split, skip_invalid))
     library.train_from_iterator(texts, trainer)
     if texts.num_skipped:
         report(f"skipped {texts.num_skipped:,} invalid documents")
     if texts.num_replaced:
         report(f"replaced lone surrogates by U+FFFD in {texts.num_replaced:,} documents")
     if not texts.num_documents:
-        raise UserError(f"the input is empty: no document in {' '.join(inputs)}", hint=f"head -c 300 {inputs[0]}")
+        raise UserError(f"the input is empty: no document in {' '.join(paths)}", hint=f"head -c 300 {paths[0]}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, library.to_str(pretty=True).encode())
