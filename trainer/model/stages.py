@@ -6,6 +6,7 @@ last stage has the head, and so fewer layers.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ckptkit import ParallelLayout, Placement, rank_stages, stage_layers
@@ -38,6 +39,15 @@ def sizes_by_cost(num_layers: int, num_stages: int, head: float) -> list[int]:
     last = min(range(num_layers - num_stages + 1, 0, -1), key=slowest)
     others = [len(stage_layers(num_layers - last, num_stages - 1, stage)) for stage in range(num_stages - 1)]
     return [*others, last]
+
+
+def with_layers(config: Config, table: Mapping[str, Parameter]) -> Config:
+    """Return a configuration whose layers by cost are numbers, as the root of a checkpoint is to record them."""
+    parallel = config.parallel
+    if parallel.pipeline_layout != "cost" or parallel.pp == 1:
+        return config
+    ranges = stage_ranges(config, table, parallel.pp * parallel.virtual_stages)
+    return replace(config, parallel=replace(parallel, pipeline_layout=",".join(str(len(each)) for each in ranges)))
 
 
 def is_on_rank(placement: Placement, ranges: list[range], layout: ParallelLayout, pp: int) -> bool:

@@ -24,6 +24,8 @@ from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
+from trainer.model.stages import with_layers
+from trainer.model.table import parameter_table
 from trainer.observe.flops import peak_flops, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
 from trainer.ops.deterministic import make_deterministic
@@ -45,10 +47,16 @@ def train(config: Config) -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
     with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
-        run = Run(ranks.on_all(lambda: with_vocabulary(config)), ranks, stop)
+        run = Run(ranks.on_all(lambda: completed(config)), ranks, stop)
         while run.goes_on:
             ranks.naming_rank(run.step)
         return ranks.naming_rank(run.finish)
+
+
+def completed(config: Config) -> Config:
+    """Return the configuration with what follows from its stores: the vocabulary's size, and layers by cost."""
+    config = with_vocabulary(config)
+    return with_layers(config, parameter_table(config))
 
 
 class Run:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from ckptkit import Node, Run, parse_tiers
 from threefold.errors import StorageError
 from trainer.checkpoint.node_local import NodeLocalSteps, agreed_steps
-from trainer.config import Config
+from trainer.config import Config, ParallelConfig
+from trainer.config.resolve import layout_of
 
 
 class OneRank:
@@ -40,6 +42,24 @@ def test_a_replica_that_cannot_be_reached_is_told_once_a_node(
     for rank in (2, 3):
         assert NodeLocalSteps(OneRank(rank), Config(), tiers).steps == {}  # type: ignore[arg-type]
     assert capsys.readouterr().err == "warning: the replica is left out: no answer from the peer\n"
+
+
+@pytest.mark.parametrize(
+    ("saved", "counts"), [({"pipeline_layout": "7,5"}, True), ({"pipeline_layout": "9,3"}, False), ({}, False)]
+)
+def test_a_step_of_another_cut_into_stages_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, str], counts: bool
+) -> None:
+    """A rank would look for layers that another node has."""
+    config = replace(Config(), parallel=ParallelConfig(pp=2, dp=2, pipeline_layout="7,5"))
+    root = SimpleNamespace(
+        share=SimpleNamespace(first=2, count=2, of=4), layout=layout_of(config), attempt="a",
+        metadata={"config": {"parallel": saved}},
+    )  # fmt: skip
+    monkeypatch.setattr(Run, "newest_first", lambda run: iter([3]))
+    monkeypatch.setattr(Run, "root", lambda run, step: root)
+    tiers = replace(parse_tiers(["/nvme/{node}"]), node=Node("n1", "n0", 2, 2, 4))
+    assert NodeLocalSteps(OneRank(2), config, tiers).steps == ({3: "a"} if counts else {})  # type: ignore[arg-type]
 
 
 @given(held=st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=4))

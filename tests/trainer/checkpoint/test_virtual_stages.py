@@ -56,8 +56,10 @@ def test_other_stages_go_on_with_it(job_config: Path, tmp_path: Path, capsys: py
     runs = [
         job("first", 4, "--pp", 2, "--vpp", 2, "--pipeline-layout", "3,1,2,1"),
         job("alone", 4, load=step),
-        job("three", 4, "--pp", 3, "--vpp", 2, load=tmp_path / "resharded-1"),
+        job("three", 4, "--pp", 3, "--vpp", 2, "--pipeline-layout", "cost", load=tmp_path / "resharded-1"),
     ]
+    recorded = read_root(open_storage(tmp_path / "three"), 4).metadata["config"]["parallel"]["pipeline_layout"]
+    assert sum(map(int, recorded.split(","))) == 7
     for found in runs:
         for number, loss in found.items():
             assert loss == pytest.approx(whole[number], rel=1e-10)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import config_for
 from trainer.config import Config
-from trainer.model.stages import is_on_rank, layer_and_head_flops, sizes_by_cost, stage_flops, stage_ranges
+from trainer.model.stages import is_on_rank, layer_and_head_flops, sizes_by_cost, stage_flops, stage_ranges, with_layers
 from trainer.model.table import parameter_table
 
 
@@ -45,6 +45,8 @@ def test_the_configuration_says_how(how: str, sizes: list[int]) -> None:
     ranges = stage_ranges(config, table, 2)
     assert [len(layers) for layers in ranges] == sizes
     assert [*ranges[0], *ranges[1]] == [*range(9)]
+    recorded = with_layers(config, table).parallel.pipeline_layout
+    assert recorded == {"cost": "8,1"}.get(how, how)
     layer, head = layer_and_head_flops(config, table)
     assert head > 9 * layer, "of a vocabulary of 50257"
     assert stage_flops(config, table, 2) == [sizes[0] * layer, sizes[1] * layer + head]
