@@ -5,9 +5,9 @@ torch.distributed.checkpoint (DCP), all in the same run.
     python benchmarks/ckptkit/reshard.py /data/run --repeats 5 --pair-layouts tp1 tp2 tp8 pp2 tp2-pp2
 
 Timed legs are interleaved, and the page cache of what is read is dropped before every one. Pairs: each rank of the
-second layout reads its own elements of what the first one saved, one rank after the other, each element by one rank;
-bytes read are those that the system counts (`rchar`). DCP saves and loads through its own files and plans. Prints
-medians, ratios, peak RSS, and the load of the machine before it began.
+second layout reads its own elements of what the first one saved, each element by one rank: one rank after the other,
+each for itself, or all together over an exchange. Bytes read are those that the system counts (`rchar`). DCP saves and
+loads through its own files and plans. Prints medians, ratios, peak RSS, and the load of the machine before it began.
 """
 
 import argparse
@@ -19,13 +19,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 
-from ckptkit import CheckpointReader, ChunkTable, ParallelLayout, Partition, Run
+from ckptkit import CheckpointReader, ChunkTable, ParallelLayout, Partition, Piece, Run, restore_from
 
 LEGS = {"tp4-pp8": ("--tp", "4", "--pp", "8"), "tp1": (), "tp8-dp2-pp4": ("--tp", "8", "--pp", "4", "--dp", "2")}
 PAIRS = ("tp1", "tp2", "tp4", "tp8", "pp2", "tp2-pp2", "tp4-pp2")
@@ -77,9 +79,10 @@ def time_legs(run: Path, repeats: int) -> None:
 def read_pairs(run: Path, folder: Path, names: Sequence[str]) -> None:
     """Print, for each ordered pair of layouts, the bytes read over those needed and the rate, of ours and of DCP."""
     layouts = {name: ParallelLayout.parse(name) for name in names}
-    kinds: dict[str, list[float]] = {"ours": [], "DCP": []}
-    rates: dict[str, list[float]] = {"ours": [], "DCP": []}
-    print(f"{'saved':<10} {'read by':<10} {'ours':>14} {'DCP':>14}   read / needed, GB/s")
+    loads = {"ours, a rank": load_ours, "ours, together": load_together, "DCP": load_by_dcp}
+    kinds: dict[str, list[float]] = {kind: [] for kind in loads}
+    rates: dict[str, list[float]] = {kind: [] for kind in loads}
+    print(f"{'saved':<10} {'read by':<10}", *(f"{kind:>14}" for kind in loads), "  read / needed, GB/s")
     for name, layout in layouts.items():
         reshard(run, folder / name, tuple(f"--{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "dp")))
         with Run(str(folder / name)).open(Run(str(folder / name)).resolve()) as reader:
@@ -88,8 +91,8 @@ def read_pairs(run: Path, folder: Path, names: Sequence[str]) -> None:
         if first == second:
             continue
         line = f"{first:<10} {second:<10}"
-        for kind, load in (("ours", load_ours), ("DCP", load_by_dcp)):
-            place = folder / (first if kind == "ours" else f"{first}.dcp")
+        for kind, load in loads.items():
+            place = folder / (f"{first}.dcp" if kind == "DCP" else first)
             drop_cache(place)
             share, rate = measured(load, place, run, layouts[second])
             kinds[kind].append(share)
@@ -135,6 +138,51 @@ def load_ours(place: Path, run: Path, layout: ParallelLayout) -> int:
             reader.execute(reader.plan(wanted), memory.ctypes.data + begins)
             needed += len(memory)
     return needed
+
+
+def load_together(place: Path, run: Path, layout: ParallelLayout) -> int:
+    """Have all ranks of a layout, threads here, restore their elements together; return how many bytes those are."""
+    del run
+    source = Run(str(place))
+    step = source.resolve()
+    ranks = Threads.all_of(layout.world_size)
+
+    def restored(ranks: Threads) -> int:
+        with source.open(step, ranks) as reader:
+            table = rank_tables(reader, layout)[ranks.rank]
+            pieces = [
+                Piece(table.names[tensor], table.box(row), start, stop, np.empty(stop - start, np.float32))
+                for row, (tensor, start, stop) in enumerate(
+                    zip(table.tensor.tolist(), table.start.tolist(), table.stop.tolist(), strict=True)
+                )
+            ]
+            restore_from(reader, pieces)
+            return sum(piece.data.nbytes for piece in pieces)
+
+    with ThreadPoolExecutor(layout.world_size) as pool:
+        return sum(pool.map(restored, ranks))
+
+
+class Threads:
+    """The exchange of one of several threads."""
+
+    def __init__(self, rank: int, size: int, boxes: list[Any], barrier: Barrier) -> None:
+        self.rank, self.size, self._boxes, self._barrier = rank, size, boxes, barrier
+
+    @classmethod
+    def all_of(cls, size: int) -> "list[Threads]":
+        boxes, barrier = [None] * size, Barrier(size)
+        return [cls(rank, size, boxes, barrier) for rank in range(size)]
+
+    def all_gather(self, data: Any) -> list[Any]:
+        self._boxes[self.rank] = data
+        self._barrier.wait()
+        found = list(self._boxes)
+        self._barrier.wait()
+        return found
+
+    def all_to_all(self, send: Any) -> list[Any]:
+        return [each[self.rank] for each in self.all_gather(list(send))]
 
 
 def boxes_of(table: ChunkTable) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 from ckptkit.commands.shared import OfCheckpoint, opened
 from threefold.cli import print_json, print_line
-from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from threefold.options import option
 
 
@@ -43,6 +43,9 @@ def run(options: Options) -> int:
     from ckptkit.check.verify import verify_checkpoint
 
     with opened(options.source) as reader:
+        if not reader.root.parts:  # a folder of another program
+            text = f"{reader.url} has no checksums that could be compared"
+            raise UserError(text, hint="import it first: ckptkit import --help")
         read = 0.0 if options.manifest else options.sample or 1.0
         result = verify_checkpoint(reader, share=read, seed=options.seed)
     if options.json:

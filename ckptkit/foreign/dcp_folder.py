@@ -13,6 +13,7 @@ import numpy as np
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, read_metadata
 from ckptkit.foreign.folder import ATTEMPT, ForeignFolder
 from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.restricted_pickle import MAX_BYTES
 from ckptkit.foreign.torch_zip import ITEMSIZES, StoredTensor, read_tensor
 from ckptkit.format.dcp_state import METADATA, DcpState
 from ckptkit.format.part_index import PartIndex
@@ -48,8 +49,11 @@ class DcpFolder(ForeignFolder):
     def read_contents(self) -> DcpContents:
         """Return what `.metadata` says."""
         where = f"{self.storage.url}/{FILE}"
-        if self.storage.info(FILE) is None:
+        info = self.storage.info(FILE)
+        if info is None:
             raise CheckFailed(f"{where} is missing", hint="name a folder that torch.distributed.checkpoint wrote")
+        if info.size_bytes > MAX_BYTES:
+            raise CheckFailed(f"{where} has {info.size_bytes:,} bytes, more than such a file may have")
         return read_metadata(self.storage.read(FILE), where)
 
     @cached_property

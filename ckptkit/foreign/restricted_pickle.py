@@ -89,8 +89,6 @@ def parsed(data: bytes, allowed: Collection[str], where: str, external: Callable
 
     `external` returns what an object becomes that the data refers to and does not hold.
     """
-    if len(data) > MAX_BYTES:
-        raise CheckFailed(f"{where} has {len(data):,} bytes, more than such a file may have")
     try:
         return _Parser(data, allowed, where, external).load()
     except CheckFailed:

@@ -5,6 +5,7 @@ torch.distributed.checkpoint is such zips, one after the other.
 """
 
 import io
+import math
 import struct
 import zipfile
 import zlib
@@ -16,7 +17,7 @@ from ckptkit.foreign.restricted_pickle import Name, Record, parsed
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 
-WINDOW_BYTES = 4096
+WINDOW_BYTES, MAX_RECORD_BYTES = 4096, 16 << 20
 # torch's dtypes -> bytes an element
 ITEMSIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -65,6 +66,8 @@ def read_tensor(storage: Storage, key: str, offset: int, length: int) -> StoredT
     try:
         archive = zipfile.ZipFile(window)
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if any(records[name].file_size > MAX_RECORD_BYTES for name in ("data.pkl", "byteorder") if name in records):
+            raise ValueError("a description of more than 16 MiB")
         if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
             raise UserError(f"{where} is a tensor of a machine of another byte order")
         described = parsed(archive.read(records["data.pkl"]), ALLOWED, where, external=_Storage)
@@ -94,7 +97,11 @@ def _placed(described: Any, records: dict[str, zipfile.ZipInfo], window: "_Windo
     num_bytes = numel if kind == UNTYPED else numel * size
     shape, stride = (tuple(map(_checked, each)) for each in (shape, stride))
     reach = 0 if 0 in shape else first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    if record.file_size != num_bytes or begin + num_bytes > window.length or reach * size > num_bytes:
+    if (
+        record.file_size != num_bytes
+        or begin + num_bytes > window.length
+        or max(reach, math.prod(shape)) * size > num_bytes
+    ):
         raise ValueError(f"a storage of {record.file_size:,} bytes for {dtype} {list(shape)}")
     at = window.offset + begin
     return StoredTensor(dtype, shape, stride, at + _checked(first) * size, at + num_bytes)

@@ -59,8 +59,7 @@ from threefold.storage import AlreadyExists, Storage
 
 FILES_DEADLINE_S = 60.0  # all files are there when the first rank looks; a listing may lag behind
 WHOLE_STATE = Placement("first")
-# one a process: a planner that caches plans brings those of earlier saves back, with the attempt in them
-_ATTEMPT = f"dcp-{secrets.token_hex(8)}"
+_TOKEN = secrets.token_hex(8)
 
 
 class DcpWriter(StorageWriter):
@@ -71,7 +70,7 @@ class DcpWriter(StorageWriter):
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
         self._url = None if url is None else os.fspath(url)
-        self._seat, self._write_s = Seat("", 0, _ATTEMPT), 0.0
+        self._seat, self._write_s = Seat("", 0, ""), 0.0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take another step's URL, if there is one."""
@@ -99,10 +98,12 @@ class DcpWriter(StorageWriter):
             text = f"step {step} of {storage.url} is committed already"
             hint = f"a committed step is never written again; choose another: ckptkit ls {storage.url}"
             raise AlreadyExists(text, hint=hint)
-        storage.delete(list(storage.list_keys(f"{step_folder(step)}/{_ATTEMPT}/")))
-        self._seat = Seat(storage.address, step, _ATTEMPT, 0, len(plans))
+        # one a process: a planner that caches plans brings those of earlier saves back, with the attempt in them
+        attempt = f"dcp-{_TOKEN}-{os.getpid()}"
+        storage.delete(list(storage.list_keys(f"{step_folder(step)}/{attempt}/")))
+        self._seat = Seat(storage.address, step, attempt, 0, len(plans))
         return [
-            replace(plan, storage_data={"attempt": _ATTEMPT, "writer": writer, "num_writers": len(plans)})
+            replace(plan, storage_data={"attempt": attempt, "writer": writer, "num_writers": len(plans)})
             for writer, plan in enumerate(plans)
         ]
 
@@ -132,7 +133,7 @@ class DcpWriter(StorageWriter):
         try:
             tensors, state = _described(metadata, {r.index.fqn: r.size_in_bytes for some in results for r in some})
             layout = ParallelLayout(dp=self._seat.num_writers)
-            draft = Root(step, _ATTEMPT, layout, 1, tensor_table(tensors), (), {METADATA: state.to_json()})
+            draft = Root(step, self._seat.attempt, layout, 1, tensor_table(tensors), (), {METADATA: state.to_json()})
             draft.check()
         except BaseException as error:
             discard(storage, self._seat, str(error))

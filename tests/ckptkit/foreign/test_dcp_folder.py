@@ -187,6 +187,11 @@ def test_what_is_not_sound_is_one_error_and_nothing_is_written(
         assert not (tmp_path / "run").exists()
 
 
+def test_what_has_no_checksums_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", f"dcp:{write_folder(tmp_path / 'save')}") == 2
+    assert "has no checksums that could be compared" in capsys.readouterr().err
+
+
 def test_neither_torch_nor_pickled_objects_are_needed(tmp_path: Path) -> None:
     write_folder(tmp_path / "save")
     program = (
