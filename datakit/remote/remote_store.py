@@ -21,13 +21,15 @@ from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME
 from datakit.store.origins import Origins
 from datakit.store.shard import ShardIndex, Tokens, TokenShard, map_open
-from datakit.store.shard_file import FilePiece, ShardFile
+from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed
 from threefold.storage.repeating import open_repeating
 
 OPEN_TOKENS = Bound(4096)  # some dozen bytes a block each
-OPEN_INDICES, OPEN_ORIGINS = Bound(64), Bound(64)  # mapped, they keep their room on the disk when the cache drops them
+# what is open or mapped keeps its room on the disk when the cache drops it
+OPEN_INDICES, OPEN_ORIGINS, OPEN_BLOCKS = Bound(64), Bound(64), Bound(min(32, OPEN_FILES.most))
+_BLOCK_BITS = 32
 
 
 class Block(NamedTuple):
@@ -69,6 +71,7 @@ class RemoteStore(TokenStore):
         self.source, self.cache, self._url = source, cache, url
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
         self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
+        self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
 
     @classmethod
     def at(cls, url: str, *, cache: str, cache_mib: int = 10240) -> "RemoteStore":
@@ -89,13 +92,19 @@ class RemoteStore(TokenStore):
         """The store's URL."""
         return self.source.storage.url
 
-    def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """Yield the blocks that hold the tokens at addresses [start, stop) of the store."""
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the blocks that hold the tokens at addresses [start, stop) of the store: shard, and number in it."""
         while start < stop:
             number, first = self.locate_token(start)
             end = min(stop, self.token_starts[number + 1])
-            yield from self._blocks(number, (start - first) * self.itemsize, (end - first) * self.itemsize)
+            for block in self._blocks(number, (start - first) * self.itemsize, (end - first) * self.itemsize):
+                yield number, block
             start = end
+
+    def block(self, shard: int, number: int) -> Block:
+        """Return what names a block in the cache."""
+        first, last = self._tokens.get(shard, self._open_tokens).bounds[number : number + 2]
+        return Block(self, shard, number, f"{_content(self.manifest.shards[shard].bin)}-{first}-{last}", last - first)
 
     def fetch(self, block: Block) -> ShardFile:
         """Return the open file of a block, out of the cache or fetched into it."""
@@ -104,10 +113,12 @@ class RemoteStore(TokenStore):
 
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
+        bounds = self._tokens.get(number, self._open_tokens).bounds
         for block in self._blocks(number, start, stop):
-            first = self._tokens.get(number, self._open_tokens).bounds[block.number]
-            begin, end = max(start, first), min(stop, first + block.size_bytes)
-            yield FilePiece(self.fetch(block), begin - first, end - begin)
+            first, last = bounds[block : block + 2]
+            file = self._open_blocks.get(number << _BLOCK_BITS | block, self._fetch)
+            begin, end = max(start, first), min(stop, last)
+            yield FilePiece(file, begin - first, end - begin)
 
     def read_tokens(self, number: int, start: int, stop: int) -> Tokens:
         """Return a copy of the tokens that are bytes [start, stop) of a shard."""
@@ -129,11 +140,13 @@ class RemoteStore(TokenStore):
             start = end
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
-    def _blocks(self, number: int, start: int, stop: int) -> Iterator[Block]:
-        tokens, digest = self._tokens.get(number, self._open_tokens), self.manifest.shards[number].bin
-        for block in range(block_at(tokens, start), block_at(tokens, stop - 1) + 1):
-            first, last = tokens.bounds[block : block + 2]
-            yield Block(self, number, block, f"{_content(digest)}-{first}-{last}", last - first)
+    def _blocks(self, number: int, start: int, stop: int) -> range:
+        """Return the blocks that hold bytes [start, stop) of a shard's tokens."""
+        tokens = self._tokens.get(number, self._open_tokens)
+        return range(block_at(tokens, start), block_at(tokens, stop - 1) + 1)
+
+    def _fetch(self, key: int) -> ShardFile:
+        return self.fetch(self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1))
 
     def _open_tokens(self, number: int) -> ShardTokens:
         [file, *_] = self._files_of(number)

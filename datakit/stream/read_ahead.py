@@ -84,13 +84,13 @@ class ReadAhead:
             number += 1
 
     def _blocks_of(self, number: int) -> dict[str, Block]:
-        found: dict[str, Block] = {}
         places = self._blend.addresses(self._samples_of(number))
+        found = set()
         for source, start in zip(*(column.tolist() for column in places)):
             store = self._blend.stores[source]
             if isinstance(store, RemoteStore):
-                found |= {block.name: block for block in store.blocks(start, start + self._blend.seq_length + 1)}
-        return found
+                found |= {(store, *block) for block in store.blocks(start, start + self._blend.seq_length + 1)}
+        return {block.name: block for block in (store.block(*place) for store, *place in found)}
 
     def _has_room(self, number: int, blocks: dict[str, Block]) -> bool:
         """Return whether a step may be planned: the one that is made now always may."""
