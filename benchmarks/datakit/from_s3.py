@@ -2,7 +2,8 @@
 
 SeaweedFS serves a store of random tokens, and an archive of it, on this machine. The rate of GETs is that of 8 threads,
 each fetching ranges of 1 MiB. Then one epoch is read with `shuffle = "blocks"`, at half that rate of tokens: a step is
-taken when it is due, and what it takes then is waiting. With `--ranks` several processes share the cache.
+taken when it is due, and what it takes then is waiting. The same store, mapped from the disk and read at the rate of
+the archive, shows how much of that is the machine's. With `--ranks` several processes share the cache.
 
     PYTHONPATH=. python benchmarks/datakit/from_s3.py
 """
@@ -52,7 +53,10 @@ def main() -> int:
             )
             print("|---|---|---|---|---|---|---|---|")
             for kind in ("store", "archive"):
-                met &= measure(f"s3://{server.bucket}/{kind}", folder / f"cache-{kind}", arguments.mib, arguments.ranks)
+                url = f"s3://{server.bucket}/{kind}"
+                rate = get_rate(url)
+                met &= measure(url, folder / f"cache-{kind}", arguments.mib, arguments.ranks, rate)
+            measure(str(store.path), folder, arguments.mib, arguments.ranks, rate)
         finally:
             stop(folder / "s3")
     return 0 if met else 1
@@ -74,9 +78,8 @@ def upload(store: TokenStore, url: str) -> None:
         storage.write(path.name, path.read_bytes())
 
 
-def measure(url: str, cache: Path, mib: int, num_ranks: int) -> bool:
+def measure(url: str, cache: Path, mib: int, num_ranks: int, rate: float) -> bool:
     """Print a line of one place; whether the targets are met."""
-    rate = get_rate(url)
     command = [sys.executable, __file__, "--mib", str(mib), "--read", url, str(cache), str(rate / 2 / num_ranks)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(num_ranks)], stdout=subprocess.PIPE, text=True)
@@ -84,14 +87,14 @@ def measure(url: str, cache: Path, mib: int, num_ranks: int) -> bool:
     ]
     found = [json.loads(process.communicate()[0]) for process in ranks]
     fetched = sum(each["fetched"] for each in found) / sum(each["used"] for each in found)
-    first, waiting, longest, consumed = (
-        [each[key] for each in found] for key in ("first_s", "waiting", "longest_s", "consumed")
-    )
+    first, waiting, longest = (max(each[key] for each in found) for key in ("first_s", "waiting", "longest_s"))
+    consumed = sum(each["consumed"] for each in found) / 1e6
+    what = f"{'S3, ' * ('://' in url)}{url.rpartition('/')[2]}"
     print(
-        f"| {url.rpartition('/')[2]} | {mib} | {rate / 1e6:,.0f} | {sum(consumed) / 1e6:,.0f} | {fetched:.2f} "
-        f"| {max(first):.2f} | {max(waiting):.2%} | {max(longest):.2f} |", flush=True,
+        f"| {what} | {mib} | {rate / 1e6:,.0f} | {consumed:,.0f} | {fetched:.2f} | {first:.2f} | {waiting:.2%} "
+        f"| {longest:.2f} |", flush=True,
     )  # fmt: skip
-    return fetched <= MAX_FETCHED and max(waiting) <= MAX_WAITING
+    return bool(fetched <= MAX_FETCHED and waiting <= MAX_WAITING)
 
 
 def get_rate(url: str) -> float:
@@ -113,7 +116,8 @@ def get_rate(url: str) -> float:
 def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int) -> None:
     """Read one epoch on one rank at a rate of bytes a second, and print what was seen."""
     begun_s = time.perf_counter()
-    store = RemoteStore.at(url, cache=cache, cache_mib=mib // 10)
+    is_remote = "://" in url
+    store = RemoteStore.at(url, cache=cache, cache_mib=mib // 10) if is_remote else TokenStore.open(url)
     blend = Blend([(store, 1.0)], seq_length=SEQ_LENGTH, block_tokens=1 << 22)
     step_bytes = ROWS_A_STEP * SEQ_LENGTH * store.itemsize
     num_steps = int(blend.rows[0]) // (ROWS_A_STEP * num_ranks)
@@ -127,15 +131,15 @@ def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int)
             loader.next_step()
             waits.append(time.perf_counter() - asked_s)
         elapsed_s = time.perf_counter() - started_s
-    print(
-        json.dumps(
-            {
-                "fetched": store.cache.bytes_added, "used": num_steps * step_bytes, "first_s": first_s,
-                "waiting": sum(waits) / elapsed_s, "longest_s": max(waits),
-                "consumed": (num_steps - 1) * step_bytes / elapsed_s,
-            }
-        )
-    )  # fmt: skip
+    found = {
+        "fetched": store.cache.bytes_added if isinstance(store, RemoteStore) else 0,
+        "used": num_steps * step_bytes,
+        "first_s": first_s,
+        "waiting": sum(waits) / elapsed_s,
+        "longest_s": max(waits),
+        "consumed": (num_steps - 1) * step_bytes / elapsed_s,
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
