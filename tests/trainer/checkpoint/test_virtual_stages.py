@@ -58,6 +58,10 @@ def test_other_stages_go_on_with_it(job_config: Path, tmp_path: Path, capsys: py
         job("alone", 4, load=step),
         job("three", 4, "--pp", 3, "--vpp", 2, "--pipeline-layout", "cost", load=tmp_path / "resharded-1"),
     ]
+    newest = tmp_path / "first" / "step-000000004"
+    command("verify", newest)
+    command("reshard", newest, tmp_path / "last", "--pp", 2)
+    assert hashes(capsys, tmp_path / "last") == hashes(capsys, newest) != saved
     recorded = read_root(open_storage(tmp_path / "three"), 4).metadata["config"]["parallel"]["pipeline_layout"]
     assert sum(map(int, recorded.split(","))) == 7
     for found in runs:

@@ -164,3 +164,21 @@ def test_a_rank_with_several_stages_needs_more_sends_under_way() -> None:
     with pytest.raises(UserError, match=r"rank 3 at SF. of stage 3 waits for SF"):
         simulate(rows, max_sends=2)
     assert simulate(rows, max_sends=3).duration == simulate(rows).duration == 3 * 11 + 3 * 3 / 2
+
+
+def test_a_w_that_is_left_out_played_twice_or_too_early_is_named() -> None:
+    rows = with_transfers(zb_h1(2, 3))
+    w1 = rows[0].index(Action("W", 0, 1))
+    faults = {
+        "W2 of stage 0 comes before W1": [*rows[0][:w1], *rows[0][w1 + 1 :]],
+        "W1 of stage 0 comes before W2": [*rows[0][: w1 + 1], *rows[0][w1:]],
+        "rank 0 at W0 of stage 0 waits for B0 of stage 0": [Action("W", 0, 0), *without(rows[0], 0)],
+        "W2 of stage 0 is missing": without(rows[0], 2),
+    }
+    for text, row in faults.items():
+        with pytest.raises(UserError, match=re.escape(text)):
+            simulate([row, rows[1]])
+
+
+def without(row: list[Action], microbatch: int) -> list[Action]:
+    return [action for action in row if (action.kind, action.microbatch) != ("W", microbatch)]

@@ -67,7 +67,8 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         train=TrainConfig(
             train_steps=5, seq_length=draw(st.integers(2, 6)), micro_batch_size=micro_batch,
             global_batch_size=micro_batch * num_microbatches * layout.dp, precision="fp64", device="cpu",
-            seed=draw(st.integers(0, 99)),
+            seed=draw(st.integers(0, 99)), recompute=draw(st.sampled_from(["none", "full"])),
+            max_logits_gib=draw(st.sampled_from([1.0, 1e-7])), z_loss=draw(st.sampled_from([0.0, 0.01])),
         ),
         data=DataConfig(document_mask=draw(st.booleans())),
     )  # fmt: skip
