@@ -42,7 +42,10 @@ class Engine:
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
         sharded, bucket_bytes = config.parallel.zero_stage > 0, config.parallel.bucket_mib << 20
         self.moments = torch.bfloat16 if config.optim.moments == "bf16" else wide_dtype(self.dtype)
-        options = StoreOptions(self.dtype, self.moments, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer)
+        options = StoreOptions(
+            self.dtype, self.moments, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer,
+            overlaps_reduce=config.parallel.overlap_grad_reduce, overlaps_gather=config.parallel.overlap_param_gather,
+        )  # fmt: skip
         self.store = ParameterStore(self.table, runs, mesh, options)
         self.verdict = Verdict(mesh.device, config.optim.clip)
         self.choices = first_choices(config, mesh, self.dtype)
@@ -85,7 +88,7 @@ class Engine:
         mesh.clock.take()
         num_tokens = mesh.dp.all_reduce(batch.loss_mask.sum(dtype=torch.float64))
         scale = 1 / num_tokens.clamp(min=1)
-        self.store.begin_step()
+        self.store.begin_step(len(batch.tokens))
         loss = self._run(
             schedule_of(self.config),
             self._microbatches(step, batch, scale=scale),
@@ -100,7 +103,6 @@ class Engine:
         lr = learning_rate(optim, step)
         form = self.choices.forms.adamw
         self.store.update(optim, lr, step, factor=factor, is_bad=self.verdict.is_bad, form=form)
-        self.store.gather()
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take())
 
     @torch.no_grad()

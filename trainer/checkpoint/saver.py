@@ -107,6 +107,7 @@ class Saver:
         """Stage the state, or begin to."""
         assert self._checkpointer is not None, "called only if a save is due"
         self._saved_step = progress.step
+        self._engine.store.join()  # an update may still run beside
         self._stall_s += self._checkpointer.save(
             progress.step,
             self._pieces,

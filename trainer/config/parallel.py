@@ -34,5 +34,11 @@ class ParallelConfig:
         flags=["--pipeline-layout"],
     )
     zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
+    overlap_grad_reduce: bool = option(
+        True, "sum a bucket's gradients beside the rest of the backward", flags=["--overlap-grad-reduce"]
+    )
+    overlap_param_gather: bool = option(
+        True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"]
+    )
     bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
     timeout_s: float = option(1800.0, "how long a rank waits for the others before it ends", above=0)

@@ -11,20 +11,33 @@ from torch import Tensor
 from trainer.linear.wgrads import Wgrads
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Weight:
     """One parameter, or several that are one matrix for the arithmetic (q, k and v); owned by the training thread.
 
     `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
     the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
-    makes its products at once, or puts them off.
+    makes its products at once, or puts them off. `before_use` is called before values are read, `after_gradient` after
+    each contribution.
     """
 
     def __init__(
-        self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None
-    ) -> None:
-        self.name, self.values, self.epoch = name, values, 0
-        self._gradient, self._contributes, self._wgrads = gradient, contributes, wgrads or Wgrads()
+        self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None,
+        before_use: Callable[[], object] = _nothing, after_gradient: Callable[[], object] = _nothing,
+    ) -> None:  # fmt: skip
+        self.name, self.epoch = name, 0
+        self._values, self._gradient, self._contributes = values, gradient, contributes
+        self._wgrads, self._before_use, self._after_gradient = wgrads or Wgrads(), before_use, after_gradient
         self._is_first = True
+
+    @property
+    def values(self) -> Tensor:
+        """Return the live values, once they are up to date."""
+        self._before_use()
+        return self._values
 
     def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None:
         """Call `compute(out, first)`, which adds a contribution to `out`, or overwrites it if it is the first one."""
@@ -32,6 +45,7 @@ class Weight:
         if self._contributes:
             compute(self._gradient, self._is_first)
             self._is_first = False
+        self._after_gradient()
 
     def add_product(self, compute: Callable[[Tensor, bool], object]) -> None:
         """Do the same for a product of a backward pass, which a schedule may put off.

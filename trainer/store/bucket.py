@@ -1,8 +1,13 @@
-"""Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it."""
+"""Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it.
+
+Its gradients are summed over the holders once the last one of a step is in, beside the rest of the backward. Which is
+the last is known by counting: each step of as many micro-batches has as many contributions as the one before. Its
+parameters are gathered beside what follows; whoever reads them waits for them first.
+"""
 
 import torch
 
-from trainer.mesh.group import Group
+from trainer.mesh.group import Group, Work
 from trainer.ops.adamw import Interval
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.plan import BucketPlan, Segment
@@ -39,6 +44,11 @@ class Bucket:
         self.gradients = torch.zeros(size if with_optimizer else 0, dtype=wide, device=device)
         self.exp_avg = torch.zeros_like(self.master if with_optimizer else self.master[:0], dtype=moments)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self._num_contributions, self._usual = 0, dict[int, int]()  # the latter by the number of micro-batches
+        self._num_microbatches = 0
+        self._reducing: Work | None = None
+        self._gathering: Work | None = None
+        self._is_written: torch.cuda.Event | None = None
         self.owned_segments = plan.segments(*self.owned)
         self.updated_segments = plan.segments(*self.updated)
 
@@ -48,12 +58,33 @@ class Bucket:
         master = self.master if self.master.dtype != self.parameters.dtype else self.master[:0]
         return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, master))
 
-    def reduce_gradients(self) -> None:
-        """Sum the gradients over the holders; at least the part that this rank updates is valid afterwards."""
+    def begin_step(self, num_microbatches: int) -> None:
+        """Begin to count a step's contributions to the gradients."""
+        self._num_contributions, self._num_microbatches = 0, num_microbatches
+
+    def count_contribution(self) -> bool:
+        """Count one, and return whether it is the last of a step, if steps before show how many there are."""
+        assert self._reducing is None, "a gradient came after the sum over ranks had begun"
+        self._num_contributions += 1
+        return self._num_contributions == self._usual.get(self._num_microbatches)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Return whether the sum of the gradients over the holders has begun."""
+        return self._reducing is not None
+
+    def start_reduce(self) -> None:
+        """Begin to sum the gradients over the holders."""
         if self.sharded:
-            self.group.reduce_scatter(self.gradients)
+            self._reducing = self.group.start("reduce_scatter", self.gradients)
         else:
-            self.group.all_reduce(self.gradients)
+            self._reducing = self.group.start("all_reduce", self.gradients, "sum")
+
+    def finish_reduce(self) -> None:
+        """Wait for the sum; at least the part that this rank updates is valid afterwards."""
+        assert self._reducing is not None, "start_reduce comes first"
+        self._reducing.wait()
+        self._reducing, self._usual[self._num_microbatches] = None, self._num_contributions
 
     def interval(self, segment: Segment, first: int, *, decays: bool, row: int) -> Interval:
         """Return a segment of the interval from position `first` on, with the state that this rank has of it."""
@@ -69,7 +100,19 @@ class Bucket:
         if self.master.dtype != self.parameters.dtype:
             self.parameters[slice(*self.updated)].copy_(self.master)
 
-    def all_gather_parameters(self) -> None:
-        """Bring the parameters of every holder up to date with those of their owners."""
+    def start_gather(self) -> None:
+        """Begin to bring the parameters of every holder up to date with those of their owners."""
+        if self.parameters.is_cuda:  # they may have been written on another stream
+            self._is_written = torch.cuda.Event()
+            self._is_written.record()
         if self.sharded:
-            self.group.all_gather(self.parameters)
+            self._gathering = self.group.start("all_gather", self.parameters)
+
+    def arrive(self) -> None:
+        """Wait until the parameters are up to date; on CUDA the current stream waits, not the host."""
+        if self._is_written is not None:
+            torch.cuda.current_stream(self.parameters.device).wait_event(self._is_written)
+            self._is_written = None
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None

@@ -26,13 +26,18 @@ from trainer.store.plan import Run, plan_buckets
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How a store keeps its state: `sharded` cuts the optimizer state over the holders."""
+    """How a store keeps its state: `sharded` cuts the optimizer state over the holders.
+
+    `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
+    """
 
     dtype: torch.dtype
     moments: torch.dtype
     bucket_bytes: int
     sharded: bool
     with_optimizer: bool
+    overlaps_reduce: bool
+    overlaps_gather: bool
 
 
 class ParameterStore:
@@ -48,24 +53,27 @@ class ParameterStore:
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
         ]  # fmt: skip
         self.wgrads, self._weights = Wgrads(), dict[str, Weight]()
+        self._weights_of: list[list[Weight]] = []  # by bucket
         for bucket in self.buckets:
-            for run, offset in zip(bucket.plan.runs, bucket.plan.offsets, strict=True):
-                self._weights[run.names[0]] = self._handle(bucket, run, offset)
+            handles = [self._handle(bucket, *run) for run in zip(bucket.plan.runs, bucket.plan.offsets, strict=True)]
+            self._weights_of.append(handles)
+            self._weights |= {run.names[0]: each for run, each in zip(bucket.plan.runs, handles, strict=True)}
         # views that never change, made once
-        numbers = {name: number for number, name in enumerate(table)}
-        owned = [(bucket, segment, bucket.owned[0]) for bucket in self.buckets for segment in bucket.owned_segments]
-        updated = [
-            (bucket, segment, bucket.updated[0]) for bucket in self.buckets for segment in bucket.updated_segments
-        ]
-        self._owned, self._updated = (
-            IntervalTable(
-                [
-                    bucket.interval(segment, first, decays=table[segment.name].decays, row=numbers[segment.name])
-                    for bucket, segment, first in (parts if options.with_optimizer else [])
-                ]
-            )
-            for parts in (owned, updated)
-        )
+        self._owned = self._intervals(self.buckets, of_owned=True)
+        parts = [[bucket] for bucket in self.buckets] if options.overlaps_gather else [self.buckets]
+        self._updated = [(part, self._intervals(part)) for part in parts]
+        is_beside = options.overlaps_gather and options.with_optimizer and mesh.device.type == "cuda"
+        self._beside = torch.cuda.Stream(mesh.device) if is_beside else None
+
+    def _intervals(self, buckets: Sequence[Bucket], *, of_owned: bool = False) -> IntervalTable:
+        """Return what this rank owns of buckets, or updates of them."""
+        numbers, found = {name: number for number, name in enumerate(self.table)}, []
+        for bucket in buckets if self.options.with_optimizer else ():
+            first = bucket.owned[0] if of_owned else bucket.updated[0]
+            for segment in bucket.owned_segments if of_owned else bucket.updated_segments:
+                name = segment.name
+                found.append(bucket.interval(segment, first, decays=self.table[name].decays, row=numbers[name]))
+        return IntervalTable(found)
 
     def _handle(self, bucket: Bucket, run: Run, offset: int) -> Weight:
         first = self.table[run.names[0]]
@@ -73,7 +81,21 @@ class ParameterStore:
         gradient = bucket.gradients[part].view(run.shape) if self.options.with_optimizer else None
         name, values = " + ".join(run.names), bucket.parameters[part].view(run.shape)
         contributes = first.contributes_on(self.mesh.coords)
-        return Weight(name, values, gradient, contributes=contributes, wgrads=self.wgrads)
+        number = len(self._weights_of)
+        return Weight(
+            name, values, gradient, contributes=contributes, wgrads=self.wgrads, before_use=bucket.arrive,
+            after_gradient=lambda: self._count_contribution(number),
+        )  # fmt: skip
+
+    def _count_contribution(self, number: int) -> None:
+        if self.buckets[number].count_contribution() and self.options.overlaps_reduce:
+            self._start_reduce(number)
+
+    def _start_reduce(self, number: int) -> None:
+        """Begin to sum the gradients of a bucket, all of which are in."""
+        for weight in self._weights_of[number]:
+            weight.finish_step()
+        self.buckets[number].start_reduce()
 
     def weight(self, *names: str) -> Weight:
         """Return the handle of a parameter, or of several that were planned as one run."""
@@ -87,6 +109,7 @@ class ParameterStore:
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter of this rank and its live values in the compute dtype."""
+        self.join()
         for bucket in self.buckets:
             for name, shape, offset in bucket.plan.parameters():
                 yield name, bucket.parameters[offset : offset + math.prod(shape)].view(shape)
@@ -98,8 +121,10 @@ class ParameterStore:
 
     # --- steps
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_microbatches: int = 1) -> None:
         """Let the first contribution to each gradient overwrite what is there."""
+        for bucket in self.buckets:
+            bucket.begin_step(num_microbatches)
         for weight in self._weights.values():
             weight.begin_step()
 
@@ -109,10 +134,14 @@ class ParameterStore:
         The result has one float64 number for each row of the table, in its order: sums over ranks and rows have the
         same order under every pipeline layout.
         """
-        for weight in self._weights.values():
-            weight.finish_step()
+        for number, bucket in enumerate(self.buckets):
+            if not bucket.is_reducing:
+                self._start_reduce(number)
+            if not self.options.overlaps_reduce:
+                bucket.finish_reduce()
         for bucket in self.buckets:
-            bucket.reduce_gradients()
+            if bucket.is_reducing:
+                bucket.finish_reduce()
         squares = torch.zeros(len(self.table), dtype=torch.float64, device=self.mesh.device)
         self._owned.write_squared_norms(squares)
         return squares
@@ -122,29 +151,43 @@ class ParameterStore:
     ) -> None:
         """Make one AdamW step after `step` steps with the gradients scaled by `factor`; none where `is_bad` is 1.
 
-        The parameters that this rank updates are up to date afterwards, those of other owners after `gather`.
+        All holders take the result. If that overlaps with what follows, a weight's values wait for it, and whoever
+        reads any other state calls `join` first.
         """
-        self._updated.adamw(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
+        self.join()
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(self.mesh.device))
+            factor.record_stream(self._beside)
+            is_bad.record_stream(self._beside)
+        with torch.cuda.stream(self._beside):  # of None, it does nothing
+            for buckets, intervals in self._updated:
+                intervals.adamw(optim, lr, step, factor=factor, is_bad=is_bad, form=form)
+                for bucket in buckets:
+                    bucket.start_gather()
         for weight in self._weights.values():
             weight.updated()
+        if not self.options.overlaps_gather:
+            self.join()
+
+    def join(self) -> None:
+        """Wait until all state is up to date; on CUDA the current stream waits, not the host."""
+        for bucket in self.buckets:
+            bucket.arrive()
 
     def clear_moments(self) -> None:
         """Set the moments to zero, as they are before the first step."""
+        self.join()
         for bucket in self.buckets:
             bucket.exp_avg.zero_()
             bucket.exp_avg_sq.zero_()
-
-    def gather(self) -> None:
-        """Bring the parameters of all holders up to date with those of their owners."""
-        for bucket in self.buckets:
-            bucket.all_gather_parameters()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the parameters of all holders up to date with the masters of their owners, after a restore."""
         for bucket in self.buckets:
             bucket.round_masters()
-        self.gather()
+            bucket.start_gather()
+        self.join()
 
     # --- initial values
 

@@ -55,8 +55,12 @@ def skipping(kind: str, group: str) -> Callable[[Patch], None]:
     """Leave one kind of collective out on the groups of a name."""
 
     def plant(patch: Patch) -> None:
-        real = getattr(Group, kind)
-        patch.setattr(Group, kind, lambda self, *args: args[0] if self.name == group else real(self, *args))
+        real = Group._call
+
+        def call(self: Group, called: str, *args: Any, **options: Any) -> Any:
+            return None if (called, self.name) == (kind, group) else real(self, called, *args, **options)
+
+        patch.setattr(Group, "_call", call)
 
     return plant
 
@@ -105,6 +109,10 @@ def layers_from_zero(real: Any, self: Chunk, *args: Any) -> None:
 def averaged(real: Any, self: Any) -> None:
     real(self)
     self.gradients.div_(self.group.size)
+
+
+def one_too_early(real: Any, self: Bucket) -> bool:
+    return bool(real(self)) or self._num_contributions + 1 == self._usual.get(self._num_microbatches)
 
 
 def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_S: torch.Tensor, **options: Any) -> Any:
@@ -240,9 +248,12 @@ FAULTS = [
           wrapping(chunk, "stage_ranges", stages_2_and_4_swapped), model={"num_layers": 6}),
     Fault("the last rank takes two micro-batches of both its stages in another order",
           ParallelLayout(pp=2, virtual=2), wrapping(engine, "rank_actions", swapped), model={"num_layers": 4}),
-    Fault("gradients are averaged over dp", DP, wrapping(Bucket, "reduce_gradients", averaged)),
+    Fault("gradients are averaged over dp", DP, wrapping(Bucket, "finish_reduce", averaged)),
     Fault("gradients are not summed over dp, zero_stage 0", DP,
-          wrapping(Bucket, "reduce_gradients", lambda real, self: None), zero_stage=0),
+          wrapping(Bucket, "start_reduce", lambda real, self: None), zero_stage=0),
+    Fault("the sum of gradients begins a contribution too early", DP,
+          wrapping(Bucket, "count_contribution", one_too_early)),
+    Fault("parameters are read before they are gathered", DP, wrapping(Bucket, "arrive", lambda real, self: None)),
     Fault("gradients are not summed over dp, zero_stage 1", DP, skipping("reduce_scatter", "dp")),
     Fault("new parameters are not gathered over dp", DP, skipping("all_gather", "dp")),
     Fault("a rank updates its neighbour's interval", DP, wrapping(plan, "shard_interval", neighbours_interval)),
