@@ -35,7 +35,6 @@ def run(options: Options) -> None:
     torch.distributed.checkpoint loads. Neither torch nor transformers is needed. The same command goes on with an
     export that was killed.
     """
-    from ckptkit.rewrite.dcp_export import export_dcp
     from ckptkit.rewrite.hf_export import export_folder
     from threefold.storage import open_storage
 
@@ -50,6 +49,8 @@ def run(options: Options) -> None:
                 dry_run=options.dry_run,
             )  # fmt: skip
         else:
+            from ckptkit.rewrite.dcp_export import export_dcp
+
             done = export_dcp(
                 reader, target, kind=options.to, max_shard_bytes=options.max_shard_bytes, progress=progress,
                 dry_run=options.dry_run,

@@ -11,6 +11,7 @@ from threefold.errors import CheckFailed, UserError
 from threefold.options import argument, option
 
 if TYPE_CHECKING:
+    from ckptkit.foreign.folder import ForeignFolder
     from ckptkit.loading.reader import CheckpointReader
     from ckptkit.rewrite.hf_export import ExportReport
     from ckptkit.rewrite.reshard import ReshardReport
@@ -77,13 +78,18 @@ class ByMetric:
 @contextmanager
 def opened(url: str) -> "Iterator[CheckpointReader]":
     """Yield a reader of the checkpoint that a URL means; where damage ends the block, a hint points to other steps."""
-    from ckptkit.foreign.dcp_folder import DcpFolder
     from ckptkit.foreign.hf_folder import open_source
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.runs.run import Run
 
     return_large_frees()
-    source = DcpFolder(url) if DcpFolder.is_meant(url) else open_source(url)
+    source: Run | ForeignFolder
+    if url.startswith("dcp:") and not url.startswith("dcp://"):  # such an address alone loads what reads pickled data
+        from ckptkit.foreign.dcp_folder import DcpFolder
+
+        source = DcpFolder(url)
+    else:
+        source = open_source(url)
     try:
         with source.open(source.resolve()) as reader:
             yield reader
