@@ -51,16 +51,17 @@ class TokenStore:
         """Open a store; UserError if there is none, CheckFailed or StorageError if it is damaged."""
         folder = Path(path)
         store = cls(folder, Manifest.read(folder), reading)
+        prefix = f"{folder}/"  # a Path for each file would be half of the time
         for entry in store.manifest.shards:
-            for file, digest in store.files(entry):
+            for name, digest in entry.files().items():
                 try:
-                    size_bytes = file.stat().st_size
+                    size_bytes = os.stat(prefix + name).st_size
                 except OSError as error:
                     verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
                     hint = f"datakit {verb.format(folder)}"
-                    raise StorageError(f"cannot read {file}: {error.strerror}", hint=hint) from error
+                    raise StorageError(f"cannot read {folder / name}: {error.strerror}", hint=hint) from error
                 if size_bytes != digest.size_bytes:
-                    what = f"{file} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+                    what = f"{folder / name} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
                     raise CheckFailed(what, hint=f"datakit verify {folder}")
         return store
 
