@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -53,11 +54,13 @@ void gather_row(const Batch& batch, int64_t row, const dk_piece* begin, const dk
   int64_t* const positions = batch.positions + row * length;
   float* const loss_mask = batch.loss_mask + row * length;
   const int64_t eod = batch.eod_ids[row];  // no token is negative, so -1 matches none
-  for (int64_t i = 0; i < length; ++i) loss_mask[i] = batch.mask_eod && tokens[i] == eod ? 0.0f : 1.0f;
-  int64_t position = 0;
-  for (int64_t i = 0; i < length; ++i) {
-    positions[i] = position++;
-    if (batch.reset_positions && tokens[i] == eod) position = 0;
+  // Loops without a choice inside are what compilers make vectors of.
+  std::fill(loss_mask, loss_mask + length, 1.0f);
+  for (int64_t i = 0; batch.mask_eod && i < length; ++i) loss_mask[i] = tokens[i] == eod ? 0.0f : 1.0f;
+  std::iota(positions, positions + length, 0);
+  for (int64_t i = 1, begin = 0; batch.reset_positions && i < length; ++i) {
+    if (tokens[i - 1] == eod) begin = i;
+    positions[i] -= begin;
   }
 }
 

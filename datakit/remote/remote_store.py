@@ -24,6 +24,7 @@ from datakit.store.shard import ShardIndex, Tokens, TokenShard, map_open
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed
+from threefold.masking import masked
 from threefold.storage.repeating import open_repeating
 
 OPEN_TOKENS = Bound(4096)  # some dozen bytes a block each
@@ -89,8 +90,8 @@ class RemoteStore(TokenStore):
 
     @property
     def place(self) -> str:
-        """The store's URL."""
-        return self.source.storage.url
+        """The store's URL as it was named, without a password."""
+        return masked(self._url)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the blocks that hold the tokens at addresses [start, stop) of the store: shard, and number in it."""
