@@ -148,7 +148,8 @@ class BlockCache:
     @contextmanager
     def _locked(self, byte: int) -> Iterator[int]:
         """Hold the lock of one byte; the descriptor of the file of locks. The kernel frees it if this process dies."""
-        descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._writing():
+            descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             backoff = Backoff(0.001, max_s=0.01, within_s=PATIENCE_S)
             wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,11 @@ def test_a_full_disk_and_a_block_too_large_are_one_error_each(tmp_path: Path, mo
     def full(descriptor: int, data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    (tmp_path / "b").mkdir()
+    removed = BlockCache(tmp_path / "b", 4 * SIZE)
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(StorageError, match=r"cannot use the cache .*: No such file"):
+        get(removed, "a")
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(StorageError, match=r"cannot use the cache .*: No space left on device") as caught:
         get(cache, "a")
