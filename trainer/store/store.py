@@ -88,7 +88,14 @@ class ParameterStore:
         )  # fmt: skip
 
     def _count_contribution(self, number: int) -> None:
-        if self.buckets[number].count_contribution() and self.options.overlaps_reduce:
+        """Note a gradient of a bucket; begin its sum if it was the last one and all holders are at the same passes.
+
+        Holders on two stages are not: on a GPU the kernel of the one that is first would wait for the other, which
+        waits for what the first has yet to send, and nothing that waits for all kernels could go on.
+        """
+        bucket = self.buckets[number]
+        stages = {self.mesh.layout.coords(rank).pp for rank in bucket.group.ranks}
+        if bucket.count_contribution() and self.options.overlaps_reduce and len(stages) == 1:
             self._start_reduce(number)
 
     def _start_reduce(self, number: int) -> None:

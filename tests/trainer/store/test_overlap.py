@@ -39,21 +39,30 @@ def test_overlap_changes_no_bit(model: str, layout: str, zero_stage: int) -> Non
     assert_equal(on, replace(on, parallel=replace(on.parallel, overlap_grad_reduce=False, overlap_param_gather=False)))
 
 
+def calls_of_the_second_step(rank: int, config: Config, *, network: Network) -> list[tuple[str, str]]:
+    """The kind and the group of each: from the second step on a run knows how many gradients there are."""
+    engine = make_engine(rank, config, network=network)
+    engine.train_step(0, local_batch(config, 0, engine.mesh))
+    engine.mesh.recorder.calls.clear()
+    engine.train_step(1, local_batch(config, 1, engine.mesh))
+    return [(each.kind, each.group) for each in engine.mesh.recorder.calls]
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_sums_begin_before_the_backward_ends(overlaps: bool) -> None:
-    """From the second step on: the first tells how many contributions there are."""
     made = config("llama", "tp2-dp2", overlap_grad_reduce=overlaps, sequence_parallel="off")
 
-    def kinds_of_the_second_step(rank: int, *, network: Network) -> list[tuple[str, str]]:
-        engine = make_engine(rank, made, network=network)
-        engine.train_step(0, local_batch(made, 0, engine.mesh))
-        engine.mesh.recorder.calls.clear()
-        engine.train_step(1, local_batch(made, 1, engine.mesh))
-        return [(each.kind, each.group) for each in engine.mesh.recorder.calls]
-
-    for kinds in run_threads(4, kinds_of_the_second_step):
+    for kinds in run_threads(4, calls_of_the_second_step, made):
         last_of_the_backward = max(place for place, kind in enumerate(kinds) if kind == ("all_reduce", "tp"))
         assert (kinds.index(("reduce_scatter", "dp")) < last_of_the_backward) == overlaps
+
+
+def test_the_sum_over_two_stages_waits_for_the_last_send() -> None:
+    made = config("gpt2", "pp2")
+
+    kinds = run_threads(2, calls_of_the_second_step, made)[1]
+    last_send = max(place for place, kind in enumerate(kinds) if kind == ("send", "gradients"))
+    assert kinds.index(("reduce_scatter", "ends_dp")) > last_send
 
 
 def test_a_gradient_that_comes_after_its_sum_began_is_an_error() -> None:
