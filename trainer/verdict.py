@@ -16,13 +16,18 @@ from trainer.mesh.clock import Moment
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step, in global terms; `comm_s` and `bubble_s` are this rank's waits in collectives and for neighbours."""
+    """One step, in global terms, and this rank's waits.
+
+    `comm_s` is that in collectives, `comm_tp_s` and `comm_dp_s` parts of it, `bubble_s` that for pipeline neighbours.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     num_tokens: int
     comm_s: float
+    comm_tp_s: float
+    comm_dp_s: float
     bubble_s: float
 
 
@@ -44,8 +49,10 @@ class PendingStats:
                 hint="lower --lr, or train the step in a wider --train.precision",
             )
         waits = self._waits()
-        comm_s, bubble_s = waits.get("comm", 0.0), waits.get("bubble", 0.0)
-        return StepStats(loss, norm, self._lr, int(num_tokens), comm_s, bubble_s)
+        tp_s, dp_s, world_s, bubble_s = (
+            waits.get(cause, 0.0) for cause in ("comm_tp", "comm_dp", "comm_world", "bubble")
+        )
+        return StepStats(loss, norm, self._lr, int(num_tokens), tp_s + dp_s + world_s, tp_s, dp_s, bubble_s)
 
 
 class Verdict:

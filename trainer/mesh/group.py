@@ -62,7 +62,7 @@ class Work:
     def wait(self) -> Tensor:
         """Wait until the tensor may be used, and return it; on CUDA the current stream waits, not the host."""
         if self.handle is not None:
-            cause = "bubble" if self.kind in ("send", "receive") else "comm"
+            cause = "bubble" if self.kind in ("send", "receive") else self.group.cause
             with self.group.naming(self.kind), self.group.clock.span(cause):
                 self.handle.wait()
         return self.tensor
@@ -82,6 +82,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def cause(self) -> str:
+        """Return under which name the clock counts waits for it: by the axis that its ranks differ in."""
+        return "comm_tp" if self.name == "tp" else "comm_dp" if self.name.endswith("dp") else "comm_world"
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce in place over the group and return the tensor."""
@@ -146,7 +151,7 @@ class Group:
         if self.transport is None:
             return None
         self._record(kind, tensor)
-        with self.naming(kind), self.clock.span("comm"):
+        with self.naming(kind), self.clock.span(self.cause):
             return getattr(self.transport, kind)(tensor, *arguments, is_async=is_async)
 
     def _transfer(self, kind: str, tensor: Tensor, peer: int) -> Handle | None:

@@ -40,7 +40,9 @@ class StepMetrics:
     mfu_causal: float | None
     step_s: float  # since the end of the step before: data, arithmetic, communication, the stall of a save between
     data_wait_s: float
-    comm_s: float
+    comm_s: float  # in collectives; tensor-parallel and data-parallel ones are counted apart too
+    comm_tp_s: float
+    comm_dp_s: float
     bubble_s: float
     checkpoint_stall_s: float
     memory_gib: float  # peak of one rank: GPU memory allocated, or resident set on a CPU

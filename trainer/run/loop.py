@@ -164,13 +164,14 @@ class Run:
         started, self._started = self._started, None
         stats, ranks, train = self._read(started), self.ranks, self.config.train
         self._loss = stats.loss
-        data_wait_s, comm_s, bubble_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = ranks.maximum(
+        comm_s, comm_tp_s, comm_dp_s, bubble_s, *found = ranks.maximum(
             [
-                started.data_wait_s, stats.comm_s, stats.bubble_s, self._saver.pop_stall_s(),
-                peak_memory_gib(ranks.device), self._saver.poll(), float(self._stop.number),
-                float(self._saver.is_busy), float(self._saver.is_time),
+                stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.data_wait_s,
+                self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
+                float(self._stop.number), float(self._saver.is_busy), float(self._saver.is_time),
             ]
         )  # fmt: skip
+        data_wait_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = found
         self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
         step_s = started.stats.ended.seconds_since(self._ended) - self._paused_s
         self._ended, self._paused_s = started.stats.ended, 0.0
@@ -184,6 +185,8 @@ class Run:
                 step_s=step_s,
                 data_wait_s=data_wait_s,
                 comm_s=comm_s,
+                comm_tp_s=comm_tp_s,
+                comm_dp_s=comm_dp_s,
                 bubble_s=bubble_s,
                 checkpoint_stall_s=stall_s,
                 memory_gib=memory_gib,
