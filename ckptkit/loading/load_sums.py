@@ -2,7 +2,7 @@
 
 A tensor of which the ranks that load together hold each element is equal to what was saved, or an error: also where a
 file and its checksums were both changed. Parts that several ranks hold count once. One small exchange a load; cost:
-0.07 to 0.12 CPU-seconds a GB, a pass over host memory, or over the buffer of a device's while it is there.
+0.1 to 0.13 CPU-seconds a GB, a pass over host memory, or over the buffer of a device's while it is there.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def restore_newest(
     url: str, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None, strict: bool = False,
-    exchange: Exchange | None = None, report: Callable[[str], None] = log,
+    exchange: Exchange | None = None, report: Callable[[str], None] = log, certify: bool = False,
 ) -> Root:  # fmt: skip
     """Fill pieces from the newest committed step of a run, or from the newest before it that is not damaged.
 
@@ -33,7 +33,7 @@ def restore_newest(
     say = report if together.rank == 0 else lambda line: None
     _, root = first_sound(
         committed_candidates(url, together),
-        lambda candidate: restore(*candidate, pieces, tensors=tensors, exchange=exchange),
+        lambda candidate: restore(*candidate, pieces, tensors=tensors, exchange=exchange, certify=certify),
         strict=strict,
         report=say,
     )

@@ -86,13 +86,14 @@ class Run(AnyRun, Closing):
         self._keep(checkpointer.poll())
         return seconds
 
-    def load(self, state: State, step: int | None = None, *, strict: bool = True) -> LoadReport:
+    def load(self, state: State, step: int | None = None, *, strict: bool = True, certify: bool = False) -> LoadReport:
         """Fill a state in place from a committed step, by default the newest that is sound, and report what was found.
 
         A save of this Run that still runs is waited for first.
         Keys of the checkpoint that `state` leaves out are left alone. Raise UserError, before anything is changed, with
         all names that are missing, unexpected or of another shape or dtype; with strict=False the first two are in the
-        report alone. Optimizers get the states that they do not have yet.
+        report alone. Optimizers get the states that they do not have yet. `certify` has tensors that all ranks together
+        load whole compared with the certificate of the save, for 0.1 to 0.13 CPU-seconds a GB.
         """
         exchange = self._opened_exchange()
         if self._checkpointer is not None:
@@ -103,7 +104,10 @@ class Run(AnyRun, Closing):
         )
         say = log if exchange.rank == 0 else lambda line: None
         _, report = first_sound(
-            candidates, lambda candidate: self._load(state, candidate[1], exchange, strict), strict=False, report=say
+            candidates,
+            lambda candidate: self._load(state, candidate[1], exchange, strict=strict, certify=certify),
+            strict=False,
+            report=say,
         )
         return report
 
@@ -184,13 +188,13 @@ class Run(AnyRun, Closing):
             if not report.ok and (self._exchange or Alone()).rank == 0:
                 log(f"warning: step {report.step} was not saved: {report.error}")
 
-    def _load(self, state: State, step: int, exchange: Exchange, strict: bool) -> LoadReport:
+    def _load(self, state: State, step: int, exchange: Exchange, *, strict: bool, certify: bool) -> LoadReport:
         root = self.root(step, exchange)
         with CheckpointReader(self.storage, step, root=root) as reader:
             saved = on_all(exchange, lambda: Saved(reader, exchange.rank, exchange.size))
             match = on_all(exchange, lambda: Match(saved, state))
             report = _compared(exchange, saved, match, strict=strict)
-            sums = on_all(exchange, lambda: fill_from(reader, match.pieces))
+            sums = on_all(exchange, lambda: fill_from(reader, match.pieces, certify=certify))
             num_certified = 0 if sums is None else sums.check(exchange, reader.url)
             on_all(exchange, match.finish)
         if report.ranks_without_rng and exchange.rank == 0:

@@ -79,7 +79,7 @@ def load(storage: Storage, layouts: list[ParallelLayout]) -> list[int]:
             if table[piece.name].placement.tied_to is None
         ]
         with CheckpointReader(storage, 3, exchange=exchange.of(rank)) as reader:
-            return restore_from(reader, pieces)
+            return restore_from(reader, pieces, certify=True)
 
     with ThreadPoolExecutor(len(layouts)) as pool:
         return list(pool.map(restored, range(len(layouts))))

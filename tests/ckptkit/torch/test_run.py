@@ -18,6 +18,7 @@ from torch import nn
 from ckptkit import CheckpointerOptions, Retention
 from ckptkit import Run as AnyRun
 from ckptkit.torch import Run
+from tests.ckptkit.support.forged import forge
 from tests.ckptkit.support.torch_program import load_at, save_at
 from tests.test_guides import ROOT
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -333,3 +334,16 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     exec(lines, {})
     assert AnyRun("own-run").root(100).metadata["val_loss"] == 2.1
+
+
+def test_a_load_is_compared_with_the_certificate_on_request(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with Run(str(tmp_path)) as run:
+        run.save(1, {"model": model})
+        run.wait()
+        assert run.load({"model": model}).num_certified == 0
+        assert run.load({"model": model}, certify=True).num_certified == 2
+        forge(run.storage, 1, with_sums=False, tensor="model/weight")
+        run.load({"model": model})
+        with pytest.raises(CheckFailed, match="is not equal to what was saved, by the certificate"):
+            run.load({"model": model}, certify=True)
