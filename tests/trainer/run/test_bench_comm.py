@@ -1,0 +1,51 @@
+"""`trainer bench comm`: each group of a layout has its rows, and bandwidths follow nccl-tests' formulas."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.trainer.support.training import call
+from trainer.run.bench_comm import Row, bus_factor
+
+
+def test_bus_factors_are_those_of_nccl_tests() -> None:
+    assert [bus_factor(name, 4) for name in ("all_reduce", "all_gather", "reduce_scatter")] == [1.5, 0.75, 0.75]
+    assert bus_factor("send", 2) == 1.0
+    assert Row("dp", 2, "all_reduce", 1000, 0.5).bus_bytes_per_s == 2000.0
+
+
+def test_a_process_alone_is_told_how_to_start_more(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, text in (
+        ([], "one process has nobody to talk to"),
+        (["--mib", "1,0"], "--mib has sizes above 0, got 1.0,0.0"),
+    ):
+        assert call("bench", "comm", *flags) == 2
+        assert text in capsys.readouterr().err
+
+
+def bench(*flags: object) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*launcher, "-m", "trainer", "bench", "comm", "--device", "cpu", *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_every_group_of_a_layout_is_timed() -> None:
+    done = bench("--tp", 2, "--pp", 2, "--mib", "0.1,1", "--repeats", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    found = [(row["group"], row["num_ranks"], row["operation"]) for row in rows]
+    operations = ("all_reduce", "all_gather", "reduce_scatter")
+    each = [*(("tp", 2, name) for name in operations), *(("world", 4, name) for name in operations), ("pp", 2, "send")]
+    assert found == each * 2
+    assert {row["num_bytes"] for row in rows} == {104857, 1048576}
+    assert all(row["seconds"] > 0 and row["bus_bytes_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_layout_that_does_not_fit_is_one_error() -> None:
+    done = bench("--tp", 3)
+    assert done.returncode != 0
+    assert "layout tp3 needs 3 processes, started are 4" in done.stderr

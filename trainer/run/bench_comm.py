@@ -1,0 +1,95 @@
+"""The bandwidth of a layout's groups: each collective and transfer that training makes, at several sizes.
+
+Bus bandwidth is as nccl-tests define it: bytes over time, times what a link of the slowest ring carries of them, which
+is 2 (n - 1) / n for an all-reduce of n ranks, (n - 1) / n for a gather or a reduce-scatter, and 1 for a transfer. So
+figures of groups of other sizes compare with each other and with the hardware's.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ckptkit import ParallelLayout
+from threefold.errors import UserError
+from trainer.job.ranks import Ranks
+from trainer.mesh.clock import Moment
+from trainer.mesh.group import Group
+from trainer.mesh.mesh import ProcessMesh
+
+WARM_UPS = 2
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation of the groups of a name, all of them at once: the median time of the slowest rank."""
+
+    group: str
+    num_ranks: int
+    operation: str
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Return the bus bandwidth."""
+        return self.num_bytes / self.seconds * bus_factor(self.operation, self.num_ranks)
+
+
+def bus_factor(operation: str, num_ranks: int) -> float:
+    """Return how often a link carries each byte: for example 1.5 for an all-reduce of four ranks."""
+    share = (num_ranks - 1) / num_ranks
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "send": 1.0}[operation]
+
+
+def bench_comm(device: str, tp: int, pp: int, sizes: Sequence[float], repeats: int, timeout_s: float) -> list[Row]:
+    """Return a row for each group of two or more ranks, each operation and each of the sizes in MiB; all ranks call it.
+
+    What tp and pp leave over is dp. Raises UserError where that does not divide the processes, or there is one.
+    """
+    with Ranks(device, timeout_s=timeout_s) as ranks:
+        if ranks.world_size == 1:
+            hint = "torchrun --standalone --nproc-per-node 2 -m trainer bench comm"
+            raise UserError("one process has nobody to talk to", hint=hint)
+        layout = ParallelLayout(tp=tp, pp=pp, dp=max(ranks.world_size // (tp * pp), 1))
+        mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s)
+        rows = []
+        for num_bytes in (int(size * 2**20) for size in sizes):
+            for group, name, operation, call in calls(mesh, num_bytes):
+                rows.append(Row(name, group, operation, num_bytes, timed(ranks, call, repeats)))
+        return rows
+
+
+def calls(mesh: ProcessMesh, num_bytes: int) -> list[tuple[int, str, str, Callable[[], object]]]:
+    """Return the number of ranks, the group's name, the operation and how to do it, in the same order on all ranks."""
+    found: list[tuple[int, str, str, Callable[[], object]]] = []
+    groups = [mesh.tp, mesh.dp, *([mesh.world] if mesh.world.size > max(mesh.tp.size, mesh.dp.size) else [])]
+    for group in (each for each in groups if each.size > 1):
+        tensor = torch.zeros(-(-num_bytes // (4 * group.size)) * group.size, device=mesh.device)
+        found += [(group.size, group.name, name, partial(getattr(group, name), tensor)) for name in OPERATIONS]
+    if mesh.layout.pp > 1:
+        sent, received = torch.zeros(2, max(num_bytes // 4, 1), device=mesh.device)
+        previous, following = mesh.activations.previous, mesh.activations.following
+        found.append((2, "pp", "send", partial(pass_on, previous, following, sent, received)))
+    return found
+
+
+def pass_on(previous: Group | None, following: Group | None, sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Send to the next pipeline rank while the one before sends here."""
+    works = [following.send(sent, to=1 - following.index)] if following is not None else []
+    works += [previous.receive(received, source=1 - previous.index)] if previous is not None else []
+    for work in works:
+        work.wait()
+
+
+def timed(ranks: Ranks, call: Callable[[], object], repeats: int) -> float:
+    """Return the median of the slowest rank's seconds."""
+    seconds = []
+    for _ in range(WARM_UPS + repeats):
+        begin = Moment(ranks.device)
+        call()
+        seconds.append(Moment(ranks.device).seconds_since(begin))
+    return statistics.median(ranks.maximum(seconds)[WARM_UPS:])
