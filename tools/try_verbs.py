@@ -76,6 +76,7 @@ trainer train run.toml --save s3://bucket/run
 trainer eval trained
 trainer generate trained --prompt x
 trainer schedule
+trainer bench comm
 trainer help train
 trainer completion bash
 """
