@@ -29,7 +29,7 @@ from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import FolderClaim, note_of
-from ckptkit.rewrite.hf_export import MAX_SHARD_BYTES, ExportReport, Progress
+from ckptkit.rewrite.hf_export import MAX_SHARD_BYTES, ExportReport, Progress, advance
 from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.source_sums import SourceSums
 from threefold.errors import UserError
@@ -114,7 +114,7 @@ def export_dcp(
                 if file.name in kept:
                     keep_file(target, file.name)
                     continue
-                blocks = _Blocks(source, file, sums).blocks(partial(_advance, progress, done, total))
+                blocks = _Blocks(source, file, sums).blocks(partial(advance, progress, done, total))
                 write_blocks(target, file.name, file.size_bytes, blocks, is_reused=True)
                 done += file.size_bytes
             for name, data in small.items():
@@ -219,10 +219,6 @@ def _head(file: DcpFile) -> bytes:
     """Return how a file begins."""
     first = file.items[0]
     return bytes(first.offset) + (first.around.head if first.around else b"")
-
-
-def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
-    progress(before + num_bytes, total)
 
 
 class _Blocks(FileBlocks):

@@ -90,7 +90,7 @@ def export_folder(
                     target.write(name, export.files[name])
                 else:
                     [shard] = [each for each in export.shards if each.name == name]
-                    blocks = _Blocks(source, shard, sums).blocks(partial(_advance, progress, done, total))
+                    blocks = _Blocks(source, shard, sums).blocks(partial(advance, progress, done, total))
                     write_blocks(target, name, shard.size_bytes, blocks, is_reused=True)
                 done += sizes[name]
     return ExportReport(
@@ -99,7 +99,8 @@ def export_folder(
     )  # fmt: skip
 
 
-def _advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
+def advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
+    """Report so many bytes more than `before`."""
     progress(before + num_bytes, total)
 
 

@@ -1,14 +1,12 @@
 // The batch gather: every source token is read once and widened into the tokens and, one place earlier, the labels.
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <numeric>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "datakit.h"
+#include "threads.h"
 
 namespace {
 
@@ -116,25 +114,6 @@ bool find_rows(const Piece* pieces, int64_t num_pieces, int64_t num_rows, int64_
   return piece == end;
 }
 
-// Calls work(row) for each row, on several threads.
-template <typename Work>
-void for_rows(int64_t num_rows, int num_threads, const Work& work) {
-  std::atomic<int64_t> next{0};
-  const auto loop = [&] {
-    for (int64_t row; (row = next++) < num_rows;) work(row);
-  };
-  std::vector<std::thread> helpers;
-  for (int64_t i = 1; i < std::min<int64_t>(num_threads, num_rows); ++i) {
-    try {
-      helpers.emplace_back(loop);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: those that run do all rows
-    }
-  }
-  loop();
-  for (auto& helper : helpers) helper.join();
-}
-
 }  // namespace
 
 int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length, const int64_t* eod_ids,
@@ -145,7 +124,7 @@ int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int6
     return -EINVAL;
   }
   const Batch batch{seq_length, eod_ids, mask_eod != 0, reset_positions != 0, tokens, labels, positions, loss_mask};
-  for_rows(num_rows, num_threads, [&](int64_t row) { gather_row(batch, row, starts[row], starts[row + 1]); });
+  for_each_number(num_rows, num_threads, [&](int64_t row) { gather_row(batch, row, starts[row], starts[row + 1]); });
   return 0;
 }
 
@@ -157,6 +136,6 @@ int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t 
     return -EINVAL;
   }
   const Batch batch{seq_length, eod_ids, mask_eod != 0, true, tokens, labels, positions, loss_mask};
-  for_rows(num_rows, num_threads, [&](int64_t row) { fill_packed_row(batch, row, starts[row], starts[row + 1]); });
+  for_each_number(num_rows, num_threads, [&](int64_t row) { fill_packed_row(batch, row, starts[row], starts[row + 1]); });
   return 0;
 }

@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "datakit.h"
+#include "threads.h"
 
 namespace {
 
@@ -48,25 +47,13 @@ int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, 
     const int64_t done = read_cached(reads[i]);
     if (done < reads[i].num_bytes) rests.push_back({i, done, 0});
   }
-  std::atomic<size_t> next{0};
   std::atomic<bool> failing{false};
-  const auto loop = [&] {
-    for (size_t i; (i = next++) < rests.size() && !failing;) {
-      rests[i].code = read_rest(reads[rests[i].number], rests[i].done);
-      if (rests[i].code) failing = true;
-    }
-  };
-  std::vector<std::thread> helpers;
-  const int64_t reads_a_thread = 4;
-  for (int64_t i = 1; i < std::min<int64_t>(num_threads, rests.size() / reads_a_thread); ++i) {
-    try {
-      helpers.emplace_back(loop);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: those that run do all reads
-    }
-  }
-  loop();
-  for (auto& helper : helpers) helper.join();
+  const auto count = static_cast<int64_t>(rests.size()), reads_a_thread = int64_t{4};
+  for_each_number(count, std::min<int64_t>(num_threads, count / reads_a_thread), [&](int64_t i) {
+    if (failing) return;
+    rests[i].code = read_rest(reads[rests[i].number], rests[i].done);
+    if (rests[i].code) failing = true;
+  });
   for (const Rest& rest : rests) {
     if (!rest.code) continue;
     *failed = rest.number;

@@ -58,8 +58,8 @@ def bench_comm(device: str, tp: int, pp: int, sizes: Sequence[float], repeats: i
         mesh = ProcessMesh(layout, ranks.rank, ranks.device, timeout_s=timeout_s)
         rows = []
         for num_bytes in (int(size * 2**20) for size in sizes):
-            for group, name, operation, call in calls(mesh, num_bytes):
-                rows.append(Row(name, group, operation, num_bytes, timed(ranks, call, repeats)))
+            for num_ranks, group, operation, call in calls(mesh, num_bytes):
+                rows.append(Row(group, num_ranks, operation, num_bytes, timed(ranks, call, repeats)))
         return rows
 
 

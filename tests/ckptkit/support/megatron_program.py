@@ -1,4 +1,4 @@
-"""Saves and loads by megatron-core's dist_checkpointing on ranks of gloo; it is told that the CPU is its device."""
+"""Saves and loads by megatron-core's dist_checkpointing on ranks of gloo, with the CPU in place of its GPU."""
 
 from typing import Any
 
