@@ -13,7 +13,7 @@ from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import assemble_weights, config_for, run_steps, small
 from tests.trainer.support.threads import run_threads
 from trainer.config import Config
-from trainer.config.resolve import layout_of
+from trainer.config.resolve import layout_of, resolve
 
 QUICK = [("llama", "pp2")]
 RUNS = [*QUICK, *(
@@ -129,6 +129,27 @@ def test_other_stages_in_bf16() -> None:
         for each in (config("llama", "tp1"), config("llama", "pp2"))
     )
     assert_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", "tp2"),
+        *(
+            pytest.param("gpt2", layout, marks=pytest.mark.slow)
+            for layout in ("tp2-pp3", "tp2-dp2", "tp2-dp2-pp2")
+        ),
+    ],
+)
+def test_cut_tokens_transferred_in_parts(model: str, layout: str) -> None:
+    """With 8 rows a part; MKL multiplies fewer with other kernels."""
+    whole = config(model, layout)
+    whole = replace(whole, train=replace(whole.train, micro_batch_size=2, gradient_accumulation_steps=0))
+    whole = resolve(whole, layout_of(whole).world_size)
+    expected = outcome(whole)
+    for num_parts, compare in ((2, assert_same_bits), (3, assert_near)):
+        parts = replace(whole, parallel=replace(whole.parallel, tp_overlap_parts=num_parts))
+        compare(outcome(parts), expected)
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp1", "pp2"), ("dp4", "dp4-pp2")])

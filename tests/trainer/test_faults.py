@@ -25,7 +25,7 @@ from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, Tra
 from trainer.config.resolve import resolve
 from trainer.model.microbatch import Batch
 
-NUM_STEPS = 2
+NUM_STEPS, TP4 = 2, ParallelLayout(tp=4)
 MODEL = ModelConfig(  # with every option that a fault needs; two ranks hold 7 and 6 rows of the vocabulary
     num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=12, vocab_size=13, round_vocab_to=1,
     norm="layernorm", position="learned", activation="swiglu", bias=True, qk_norm=True, tie_embeddings=True,
@@ -39,7 +39,8 @@ def config_of(fault: Fault) -> Config:
         model=replace(MODEL, **fault.model),
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, virtual_stages=layout.virtual, zero_stage=fault.zero_stage,  # type: ignore[arg-type]
-            schedule=fault.schedule, sequence_parallel="on" if fault.cuts_tokens else "off",  # type: ignore[arg-type]
+            schedule=fault.schedule, tp_overlap_parts=fault.num_parts,  # type: ignore[arg-type]
+            sequence_parallel="on" if fault.cuts_tokens else "off",
         ),
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=0.05),
         train=TrainConfig(train_steps=5, seq_length=6, global_batch_size=4, precision="fp64", device="cpu"),
@@ -86,11 +87,16 @@ def test_parity_fails_if(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "zero_stage", "cuts"), [(TP, 1, 0), (TP, 1, 1), (PP, 1, 0), (DP, 0, 0), (DP, 1, 0), (None, 1, 0)]
+    ("layout", "zero_stage", "num_parts"),
+    [(TP, 1, 0), (TP, 1, 1), (TP, 1, 3), (TP4, 1, 0), (PP, 1, 0), (DP, 0, 0), (DP, 1, 0), (None, 1, 0)],
 )
 @pytest.mark.parametrize("position", ["learned", "rope"])
-def test_without_a_fault_they_pass(layout: ParallelLayout | None, zero_stage: int, cuts: int, position: str) -> None:
-    compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, bool(cuts)))
+def test_without_a_fault_they_pass(
+    layout: ParallelLayout | None, zero_stage: int, num_parts: int, position: str
+) -> None:
+    """With 0 parts tokens are not cut."""
+    options = {"cuts_tokens": num_parts > 0, "num_parts": max(num_parts, 1)}
+    compare(Fault("none", layout, lambda patch: None, zero_stage, {"position": position}, **options))
 
 
 @pytest.mark.parametrize(

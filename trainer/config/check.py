@@ -3,7 +3,7 @@
 from threefold.errors import UserError
 from threefold.options import Fault
 from trainer.config import Config
-from trainer.config.resolve import layers_by_hand, tiers_of
+from trainer.config.resolve import cuts_tokens, layers_by_hand, tiers_of
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
@@ -54,6 +54,11 @@ def model_faults(config: Config) -> list[Fault]:
         names = {"parallel.sequence_parallel", "parallel.tp", "train.micro_batch_size", "train.seq_length"}
         text = f"parallel.sequence_parallel cuts the {num_tokens} tokens of a micro-batch over parallel.tp {tp}"
         faults.append((names, f"{text}, which does not divide them"))
+    elif config.parallel.tp_overlap_parts > 1 and tp > 1 and not cuts_tokens(config):
+        text = f"parallel.tp_overlap_parts {config.parallel.tp_overlap_parts} is for tokens that are cut over tp"
+        cut = f"parallel.sequence_parallel {config.parallel.sequence_parallel} does not cut {num_tokens} over {tp}"
+        names = {"parallel.tp_overlap_parts", "parallel.sequence_parallel", "parallel.tp"}
+        faults.append((names, f"{text}: {cut}: --tp-overlap-parts 1"))
     return faults + stage_faults(config)
 
 

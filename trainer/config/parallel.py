@@ -16,6 +16,12 @@ class ParallelConfig:
     sequence_parallel: Literal["auto", "on", "off"] = option(
         "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"]
     )
+    tp_overlap_parts: int = option(
+        1,
+        "parts in which cut tokens are gathered and summed beside the products of cut linears; 1 does not overlap them",
+        minimum=1,
+        flags=["--tp-overlap-parts"],
+    )
     schedule: Literal["1f1b", "gpipe", "zb-h1"] = option(
         "1f1b",
         "order of the pipeline's passes; zb-h1 waits less and keeps more, gpipe keeps the activations of all "

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.linear.gemm import add_bias_gradient, add_product
+from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight
-from trainer.mesh.group import Group
 
 
 class MakeX(Protocol):
@@ -33,51 +33,80 @@ class MakeX(Protocol):
 
 def linear(
     x_TK: Tensor, weight: Weight, bias: Weight | None = None, *, make_x: MakeX | None = None,
-    gather: Group | None = None,
+    gather: TokenCut | None = None, scatter: TokenCut | None = None,
 ) -> Tensor:  # fmt: skip
     """Return x W^T + b, [T, N], for a weight [N, K]; with `make_x`, of make_x.forward(the first argument).
 
     While gradients are recorded x must require one: else the backward, and with it the gradient of W, would be lost.
     With `make_x` the backward may run once, and overwrites the first argument. With `gather` x is this rank's tokens
     out of those of the group, of which all are multiplied; its own alone are kept, and gathered again in the backward.
+    With `scatter` x has all tokens, the products of the group are summed, and each rank returns its own tokens.
     """
     assert x_TK.requires_grad or not torch.is_grad_enabled(), f"the input of {weight.name} requires no gradient"
-    return _Linear.apply(x_TK, weight, bias, make_x, gather)
+    assert gather is None or make_x is None, "what is gathered is x itself"
+    assert scatter is None or (gather is None and bias is None), "a bias is added after the sum"
+    return _Linear.apply(x_TK, weight, bias, make_x, gather, scatter)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, saved: Tensor, weight: Weight, bias: Weight | None, make_x: MakeX | None, gather: Group | None
-    ) -> Tensor:
+        ctx: Any, saved: Tensor, weight: Weight, bias: Weight | None, make_x: MakeX | None, gather: TokenCut | None,
+        scatter: TokenCut | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(saved)
-        ctx.weight, ctx.bias, ctx.make_x, ctx.gather, ctx.epoch = weight, bias, make_x, gather, weight.epoch
+        ctx.weight, ctx.bias, ctx.make_x, ctx.epoch = weight, bias, make_x, weight.epoch
+        ctx.gather, ctx.scatter = gather, scatter
         x_TK = saved if make_x is None else make_x.forward(saved)
-        if gather is not None:
-            x_TK = gather.start_gather(x_TK).wait()
-        return F.linear(x_TK, weight.values, None if bias is None else bias.values)
+        values, offsets = weight.values, None if bias is None else bias.values
+        if gather is None and scatter is None:
+            return F.linear(x_TK, values, offsets)
+
+        def multiply(x_TK: Tensor, out_TN: Tensor) -> None:
+            if offsets is None:
+                torch.mm(x_TK, values.t(), out=out_TN)
+            else:
+                torch.addmm(offsets, x_TK, values.t(), out=out_TN)
+
+        if scatter is not None:
+            return scatter.start_sum(x_TK, len(values), multiply).wait()
+        assert gather is not None, "one of the two"
+        out_SN = x_TK.new_empty(gather.group.size * len(x_TK), len(values))
+        gather.multiply_gathered(x_TK, out_SN, multiply)
+        return out_SN
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (saved,) = ctx.saved_tensors
-        weight, gather = ctx.weight, ctx.gather
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TK,) = ctx.saved_tensors
+        weight, gather, scatter = ctx.weight, ctx.gather, ctx.scatter
         weight.check(ctx.epoch)
-        gathering = gather.start_gather(saved) if gather is not None else None  # beside the product for dx
-        dx, x_TK = dy_TN @ weight.values, saved
+        values = weight.values
+        if gather is not None or scatter is not None:
+            dy_TN = dy_TN.contiguous()
+
+        def multiply(dy_TN: Tensor, out_TK: Tensor) -> None:
+            torch.mm(dy_TN, values, out=out_TK)
+
+        if gather is not None:
+            gathering = gather.group.start_gather(x_TK)  # beside the product for dx
+            sums = gather.start_sum(dy_TN, values.shape[1], multiply)  # and the last sum beside those for the gradients
+            x_TK = gathering.wait()
+        elif scatter is not None:
+            dx = dy_TN.new_empty(scatter.group.size * len(dy_TN), values.shape[1])
+            dy_TN = scatter.multiply_and_gather(dy_TN, dx, multiply)
+        else:
+            dx = dy_TN @ values
         if ctx.make_x is not None:
+            (saved,) = ctx.saved_tensors
             dx, x_TK = ctx.make_x.backward(dx, saved.detach())
             torch.autograd.graph.increment_version(saved)  # so that a second backward is refused
-        summing = None
-        if gathering is not None:
-            x_TK = gathering.wait()
-            summing = gather.start("reduce_scatter", dx)  # beside the products for the gradients
         weight.add_product(lambda out, first: add_product(out, dy_TN, x_TK, first=first))
         if ctx.bias is not None:
             ctx.bias.add_gradient(lambda out, first: add_bias_gradient(out, dy_TN, first=first))
-        if summing is not None:
-            dx = gather.share(summing.wait())
-        return dx, None, None, None, None
+        if gather is not None:
+            dx = sums.wait()
+        return dx, None, None, None, None, None
 
 
 def add_bias(x_TN: Tensor, bias: Weight) -> Tensor:

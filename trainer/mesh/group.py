@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from trainer.mesh.clock import Clock
@@ -27,14 +28,15 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Carries a group's calls for one rank; every rank of the group makes the same ones in the same order.
 
-    With `is_async` a collective returns at once and its handle is waited for; else it is done on return. `source` and
-    `to` are places in the group. A tensor that is sent may not change before its handle was waited for.
+    With `is_async` a collective returns at once and its handle is waited for; else it is done on return. `share` is
+    what this rank has of `flat`, which is there unless it is memory of its own. `source` and `to` are places in the
+    group. A tensor that is sent may not change before its handle was waited for.
     """
 
     def all_reduce(self, tensor: Tensor, op: Op, *, is_async: bool) -> Handle | None: ...
     def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> Handle | None: ...
-    def reduce_scatter(self, flat: Tensor, *, is_async: bool) -> Handle | None: ...
-    def all_gather(self, flat: Tensor, *, is_async: bool) -> Handle | None: ...
+    def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
+    def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
     def send(self, tensor: Tensor, to: int) -> Handle | None: ...
     def receive(self, tensor: Tensor, source: int) -> Handle | None: ...
 
@@ -52,12 +54,13 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A call of a group that is under way; it keeps its tensor."""
+    """A call of a group that is under way; it keeps its tensor, and another that the call reads or writes."""
 
     group: "Group"
     kind: str
     tensor: Tensor
     handle: Handle | None
+    other: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Wait until the tensor may be used, and return it; on CUDA the current stream waits, not the host."""
@@ -118,9 +121,18 @@ class Group:
 
     def start_gather(self, share: Tensor) -> Work:
         """Begin to gather the shares of all ranks; the work's tensor is their rows, in the order of ranks."""
+        share = share.contiguous()
+        if self.transport is None:
+            return Work(self, "all_gather", share, None)
         whole = share.new_empty(self.size * len(share), *share.shape[1:])
-        self.share(whole).copy_(share)
-        return self.start("all_gather", whole)
+        return Work(self, "all_gather", whole, self._call("all_gather", whole, share, is_async=True), share)
+
+    def start_scatter(self, whole: Tensor, share: Tensor | None = None) -> Work:
+        """Begin to sum a tensor, which it overwrites; the work's tensor is this rank's rows of the sum, in `share`."""
+        if self.transport is None:
+            return Work(self, "reduce_scatter", whole if share is None else share.copy_(whole), None)
+        share = torch.empty_like(self.share(whole)) if share is None else share
+        return Work(self, "reduce_scatter", share, self._call("reduce_scatter", whole, share, is_async=True), whole)
 
     def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
         """Begin `all_reduce`, `broadcast`, `reduce_scatter` or `all_gather`, with that method's arguments.

@@ -26,7 +26,10 @@ class Chunk:
     def __init__(
         self, config: Config, store: ParameterStore, mesh: ProcessMesh, choices: OpChoices, stage: int
     ) -> None:
-        self.config, self.tensor = config, TensorParallel(mesh.tp, cuts_tokens(config))
+        self.config, self.tensor = (
+            config,
+            TensorParallel(mesh.tp, cuts_tokens(config), config.parallel.tp_overlap_parts),
+        )
         model, num_stages = config.model, mesh.layout.num_stages
         if stage == 0:
             self.embed = store.weight("embed.weight")

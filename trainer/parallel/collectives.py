@@ -31,12 +31,12 @@ def gather_from(x_TD: Tensor, group: Group) -> Tensor:
 
     The backward overwrites the gradient that it is handed.
     """
-    return _Pair.apply(x_TD, lambda x: group.start_gather(x).wait(), group.reduce_scatter)
+    return _Pair.apply(x_TD, lambda x: group.start_gather(x).wait(), lambda dy: group.start_scatter(dy).wait())
 
 
 def reduce_scatter_to(x_TD: Tensor, group: Group) -> Tensor:
     """Sum partial results over the group, which overwrites them, and return this rank's tokens; backward gathers."""
-    return _Pair.apply(x_TD, group.reduce_scatter, lambda dy: group.start_gather(dy).wait())
+    return _Pair.apply(x_TD, lambda x: group.start_scatter(x).wait(), lambda dy: group.start_gather(dy).wait())
 
 
 def _same(x: Tensor) -> Tensor:

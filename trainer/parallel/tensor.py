@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.linear.linear import MakeX, add_bias, linear
+from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group
 from trainer.parallel.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
@@ -21,10 +22,18 @@ from trainer.parallel.collectives import copy_to, gather_from, reduce_from, redu
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The group over which linears are cut, and whether tokens are too: then T below is S / tp of S tokens."""
+    """The group over which linears are cut, and whether tokens are too: then T below is S / tp of S tokens.
+
+    These are transferred in `num_parts` beside the products of cut linears, or with 1 before or after them.
+    """
 
     group: Group
     cuts_tokens: bool
+    num_parts: int = 1
+
+    @property
+    def token_cut(self) -> TokenCut:
+        return TokenCut(self.group, self.num_parts)
 
     def enter(self, x_TD: Tensor) -> Tensor:
         """Return the input of cut weights, [S, D], from an activation that is replicated, or cut by tokens."""
@@ -45,7 +54,7 @@ class TensorParallel:
     def column_linear(self, x_TD: Tensor, weights: Sequence[tuple[Weight, Weight | None]]) -> Tensor:
         """Return this rank's outputs, [S, N / tp]: those of several weights side by side."""
         if self.cuts_tokens:
-            parts = [linear(x_TD, weight, bias, gather=self.group) for weight, bias in weights]
+            parts = [linear(x_TD, weight, bias, gather=self.token_cut) for weight, bias in weights]
         else:
             x_TD = copy_to(x_TD, self.group)
             parts = [linear(x_TD, weight, bias) for weight, bias in weights]
@@ -58,5 +67,8 @@ class TensorParallel:
         """
         if self.group.size == 1:
             return linear(x_SK, weight, bias, make_x=make_x)
-        y_TD = self.leave(linear(x_SK, weight, make_x=make_x))
+        if self.cuts_tokens:
+            y_TD = linear(x_SK, weight, make_x=make_x, scatter=self.token_cut)
+        else:
+            y_TD = self.leave(linear(x_SK, weight, make_x=make_x))
         return y_TD if bias is None else add_bias(y_TD, bias)

@@ -37,7 +37,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         (
             "layout",
             f"tp {parallel.tp} x pp {pp} x dp {parallel.dp} = {num_ranks} rank{'s' * (num_ranks > 1)}, "
-            f"ZeRO stage {parallel.zero_stage}{', sequence parallel' if cuts_tokens(config) else ''}",
+            f"ZeRO stage {parallel.zero_stage}{tokens_cut(config)}",
         ),
         (
             "step",
@@ -48,6 +48,14 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         ("device", f"{device_name(device)}, {train.precision}"),
     ]
     return facts + kept(tiers, config.checkpoint)
+
+
+def tokens_cut(config: Config) -> str:
+    """Return whether tokens are cut over tp, and if their transfers overlap with products in how many parts."""
+    if not cuts_tokens(config):
+        return ""
+    num_parts = config.parallel.tp_overlap_parts
+    return ", sequence parallel" + (f" overlapped in {num_parts} parts" if num_parts > 1 else "")
 
 
 def device_name(device: torch.device) -> str:

@@ -147,6 +147,12 @@ def test_one_fault(tables: dict, text: str) -> None:
             "parallel.pipeline_layout 4,0 has not 4 layers on 2",
         ),
         ({}, {"pipeline_layout": "best"}, 1, "parallel.pipeline_layout is even, cost or as in \"9,7\", got 'best'"),
+        (
+            {},
+            {"tp": 2, "sequence_parallel": "off", "tp_overlap_parts": 4},
+            2,
+            "parallel.tp_overlap_parts 4 is for tokens that are cut over tp: parallel.sequence_parallel off does not",
+        ),
         ({}, {"virtual_stages": 2}, 1, "parallel.virtual_stages 2 is for several pipeline ranks, parallel.pp is 1"),
         ({}, {"tp": 2, "dp": 2}, 2, "tp 2 * pp 1 * dp 2 needs 4 processes, started are 2"),
         ({}, {"tp": 2}, 3, "tp 2 * pp 1 needs 2 processes, started are 3"),

@@ -48,6 +48,10 @@ def groups_of(rank: int, layout: ParallelLayout) -> dict[str, Any]:
         shares.view(group.size, 2)[group.index] = float(rank)
         group.all_gather(shares)
         summed = group.reduce_scatter(torch.full((2 * group.size,), float(rank)))
+        own = group.start_scatter(torch.full((2 * group.size,), float(rank)), torch.zeros(2)).wait()
+        assert own.equal(summed)
+        assert group.start_scatter(torch.full((2 * group.size,), float(rank))).wait().equal(summed)
+        assert group.start_gather(own).wait()[::2].equal(group.all_gather_rows(own)[:, 0])
         rows = group.all_gather_rows(torch.tensor([rank, -rank]))
         found[name] = (group.ranks, total.item(), shares[::2].tolist(), summed.tolist(), rows.tolist(), largest.item())
         assert group.ranks[group.index] == rank

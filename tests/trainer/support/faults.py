@@ -15,10 +15,12 @@ import torch
 from ckptkit.model.layout import ParallelLayout
 from trainer import engine
 from trainer.engine import Engine
+from trainer.linear import overlapped
 from trainer.linear.linear import linear
+from trainer.linear.overlapped import TokenCut
 from trainer.linear.weight import Weight
 from trainer.mesh.group import Group, Work
-from trainer.model import chunk, head
+from trainer.model import chunk, head, table
 from trainer.model.chunk import Chunk
 from trainer.model.embedding import lookup
 from trainer.model.head import Head
@@ -49,6 +51,7 @@ class Fault:
     model: dict[str, Any] = field(default_factory=dict)
     cuts_tokens: bool = False
     schedule: str = "1f1b"
+    num_parts: int = 1  # in which cut tokens are transferred
 
 
 def skipping(kind: str, group: str) -> Callable[[Patch], None]:
@@ -189,9 +192,34 @@ def row_0_for_others(real: Any, tokens: torch.Tensor, weight: Weight, cut: Tenso
     return cut.leave(lookup(local.masked_fill(~is_here, 0), weight))
 
 
-def not_summed(real: Any, self: Group, kind: str, tensor: torch.Tensor, *args: Any) -> Work:
-    is_left_out = kind == "reduce_scatter" and self.name == "tp"
-    return Work(self, kind, tensor, None) if is_left_out else real(self, kind, tensor, *args)
+def not_summed(real: Any, self: Group, whole: torch.Tensor, share: torch.Tensor | None = None) -> Work:
+    own = self.share(whole).clone()
+    return Work(self, "reduce_scatter", own if share is None else share.copy_(own), None)
+
+
+def held_apart(name: str) -> Callable[[Patch], None]:
+    """Let the holders of a name be the data-parallel ranks alone."""
+    return wrapping(table, "_holders", lambda real, *args: real(*args).replace(name, "dp"))
+
+
+def read_at_once(kind: str, axis: str) -> Callable[[Patch], None]:
+    """Do not wait for one kind of call on the groups whose name ends so."""
+
+    def wait(real: Any, self: Work) -> torch.Tensor:
+        return self.tensor.clone() if self.kind == kind and self.group.name.endswith(axis) else real(self)
+
+    return wrapping(Work, "wait", wait)
+
+
+def in_one_buffer(name: str) -> Callable[[Patch], None]:
+    """Let all that a group passes to a method go through the same memory."""
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def call(real: Any, self: Group, tensor: torch.Tensor, *args: Any, **options: Any) -> Work:
+        own = buffers.setdefault((self.name, self.ranks, self.index), torch.empty(4096, dtype=tensor.dtype))
+        return real(self, own[: tensor.numel()].view_as(tensor).copy_(tensor), *args, **options)
+
+    return wrapping(Group, name, call)
 
 
 def own_maximum(real: Any, self: Group, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -227,16 +255,35 @@ FAULTS = [
           wrapping(TensorParallel, "row_linear", bias_before_the_sum), cuts_tokens=True),
     Fault("one tp rank contributes the gradients of norms, of its own tokens", TP,
           wrapping(engine, "parameter_table", no_partial_rows), model={"qk_norm": False}, cuts_tokens=True),
-    Fault("gradients of gathered tokens are not summed over tp", TP, wrapping(Group, "start", not_summed),
+    Fault("nothing of cut tokens is summed over tp", TP, wrapping(Group, "start_scatter", not_summed),
           cuts_tokens=True),
     Fault("dropout begins with the first token on each tp rank", TP,
           wrapping(TensorParallel, "first_token", lambda real, self, num_tokens: 0), cuts_tokens=True),
+    Fault("a dropped token's place is off by one on the second tp rank", TP,
+          wrapping(TensorParallel, "first_token", lambda real, self, *args: real(self, *args) + self.group.index),
+          cuts_tokens=True),
+    Fault("norms are left out of their holders on other tp ranks", TP, held_apart("tp_dp"), cuts_tokens=True),
+    Fault("heads that two tp ranks hold are left out of their holders", ParallelLayout(tp=4), held_apart("kv_dp")),
+    Fault("each part of the tokens is put where the first is", TP,
+          wrapping(TokenCut, "rows", lambda real, self, index, part, num_rows:
+                   real(self, index, slice(0, part.stop - part.start), num_rows)), cuts_tokens=True, num_parts=3),
+    Fault("the last part of the tokens is not transferred", TP,
+          wrapping(overlapped, "parts_of", lambda real, *sizes: real(*sizes)[:-1]), cuts_tokens=True, num_parts=3),
+    Fault("parts that are being summed share a buffer", TP, in_one_buffer("start_scatter"), cuts_tokens=True,
+          num_parts=2),
+    Fault("parts of the tokens are read before they are there", TP, read_at_once("all_gather", "tp"), cuts_tokens=True,
+          num_parts=2),
+    Fault("parts of a sum are read before they are there", TP, read_at_once("reduce_scatter", "tp"), cuts_tokens=True,
+          num_parts=2),
     Fault("each tp rank has the positions of the first tokens", TP,
           wrapping(TensorParallel, "own", lambda real, self, x: x[: len(x) // self.group.size]), cuts_tokens=True),
     Fault("tied gradients are not summed over the ends", PP, skipping("reduce_scatter", "ends_dp")),
     Fault("the tied head does not get the new values", PP, skipping("all_gather", "ends_dp")),
     Fault("dropout numbers layers within a stage", PP, wrapping(Chunk, "__init__", layers_from_zero)),
     Fault("the last stage takes two micro-batches in another order", PP, wrapping(engine, "rank_actions", swapped)),
+    Fault("activations are read before they are received", PP, read_at_once("receive", "activations")),
+    Fault("gradients are read before they are received", PP, read_at_once("receive", "gradients")),
+    Fault("tensors that are being sent share a buffer", PP, in_one_buffer("send")),
     Fault("a W makes no products", PP, wrapping(executor, "make", lambda real, products: None), schedule="zb-h1"),
     Fault("a W makes its products twice", PP,
           wrapping(executor, "make", lambda real, products: real([*products, *products])), schedule="zb-h1"),
@@ -253,6 +300,7 @@ FAULTS = [
           wrapping(Bucket, "start_reduce", lambda real, self: None), zero_stage=0),
     Fault("the sum of gradients begins a contribution too early", DP,
           wrapping(Bucket, "count_contribution", one_too_early)),
+    Fault("gradients are read before their sum is there", DP, read_at_once("reduce_scatter", "dp")),
     Fault("parameters are read before they are gathered", DP, wrapping(Bucket, "arrive", lambda real, self: None)),
     Fault("gradients are not summed over dp, zero_stage 1", DP, skipping("reduce_scatter", "dp")),
     Fault("new parameters are not gathered over dp", DP, skipping("all_gather", "dp")),

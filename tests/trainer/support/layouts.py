@@ -49,6 +49,9 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         vocab_size=draw(st.integers(layout.tp, 23)), round_vocab_to=draw(st.sampled_from([1, 4])), init_std=0.3,
         **options,
     )  # fmt: skip
+    sequence_parallel = draw(st.sampled_from(["auto", "off"]))
+    seq_length = draw(st.integers(2, 6))
+    cuts_tokens = sequence_parallel == "auto" and micro_batch * seq_length % layout.tp == 0
     num_stages = layout.pp * virtual
     extra = draw(st.integers(0, num_stages - 1))  # the stage of a layer that the stages do not divide
     by_hand = [1 + (stage == extra) * (model.num_layers - num_stages) for stage in range(num_stages)]
@@ -57,7 +60,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         # a bucket of 0 MiB holds one parameter
         parallel=ParallelConfig(
             tp=layout.tp, pp=layout.pp, dp=layout.dp,
-            sequence_parallel=draw(st.sampled_from(["auto", "off"])),
+            sequence_parallel=sequence_parallel, tp_overlap_parts=draw(st.integers(1, 3)) if cuts_tokens else 1,
             schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])), virtual_stages=virtual,
             pipeline_layout=draw(st.sampled_from(["even", "cost", ",".join(map(str, by_hand))])),
             zero_stage=draw(st.sampled_from([0, 1])), bucket_mib=draw(st.sampled_from([0, 1])),
@@ -65,7 +68,7 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         # with an eps of 1e-8 gradients that are 0 but for rounding would move weights by 1e-9
         optim=OptimConfig(lr=5e-3, min_lr=1e-3, clip=draw(st.sampled_from([0.0, 0.05])), warmup_steps=1, eps=1e-5),
         train=TrainConfig(
-            train_steps=5, seq_length=draw(st.integers(2, 6)), micro_batch_size=micro_batch,
+            train_steps=5, seq_length=seq_length, micro_batch_size=micro_batch,
             global_batch_size=micro_batch * num_microbatches * layout.dp, precision="fp64", device="cpu",
             seed=draw(st.integers(0, 99)), recompute=draw(st.sampled_from(["none", "full"])),
             max_logits_gib=draw(st.sampled_from([1.0, 1e-7])), z_loss=draw(st.sampled_from([0.0, 0.01])),

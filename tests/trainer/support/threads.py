@@ -113,7 +113,7 @@ class Transfer:
     def __init__(self, what: str, tensor: Tensor, arguments: tuple[Any, ...] = ()) -> None:
         self.what, self.tensor = what, tensor
         self.form = (what, tensor.numel(), tensor.dtype, *arguments)
-        self.joined: dict[int, Tensor] = {}
+        self.joined: dict[int, tuple[Tensor, Tensor | None]] = {}  # and its share
         self.is_done = False
 
     def __str__(self) -> str:
@@ -163,11 +163,11 @@ class ThreadTransport:
     def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> "Handle | None":
         return self._join(broadcast, tensor, source, is_async=is_async)
 
-    def reduce_scatter(self, flat: Tensor, *, is_async: bool) -> "Handle | None":
-        return self._join(reduce_scatter, flat, is_async=is_async)
+    def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "Handle | None":
+        return self._join(reduce_scatter, flat, is_async=is_async, share=share)
 
-    def all_gather(self, flat: Tensor, *, is_async: bool) -> "Handle | None":
-        return self._join(all_gather, flat, is_async=is_async)
+    def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "Handle | None":
+        return self._join(all_gather, flat, is_async=is_async, share=share)
 
     def send(self, tensor: Tensor, to: int) -> "Handle":
         sent = Transfer(f"a send to rank {self._ranks[to]} by {self._name}", tensor)
@@ -191,14 +191,18 @@ class ThreadTransport:
         return Handle(self._turns, self._rank, mine)
 
     @torch.no_grad()
-    def _join(self, carry: Callable[..., None], tensor: Tensor, *arguments: Any, is_async: bool) -> "Handle | None":
+    def _join(
+        self, carry: Callable[..., None], tensor: Tensor, *arguments: Any, is_async: bool, share: Tensor | None = None
+    ) -> "Handle | None":
         number = next(self._numbers)
         mine = Transfer(f"{carry.__name__} {number} of {self._name} {self._ranks}", tensor, arguments)
         collective = self._meeting.collectives.setdefault(number, mine)
         collective.check(mine)
-        collective.joined[self._index] = tensor
+        if share is None and carry in (reduce_scatter, all_gather):
+            share = tensor.chunk(len(self._ranks))[self._index]
+        collective.joined[self._index] = tensor, share
         if len(collective.joined) == len(self._ranks):
-            carry([collective.joined[index] for index in range(len(self._ranks))], *arguments)
+            carry(*zip(*(collective.joined[index] for index in range(len(self._ranks))), strict=True), *arguments)
             del self._meeting.collectives[number]
             self._turns.finish(collective)
         handle = Handle(self._turns, self._rank, collective)
@@ -215,32 +219,35 @@ class Handle:
         self._turns.wait(self._rank, self._transfer)
 
 
-def all_reduce(tensors: list[Tensor], op: str) -> None:
+Tensors = Sequence[Tensor]  # one a rank
+
+
+def all_reduce(tensors: Tensors, shares: Any, op: str) -> None:
     total = reduced(tensors, op)
     for tensor in tensors:
         tensor.copy_(total)
 
 
-def broadcast(tensors: list[Tensor], source: int) -> None:
+def broadcast(tensors: Tensors, shares: Any, source: int) -> None:
     for tensor in tensors:
         tensor.copy_(tensors[source])
 
 
-def reduce_scatter(tensors: list[Tensor]) -> None:
+def reduce_scatter(tensors: Tensors, shares: Tensors) -> None:
     """What a rank does not own is poisoned."""
-    shares = reduced(tensors, "sum").chunk(len(tensors))
-    for index, (tensor, share) in enumerate(zip(tensors, shares, strict=True)):
+    sums = reduced(tensors, "sum").chunk(len(tensors))
+    for tensor, share, own in zip(tensors, shares, sums, strict=True):
         tensor.fill_(torch.nan)
-        tensor.chunk(len(tensors))[index].copy_(share)
+        share.copy_(own)
 
 
-def all_gather(tensors: list[Tensor]) -> None:
-    whole = torch.cat([tensor.chunk(len(tensors))[index] for index, tensor in enumerate(tensors)])
+def all_gather(tensors: Tensors, shares: Tensors) -> None:
+    whole = torch.cat([share.view(-1) for share in shares])
     for tensor in tensors:
-        tensor.copy_(whole)
+        tensor.copy_(whole.view_as(tensor))
 
 
-def reduced(tensors: list[Tensor], op: str) -> Tensor:
+def reduced(tensors: Tensors, op: str) -> Tensor:
     """The tensors' sum or maximum, in order of rank."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
