@@ -135,10 +135,7 @@ def test_other_stages_in_bf16() -> None:
     ("model", "layout"),
     [
         ("llama", "tp2"),
-        *(
-            pytest.param("gpt2", layout, marks=pytest.mark.slow)
-            for layout in ("tp2-pp3", "tp2-dp2", "tp2-dp2-pp2")
-        ),
+        *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("tp2-pp3", "tp2-dp2", "tp2-dp2-pp2")),
     ],
 )
 def test_cut_tokens_transferred_in_parts(model: str, layout: str) -> None:

@@ -105,8 +105,13 @@ def with_documents(batch: Batch) -> Batch:
 
 
 def make_engine(rank: int, config: Config, *, network: Network | None = None) -> Engine:
-    """The engine of one rank, on its own GPU where the configuration asks for one."""
-    device = torch.device(config.train.device, rank if config.train.device == "cuda" else None)
+    """The engine of one rank, on its own GPU where the configuration asks for one; ranks of a network share the first.
+
+    Ranks that are threads cannot share the thread on which torch runs the backward of a GPU.
+    """
+    number = rank if network is None else 0
+    device = torch.device(config.train.device, number if config.train.device == "cuda" else None)
+    torch.autograd.set_multithreading_enabled(network is None)
     mesh = mesh_of(config, rank, device, network=network, recorder=Recorder())
     engine = Engine(config, mesh)
     engine.initialise()
