@@ -2,17 +2,19 @@
 
 Each row trains for some steps on a token store of the standard library's sources; its figures are medians of the
 metrics file's steps after the warm-up, "start s" is when the second step's line was there. `--before TREE` trains each
-row with that checkout too, in turn; each `--peer` is a command that prints a line `RESULT ...`, run before the first
-row and after the last. The last call of one GPU profiles a step of the 1b model by kind of kernel (step.py).
+row with that checkout too, in turn. With `--peers FOLDER` each row's peers run after it: `FOLDER/run.sh single COMMAND`
+trains one on NPROC GPUs and prints a line `RESULT ... tok/s/gpu=...`. At the end each row is compared with its peers,
+and with the row that it should come near to: of one GPU and as large a micro-batch, or of another schedule. `--profile`
+profiles a step of each row by kind of kernel (step.py), whose trace is in DIR/ROW.trace.json.gz.
 
-    python benchmarks/trainer/gpu.py --output DIR [--rows 1b 350m] [--before TREE] [--peer "COMMAND"]...
+    python benchmarks/trainer/gpu.py --output DIR [--gpus 4 | --rows 1b 350m] [--before TREE] [--peers FOLDER]
 """
 
 import argparse
 import functools
 import json
 import os
-import shlex
+import re
 import statistics
 import subprocess
 import sys
@@ -33,7 +35,7 @@ WARMUP_STEPS = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a model, its batch and its layout."""
+    """One line of the table: a model, its batch and its layout; the row that it compares with, and its peers."""
 
     model: str
     micro_batch_size: int
@@ -41,41 +43,74 @@ class Row:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    more: tuple[object, ...] = ()
+    beside: str = ""
+    peers: tuple[str, ...] = ()
 
     @property
     def num_gpus(self) -> int:
         return self.tp * self.pp * self.dp
 
     @property
-    def flags(self) -> list[object]:
+    def sizes(self) -> list[object]:
         sizes = ["--micro-batch-size", self.micro_batch_size, "--global-batch-size", self.global_batch_size]
-        return [HERE / f"{self.model}.toml", *sizes, "--tp", self.tp, "--pp", self.pp, "--dp", self.dp]
+        return [*sizes, "--tp", self.tp, "--pp", self.pp, "--dp", self.dp, *self.more]
+
+    @property
+    def flags(self) -> list[object]:
+        return [HERE / f"{self.model}.toml", *self.sizes]
 
 
+TITAN, MCORE = "tt.py --model 1b", "mc.py --model 1b"
+TITAN_PP, MCORE_PP = f"{TITAN} --bs 16 --pp 2 --mbs 1", f"{MCORE} --mbs 1 --nmb 16 --pp 2"
+ZERO_BUBBLE, TWO_STAGES, IN_PARTS = ("--schedule", "zb-h1"), ("--vpp", 2), ("--tp-overlap-parts", 4)
 ROWS = {
-    "1b": Row("1b", 8, 8),
+    "1b": Row("1b", 8, 8, peers=(f"{TITAN} --bs 8", f"{MCORE} --mbs 4")),
     "1b-two": Row("1b", 8, 16),
+    "1b-by-1": Row("1b", 1, 16),
+    "1b-by-2": Row("1b", 2, 32),
+    "1b-by-16": Row("1b", 16, 16),
     "350m": Row("350m", 32, 64),
     "3.8b": Row("3.8b", 16, 32),
-    "1b-dp2": Row("1b", 8, 16, dp=2),
-    "1b-tp2": Row("1b", 16, 16, tp=2),
-    "1b-pp2": Row("1b", 1, 16, pp=2),
-    "1b-dp4": Row("1b", 8, 32, dp=4),
-    "1b-dp2-tp2": Row("1b", 16, 32, dp=2, tp=2),
-    "1b-dp2-pp2": Row("1b", 1, 32, dp=2, pp=2),
-    "1b-tp2-pp2": Row("1b", 2, 32, tp=2, pp=2),
-}
+    "1b-dp2": Row("1b", 8, 16, dp=2, beside="1b", peers=(f"{TITAN} --bs 8", f"{MCORE} --mbs 4 --nmb 2")),
+    "1b-tp2": Row("1b", 16, 16, tp=2, beside="1b-by-16",
+                  peers=(f"{TITAN} --bs 16 --tp 2 --pure_bf16 1", f"{MCORE} --mbs 4 --nmb 2 --tp 2")),
+    "1b-tp2-parts": Row("1b", 16, 16, tp=2, more=IN_PARTS, beside="1b-tp2"),
+    "1b-pp2": Row("1b", 1, 16, pp=2, beside="1b-by-1", peers=(f"{TITAN_PP} --pure_bf16 1", MCORE_PP)),
+    "1b-pp2-zb": Row("1b", 1, 16, pp=2, more=ZERO_BUBBLE, beside="1b-pp2"),
+    "1b-pp2-vpp2": Row("1b", 1, 16, pp=2, more=TWO_STAGES, beside="1b-pp2", peers=(f"{MCORE_PP} --vpp 2",)),
+    "1b-dp4": Row("1b", 8, 32, dp=4, beside="1b", peers=(f"{TITAN} --bs 8", f"{MCORE} --mbs 4 --nmb 2")),
+    "1b-dp2-tp2": Row("1b", 16, 32, dp=2, tp=2, beside="1b-by-16",
+                      peers=(f"{TITAN} --bs 16 --tp 2", f"{MCORE} --mbs 4 --nmb 2 --tp 2")),
+    "1b-dp2-tp2-parts": Row("1b", 16, 32, dp=2, tp=2, more=IN_PARTS, beside="1b-dp2-tp2"),
+    "1b-dp2-pp2": Row("1b", 1, 32, dp=2, pp=2, beside="1b-by-1", peers=(TITAN_PP, MCORE_PP)),
+    "1b-dp2-pp2-zb": Row("1b", 1, 32, dp=2, pp=2, more=ZERO_BUBBLE, beside="1b-dp2-pp2"),
+    "1b-dp2-pp2-vpp2": Row("1b", 1, 32, dp=2, pp=2, more=TWO_STAGES, beside="1b-dp2-pp2",
+                           peers=(f"{TITAN_PP} --sched Interleaved1F1B", f"{MCORE_PP} --vpp 2")),
+    "1b-tp2-pp2": Row("1b", 2, 32, tp=2, pp=2, beside="1b-by-2",
+                      peers=(f"{TITAN} --bs 32 --tp 2 --pp 2 --mbs 2 --pure_bf16 1",
+                             f"{MCORE} --mbs 2 --nmb 16 --tp 2 --pp 2")),
+    "1b-tp2-pp2-parts": Row("1b", 2, 32, tp=2, pp=2, more=IN_PARTS, beside="1b-tp2-pp2"),
+    "1b-tp2-pp2-m8": Row("1b", 2, 16, tp=2, pp=2, peers=(f"{MCORE} --mbs 2 --nmb 8 --tp 2 --pp 2",)),
+    "1b-tp2-pp2-m8-zb": Row("1b", 2, 16, tp=2, pp=2, more=ZERO_BUBBLE, beside="1b-tp2-pp2-m8"),
+    "1b-tp2-pp2-m4": Row("1b", 2, 8, tp=2, pp=2, peers=(f"{MCORE} --mbs 2 --nmb 4 --tp 2 --pp 2",)),
+    "1b-tp2-pp2-m4-zb": Row("1b", 2, 8, tp=2, pp=2, more=ZERO_BUBBLE, beside="1b-tp2-pp2-m4"),
+    "3.8b-dp4": Row("3.8b", 16, 128, dp=4, beside="3.8b"),
+    "3.8b-tp2-pp2": Row("3.8b", 8, 128, tp=2, pp=2, beside="3.8b"),
+}  # fmt: skip
 
 
 def main() -> int:
     parser = Parser(prog="gpu.py", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for all that the benchmark makes")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="rows to print; all that this machine's GPUs can hold")
+    parser.add_argument("--gpus", type=int, help="the rows of so many GPUs, and those that they are compared with")
     parser.add_argument("--train-steps", type=int, default=20, help="steps of each row, the first five left out")
     parser.add_argument(
         "--before", type=Path, metavar="TREE", help="another checkout, built in place, for each row too"
     )
-    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="prints a line `RESULT ...`")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="run the peers of each row too, by its run.sh")
+    parser.add_argument("--profile", action="store_true", help="profile a step of each row")
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
@@ -86,24 +121,51 @@ def benchmark(arguments: argparse.Namespace) -> int:
     import torch  # what refuses flags and folders does not wait for it
 
     store, num_gpus = make_store(output), torch.cuda.device_count()
-    rows = arguments.rows or [name for name, row in ROWS.items() if row.num_gpus <= num_gpus]
     trees = {"": ROOT} | ({"before": arguments.before.resolve()} if arguments.before else {})
-    table = [peer(command) for command in arguments.peer]
-    for name in rows:
+    table, rates = [], dict[str, float]()
+    beaten: dict[str, dict[str, float]] = {}  # the rates of a row's peers
+    for name in arguments.rows or rows_of(arguments.gpus, num_gpus):
+        row = ROWS[name]
         for label, tree in trees.items():
             title = f"{name} {label}".strip()
             flags = ["--data.stores", store, "--train-steps", arguments.train_steps]
-            steps, start_s = train(tree, output / f"{title}.jsonl", ROWS[name], *flags)
-            table.append(figures(title, ROWS[name].num_gpus, steps, start_s))
+            steps, start_s = train(tree, output / f"{title}.jsonl", row, *flags)
+            rates[title] = median(steps, "tokens_per_s") / row.num_gpus
+            table.append(figures(title, rates[title], steps, start_s))
             print(table[-1], flush=True)
-    table += [peer(command) for command in arguments.peer]
+        for command in row.peers if arguments.peers else ():
+            table.append(peer(arguments.peers, row.num_gpus, command, output))
+            beaten.setdefault(name, {})[command] = rate_of(table[-1])
+        if arguments.profile:
+            trace = ["--trace", output / f"{name}.trace.json.gz"]
+            finish(python(ROOT, *launcher(row), HERE / "step.py", "--model", row.model, *row.sizes, *trace))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; tokens/s of each GPU")
     titles = "row                       tok/s/gpu  mfu    causal  step ms   comm ms  bubble ms  GiB    start s"
     print(f"{titles}  loss first -> last")
-    print("\n".join(table))
-    if num_gpus == 1:
-        finish(python(ROOT, HERE / "step.py"))
+    print("\n".join([*table, "", *ratios(rates, beaten)]))
     return 0
+
+
+def rows_of(wanted: int | None, num_gpus: int) -> list[str]:
+    """Return the rows of `wanted` GPUs and all that they are compared with, or all rows for `num_gpus` at most."""
+    if wanted is None:
+        return [name for name, row in ROWS.items() if row.num_gpus <= num_gpus]
+    names = {name for name, row in ROWS.items() if row.num_gpus == wanted}
+    names |= {ROWS[name].beside for name in names}
+    return [name for name in ROWS if name in names]
+
+
+def ratios(rates: dict[str, float], beaten: dict[str, dict[str, float]]) -> list[str]:
+    """Return a line for each row: its rate over that of the row it compares with, and over those of its peers."""
+    lines = []
+    for name, rate in rates.items():
+        row = ROWS.get(name)
+        others = {f"{name} before": rates.get(f"{name} before", 0.0), **beaten.get(name, {})}
+        if row is not None and row.beside:
+            others = {row.beside: rates.get(row.beside, 0.0), **others}
+        found = [f"{rate / other:.3f} of {title}" for title, other in others.items() if other]
+        lines += [f"{name:<25} {'; '.join(found)}"] if found else []
+    return lines
 
 
 def make_store(output: Path) -> Path:
@@ -127,8 +189,7 @@ def train(tree: Path, metrics: Path, row: Row, *flags: object) -> tuple[list[dic
 
     That is in seconds after the command was started.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row.num_gpus]
-    start = [*(launcher if row.num_gpus > 1 else []), "-m", "trainer", "train", *row.flags, *flags]
+    start = [*launcher(row), "-m", "trainer", "train", *row.flags, *flags]
     began_s = time.monotonic()
     process = python(tree, *start, "--metrics", metrics)
     while process.poll() is None and len(steps_of(metrics)) < 2:
@@ -136,6 +197,13 @@ def train(tree: Path, metrics: Path, row: Row, *flags: object) -> tuple[list[dic
     start_s = time.monotonic() - began_s
     finish(process)
     return steps_of(metrics), start_s
+
+
+def launcher(row: Row) -> list[object]:
+    """Return the arguments of Python that start a process for each GPU of a row."""
+    if row.num_gpus == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row.num_gpus]
 
 
 def steps_of(metrics: Path) -> list[dict[str, Any]]:
@@ -174,25 +242,35 @@ def environment(tree: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
 
 
-def peer(command: str) -> str:
+def peer(folder: Path, num_gpus: int, command: str, output: Path) -> str:
     """Run a peer; return its line of figures."""
-    output = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
-    found = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
-    line = found[0] if found else f"{shlex.split(command)[0]} failed: {(output.stderr or output.stdout)[-300:]!r}"
+    words = ["bash", str(folder.resolve() / "run.sh"), "single", command]
+    variables = os.environ | {"NPROC": str(num_gpus), "OUT": str(output)}
+    ended = subprocess.run(words, check=False, capture_output=True, text=True, env=variables)
+    found = [line for line in ended.stdout.splitlines() if line.startswith("RESULT")]
+    line = found[0] if found else f"{command} failed: {(ended.stderr or ended.stdout)[-300:]!r}"
     print(line, flush=True)
     return line
 
 
-def figures(name: str, num_gpus: int, steps: list[dict[str, Any]], start_s: float) -> str:
+def rate_of(line: str) -> float:
+    """Return the tokens/s of each GPU in a peer's line, 0 if it failed."""
+    found = re.search(r"tok/s/gpu= *([0-9.]+)", line)
+    return float(found[1]) if found else 0.0
+
+
+def median(steps: list[dict[str, Any]], key: str) -> float:
+    """Return the median of a number of the steps after the warm-up."""
+    return statistics.median(step[key] for step in steps[WARMUP_STEPS:])
+
+
+def figures(name: str, rate: float, steps: list[dict[str, Any]], start_s: float) -> str:
     """Return the line of a row: medians of the steps after the warm-up, and when the second step was there."""
-
-    def median(key: str) -> float:
-        return statistics.median(step[key] for step in steps[WARMUP_STEPS:])
-
+    shares = {key: median(steps, key) for key in ("mfu", "mfu_causal", "step_s", "comm_s", "bubble_s", "memory_gib")}
     return (
-        f"{name:<25} {median('tokens_per_s') / num_gpus:>9,.0f}  {median('mfu'):.1%}  {median('mfu_causal'):.1%}   "
-        f"{1e3 * median('step_s'):>7.1f}  {1e3 * median('comm_s'):>8.1f}  {1e3 * median('bubble_s'):>9.1f}  "
-        f"{median('memory_gib'):>5.1f}  {start_s:>7.1f}  {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+        f"{name:<25} {rate:>9,.0f}  {shares['mfu']:.1%}  {shares['mfu_causal']:.1%}   "
+        f"{1e3 * shares['step_s']:>7.1f}  {1e3 * shares['comm_s']:>8.1f}  {1e3 * shares['bubble_s']:>9.1f}  "
+        f"{shares['memory_gib']:>5.1f}  {start_s:>7.1f}  {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     )
 
 

@@ -1,30 +1,38 @@
-"""One training step of the 1b model on one GPU: tokens/s, and where the time of its kernels goes.
+"""One training step of a model: tokens/s of each GPU, and where the time of its kernels goes.
 
     python benchmarks/trainer/step.py [--micro-batch-size 8] [--global-batch-size 8] [--steps 12]
+    torchrun --standalone --nproc-per-node 4 benchmarks/trainer/step.py --tp 2 --pp 2 --trace step.json.gz
 
 Tokens are random, the state is drawn, nothing is read or saved. The step is the median after four; then one step is
-profiled, and its kernels are added by kind. For a peer, run it on the same GPU before and after.
+profiled, and the first rank's kernels are added by kind; `--trace` keeps its timeline for a browser's trace viewer.
+For a peer, run it on the same GPU before and after.
 """
 
 import argparse
+import os
 import re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from threefold.cli import Parser, run
 from trainer.config.walk import config_from, read_toml
 from trainer.engine import Engine
+from trainer.job.ranks import Ranks
 from trainer.mesh.mesh import mesh_of
 from trainer.model.microbatch import Batch
 
 HERE = Path(__file__).parent
 WARMUP_STEPS = 4
+LAYOUT = ("tp", "pp", "dp", "tp_overlap_parts", "virtual_stages", "schedule")
 KINDS = {  # the first whose pattern is in a kernel's name
+    "transfers": r"nccl",
     "attention": r"cudnn|flash|fmha",
     "matrix products": r"nvjet|gemm|cutlass",
     "RoPE": r"rope",
@@ -39,37 +47,59 @@ KINDS = {  # the first whose pattern is in a kernel's name
 
 def main() -> int:
     parser = Parser(prog="step.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="samples of 4096 tokens a pass")
+    parser.add_argument("--model", default="1b", help="a model of this folder, or a configuration file")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="samples a pass")
     parser.add_argument("--global-batch-size", type=int, default=8, help="samples a step")
     parser.add_argument("--steps", type=int, default=12, help="steps timed, the first four left out")
+    for name in ("tp", "pp", "dp", "tp-overlap-parts"):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"parallel.{name.replace('-', '_')}")
+    parser.add_argument("--vpp", type=int, default=1, dest="virtual_stages", help="parallel.virtual_stages")
+    parser.add_argument("--schedule", default="1f1b", help="parallel.schedule")
+    parser.add_argument("--trace", metavar="FILE", help="write the profile of the first rank there")
     parser.set_defaults(handler=benchmark)
     return run(parser)
 
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Time steps, then profile one."""
-    engine, batch = engine_and_batch("1b", arguments.micro_batch_size, arguments.global_batch_size)
-    median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    name, attention, shape = torch.cuda.get_device_name(), engine.choices.names["attention"], batch.tokens.shape
-    print(f"{name}, attention {attention}: {shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
-    print(f"{1e3 * median:.1f} ms, {shape.numel() / median:,.0f} tok/s, {peak:.1f} GiB")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.train_step(arguments.steps + 1, batch)
-        torch.cuda.synchronize()
-    print_kinds(profile)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a run that cuts tokens has it
+    parallel = {name: getattr(arguments, name) for name in LAYOUT}
+    with Ranks("auto", timeout_s=600.0) as ranks:
+        engine, batch = engine_and_batch(
+            arguments.model, arguments.micro_batch_size, arguments.global_batch_size, ranks, parallel
+        )
+        median = statistics.median(seconds(engine, batch, arguments.steps)[WARMUP_STEPS:])
+        on_gpu = ranks.device.type == "cuda"
+        kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[kind]) as profile:
+            engine.train_step(arguments.steps + 1, batch)
+        if ranks.rank == 0:
+            peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+            name = torch.cuda.get_device_name() if on_gpu else "CPU"
+            shape, num_ranks = batch.tokens.shape, engine.mesh.layout.tp * engine.mesh.layout.pp
+            print(f"{name}, {engine.mesh.layout}, attention {engine.choices.names['attention']}: ", end="")
+            print(f"{shape[0]} micro-batches of {shape[1]} x {shape[2]} tokens:")
+            print(f"{1e3 * median:.1f} ms, {shape.numel() / median / num_ranks:,.0f} tok/s, {peak:.1f} GiB")
+            print_kinds(profile)
+            if arguments.trace:
+                profile.export_chrome_trace(arguments.trace)
     return 0
 
 
-def engine_and_batch(model: str, micro_batch_size: int, global_batch_size: int) -> tuple[Engine, Batch]:
-    """Return a model of this folder with drawn state on the first GPU, and random tokens for a step."""
-    tables = read_toml(str(HERE / f"{model}.toml"))
+def engine_and_batch(
+    model: str, micro_batch_size: int, global_batch_size: int, ranks: Ranks | None = None,
+    parallel: Mapping[str, Any] = {},
+) -> tuple[Engine, Batch]:  # fmt: skip
+    """Return a model of this folder with drawn state, on one GPU or this rank's, and random tokens for a step."""
+    own = HERE / f"{model}.toml"
+    tables = read_toml(str(own if own.exists() else model))
     sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-    config = config_from(tables | {"train": tables["train"] | sizes}, source=model)
-    device = torch.device("cuda", 0)
-    engine = Engine(config, mesh_of(config, 0, device))
+    tables = tables | {"train": tables["train"] | sizes, "parallel": dict(parallel)}
+    config = config_from(tables, source=model, world_size=1 if ranks is None else ranks.world_size)
+    device = torch.device("cuda", 0) if ranks is None else ranks.device
+    engine = Engine(config, mesh_of(config, 0 if ranks is None else ranks.rank, device))
     engine.initialise()
-    engine.choose_ops({}, by_timing=True)
+    engine.choose_ops({}, by_timing=device.type == "cuda")
     shape = config.train.gradient_accumulation_steps, config.train.micro_batch_size, config.train.seq_length
     rows = torch.randint(config.model.vocab_size, (*shape[:2], shape[2] + 1), device=device)
     positions = torch.arange(shape[2], device=device).expand(shape).contiguous()

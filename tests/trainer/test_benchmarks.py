@@ -1,0 +1,77 @@
+"""What of benchmarks/trainer runs without GPUs: its rows are runs that can start, its peers' lines, a profiled step."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trainer.gpu import ROWS, figures, launcher, peer, rate_of, ratios, rows_of
+from tests.trainer.support.training import CONFIG, ROOT, VOCAB_SIZE, call
+
+STEP = ROOT / "benchmarks" / "trainer" / "step.py"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_a_run_that_can_start(name: str, job_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = ROWS[name]
+    assert call("train", *row.flags, "--data.stores", job_config.parent / "train", "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert f" = {row.num_gpus} rank" in said
+    assert not row.beside or ROWS[row.beside].model == row.model
+    assert len(launcher(row)) == (5 if row.num_gpus > 1 else 0)
+
+
+def test_rows_of_four_gpus_come_with_those_they_are_compared_with() -> None:
+    names = rows_of(4, 4)
+    assert {"1b", "1b-by-1", "1b-by-16", "1b-dp4", "1b-dp2-tp2", "1b-dp2-pp2", "1b-tp2-pp2"} <= set(names)
+    assert names == [name for name in ROWS if name in names], "what is compared with comes first"
+    assert {ROWS[name].beside for name in names} - {""} <= set(names)
+    assert not any(ROWS[name].num_gpus == 2 for name in names)
+    assert {ROWS[name].num_gpus for name in rows_of(None, 2)} == {1, 2}
+
+
+def test_a_peer_is_run_by_its_folders_program(tmp_path: Path) -> None:
+    program = 'echo noise; [ "$NPROC" = 4 ] || exit 1; echo "RESULT $1 $2 tok/s/gpu=  61838 TFLOPs= 400.0"'
+    (tmp_path / "run.sh").write_text(program)
+    line = peer(tmp_path, 4, "mc.py --model 1b", tmp_path)
+    assert line.startswith("RESULT single mc.py --model 1b tok/s")
+    assert rate_of(line) == 61838
+    failed = peer(tmp_path, 2, "mc.py", tmp_path)
+    assert failed.startswith("mc.py failed")
+    assert rate_of(failed) == 0
+
+
+def test_a_row_is_compared_with_its_peers_and_another_row() -> None:
+    rates = {"1b": 80_000.0, "1b before": 64_000.0, "1b-dp4": 76_000.0, "350m": 1.0}
+    lines = ratios(rates, {"1b-dp4": {"tt.py": 38_000.0, "mc.py": 0.0}})
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["1b", "1.250 of 1b before"],
+        ["1b-dp4", "0.950 of 1b; 2.000 of tt.py"],
+    ]
+    keys = ("mfu", "mfu_causal", "step_s", "comm_s", "bubble_s", "memory_gib", "loss")
+    steps = [dict.fromkeys(keys, 0.5 if number > 4 else 9.0) for number in range(8)]
+    assert figures("1b", 80_000.0, steps, 3.0).split() == (
+        ["1b", "80,000", "50.0%", "50.0%", "500.0", "500.0", "500.0", "0.5", "3.0", "9.0000", "->", "0.5000"]
+    )
+
+
+@pytest.mark.slow
+def test_a_step_of_a_layout_is_profiled(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        CONFIG.format(folder=tmp_path).replace("[data]", f"vocab_size = {VOCAB_SIZE}\n[data]", 1)
+    )
+    flags = ["--model", tmp_path / "tiny.toml", "--micro-batch-size", 2, "--global-batch-size", 8, "--steps", 7]
+    flags += ["--tp", 2, "--tp-overlap-parts", 2, "--trace", tmp_path / "step.json.gz"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, STEP, *flags]
+    ended = subprocess.run(
+        list(map(str, start)), capture_output=True, text=True, cwd=ROOT, timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "CPU, tp2, attention " in ended.stdout
+    assert "4 micro-batches of 2 x 32 tokens" in ended.stdout
+    assert json.loads(gzip.decompress((tmp_path / "step.json.gz").read_bytes()))["traceEvents"]
