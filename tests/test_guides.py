@@ -31,7 +31,6 @@ from tests.datakit.foreign.test_litdata import spec, write_litdata
 from tests.datakit.foreign.test_megatron import write_dataset
 from tests.datakit.foreign.test_mosaic import tokens_only, write_mds
 from threefold.storage import open_storage
-from trainer.cli import main as trainer
 from trainer.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -287,37 +286,6 @@ def test_every_command_of_a_guide_runs(
     assert run.returncode == 0, run.stderr
     for manifest in tmp_path.rglob("manifest.json"):
         assert not verify(manifest.parent)
-
-
-def test_what_starts_a_run_on_several_nodes_starts_what_the_trainer_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm's script with programs of its names, and the command of a node: sizes, and a dry run of the rest."""
-    text = (ROOT / "docs" / "guides" / "make-it-fast.md").read_text()
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    typed, script = (block for language, block in blocks if not language and "-m trainer train" in block)
-    write_jsonl(tmp_path / "corpus.jsonl", ["The store holds tokens. " * 20] * 50)
-    monkeypatch.chdir(tmp_path)
-    train_tokenizer(["corpus.jsonl"], "tok.json", vocab_size=300)
-    preprocess(["corpus.jsonl"], "store", Recipe("tok.json", append_eod=True))
-    write_config(tmp_path)
-    flags = ["--model.num-heads", "8", "--global-batch-size", "16", "--dry-run"]
-    programs = {"scontrol": "echo first; echo second", "srun": 'exec "$@"', "torchrun": 'printf "%s\\n" "$@" >ran'}
-    for name, program in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{program}\n")
-        (tmp_path / name).chmod(0o755)
-    for commands in (typed.replace("HOST", "first"), script):
-        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "nodes"}
-        subprocess.run(["bash", "-eu", "-c", commands], env=environment, check=True)
-        words = (tmp_path / "ran").read_text().splitlines()
-        at = words.index("-m")
-        launched = dict(itertools.pairwise(words[:at]))
-        assert launched["--rdzv-endpoint"] == "first:29500"
-        assert words[at : at + 3] == ["-m", "trainer", "train"]
-        assert trainer([*words[at + 2 :], *flags]) == 0
-        num_ranks = int(launched["--nnodes"]) * int(launched["--nproc-per-node"])
-        assert f" = {num_ranks} ranks" in capsys.readouterr().err
-    assert re.findall(r"--(nodes|gpus-per-node)=(\d+)", script) == [("nodes", "2"), ("gpus-per-node", "8")]
 
 
 def test_every_guide_has_commands_and_each_verb_is_known() -> None:
