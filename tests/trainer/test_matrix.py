@@ -12,6 +12,7 @@ import pytest
 
 from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.parity import alone, assert_parity, config_for, run_steps, small
+from tests.trainer.support.ranks import run_ranks
 from tests.trainer.support.threads import run_threads
 from trainer.config import Config
 from trainer.config.check import cross_faults
@@ -61,3 +62,10 @@ def test_a_layout_repeats_one_process(model: str, layout: str, parallel: dict[st
     assert cross_faults(config, num_ranks) == []
     assert cuts_tokens(config) == (config.parallel.tp > 1)
     assert_parity(run_threads(num_ranks, run_steps, config, 2), reference(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), [("gpt2", "tp4"), ("llama", "tp2-pp2"), ("gpt2", "tp2-dp2")])
+def test_processes_that_transfer_in_parts_repeat_one(model: str, layout: str) -> None:
+    config = deep(model, layout, **IN_PARTS)
+    assert_parity(run_ranks(4, run_steps, config, 2), reference(model))
