@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trainer.gpu import ROWS, figures, launcher, peer, rate_of, ratios, rows_of
+from benchmarks.trainer.gpu import HERE, ROWS, figures, launcher, peer, rate_of, ratios, rows_of
 from tests.trainer.support.training import CONFIG, ROOT, VOCAB_SIZE, call
 
 STEP = ROOT / "benchmarks" / "trainer" / "step.py"
@@ -57,6 +57,23 @@ def test_a_row_is_compared_with_its_peers_and_another_row() -> None:
     assert figures("1b", 80_000.0, steps, 3.0).split() == (
         ["1b", "80,000", "50.0%", "50.0%", "500.0", "500.0", "500.0", "0.5", "3.0", "9.0000", "->", "0.5000"]
     )
+
+
+def test_layouts_that_are_compared_are_runs_of_the_same_samples(
+    job_config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(HERE)  # as if the program itself was started
+    from benchmarks.trainer.layouts import LAYOUTS, OPTIM, gaps
+
+    for name, row in LAYOUTS.items():
+        assert call("train", *row.flags, *OPTIM, "--data.stores", job_config.parent / "train", "--dry-run") == 0, name
+        said = capsys.readouterr().err
+        assert f" = {row.num_gpus} rank" in said
+        assert "32 samples of 4096" in said
+    one, other = ([{"loss": loss, "grad_norm": norm} for loss, norm in steps] for steps in (
+        [(3.0, 2.0), (2.5, 1.0)], [(3.0, 2.0), (2.25, 1.25)]
+    ))  # fmt: skip
+    assert gaps(one, other) == pytest.approx((0.25, 0.2))
 
 
 @pytest.mark.slow
