@@ -163,8 +163,12 @@ class Group:
         if self.transport is None:
             return None
         self._record(kind, tensor)
-        with self.naming(kind), self.clock.span(self.cause):
-            return getattr(self.transport, kind)(tensor, *arguments, is_async=is_async)
+        call = getattr(self.transport, kind)
+        with self.naming(kind):
+            if is_async:  # it is waited for later
+                return call(tensor, *arguments, is_async=True)
+            with self.clock.span(self.cause):
+                return call(tensor, *arguments, is_async=False)
 
     def _transfer(self, kind: str, tensor: Tensor, peer: int) -> Handle | None:
         assert self.transport is not None, f"group {self.name}: rank {self.ranks[0]} alone has nobody to {kind}"
