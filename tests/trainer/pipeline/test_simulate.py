@@ -13,6 +13,7 @@ from trainer.pipeline.costs import costs
 from trainer.pipeline.gpipe import forward_only, gpipe
 from trainer.pipeline.one_f_one_b import one_f_one_b
 from trainer.pipeline.passes import with_transfers
+from trainer.pipeline.schedules import SCHEDULES
 from trainer.pipeline.simulate import Timeline, simulate
 from trainer.pipeline.zb_h1 import zb_h1
 
@@ -44,6 +45,17 @@ def test_posting_ahead_on_both_ends_is_a_deadlock_if_a_gpu_waits_for_all_its_ker
     for make in (gpipe, one_f_one_b):
         with pytest.raises(UserError, match="rank 0 at F1 of stage 0 waits for RB0"):
             simulate(with_transfers(make(2, 2), ahead=1), blocking=True)
+    for make in SCHEDULES.values():
+        for num_ranks in (2, 3, 4):
+            with pytest.raises(UserError, match="deadlock"):
+                simulate(with_transfers(make(num_ranks, 8), ahead=1), blocking=True)
+
+
+def test_posting_ahead_would_win_little() -> None:
+    schedule = one_f_one_b(4, 8)
+    slow = costs(schedule, transfer=0.1)
+    times = [simulate(with_transfers(schedule, ahead), slow).duration for ahead in (0, 1)]
+    assert times == pytest.approx([34.9, 34.6])
 
 
 SIZES = {"num_ranks": st.integers(1, 6), "extra": st.integers(0, 6), "virtual": st.integers(1, 3)}
