@@ -1,4 +1,4 @@
-// C ABI of datakit's native library: reads, the batch gather, packing, and random access into a blend's rotation and permutations.
+// C ABI of datakit's native library: manifests, reads, the batch gather, packing, and random access into a blend's rotation and permutations.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,24 @@ struct dk_packed_piece {  // consecutive tokens of one document in a packed row,
 DK_API int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                             const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
                             float* loss_mask, int num_threads);
+
+struct dk_shard {  // a shard as a manifest has it: places in its text, counts, and of .bin, .idx and .origin the sizes and
+                   // where their 16 digits of XXH3-64 are
+  int64_t name_at, name_bytes;
+  int64_t num_documents, num_tokens, first_line;
+  int64_t size_bytes[3];
+  int64_t digest_at[3];
+};
+
+// Reads the list of shards that begins at byte `start` of a manifest of num_bytes bytes, if it is laid out as datakit writes
+// it, and returns their number, from 1 to `most`; -1 if it is laid out otherwise. `sorted` becomes what is between the
+// brackets of the compact JSON of the list with sorted keys, `content` that of [[num_tokens,bin.xxh3_64],...]; both have
+// room for num_bytes. `lengths` becomes the bytes of these two, and the place after the list's end.
+DK_API int64_t dk_scan_shards(const char* text, int64_t start, int64_t num_bytes, int64_t most, dk_shard* shards,
+                              char* sorted, char* content, int64_t* lengths);
+
+// Returns the first shard with a file that has not its size, or num_shards; a negative errno if the folder cannot be opened.
+DK_API int64_t dk_find_misfit(const char* folder, const char* text, const dk_shard* shards, int64_t num_shards);
 
 struct dk_read {  // a range of an open file, and where its bytes go
   int64_t descriptor;

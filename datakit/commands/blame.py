@@ -1,7 +1,7 @@
 """`datakit blame`: list the documents that a step of a run read."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from datakit.commands.shared import OfRun
@@ -50,7 +50,8 @@ def run(options: Options) -> None:
         passages.rows(), passages.origins(blend), texts, strict=True
     ):
         masked = blend.is_masked(sample, source, document)
-        read = {"document": document, "start": start, "stop": stop, **asdict(origin), "masked": masked, "text": text}
+        place = {"path": origin.path, "offset_bytes": origin.offset_bytes, "line": origin.line}
+        read = {"document": document, "start": start, "stop": stop, **place, "masked": masked, "text": text}
         found[sample - samples.start]["documents"].append(read)
     if options.json:
         print_json({"step": options.step, "seq_length": blend.seq_length, "samples": found}, masks=False)

@@ -21,9 +21,10 @@ import xxhash
 from datakit.foreign.exact_reader import MAX_PIECE_BYTES
 from datakit.store.claim import claim
 from datakit.store.fields import Fields
-from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest, ShardEntry, shard_entry
+from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest, shard_entry
 from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import Tokens
+from datakit.store.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore, open_made
 from datakit.store.writer import ShardSequence, store_dtype
 from datakit.tokenization.identity import TokenizerIdentity

@@ -25,8 +25,9 @@ from datakit.preprocessing.task import HASH, Task
 from datakit.preprocessing.worker_pool import WorkerPool
 from datakit.store.claim import PATIENCE_S, claim
 from datakit.store.item_records import ItemRecord, read_records
-from datakit.store.manifest import FILE_NAME, Manifest, ShardEntry
+from datakit.store.manifest import FILE_NAME, Manifest
 from datakit.store.output import Output, key_of
+from datakit.store.shard_entry import ShardEntry
 from datakit.store.tags import require_matches
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader

@@ -47,7 +47,7 @@ class RemoteShard(TokenShard):
     """The index of a shard behind a URL; of its tokens single documents are fetched."""
 
     def __init__(self, store: "RemoteStore", number: int, index: ShardIndex, bin_path: Path) -> None:
-        self.bin_path, self.idx_path, self.index = bin_path, index.path, index
+        self._bin, self.index = bin_path, index
         self.dtype, self.num_documents = index.dtype, index.num_documents
         self._store, self._number = store, number
 

@@ -18,8 +18,6 @@ from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from threefold.errors import CheckFailed, UserError
 
-Span = tuple[int, int, int]  # its number among those of all samples, and the tokens [begin, stop) of a shard
-
 
 @dataclass(frozen=True, slots=True)
 class Passages:
@@ -57,25 +55,36 @@ class Passages:
 
 def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
     """Return the passages that one or more global samples read, those of a sample in the order of its tokens."""
-    wanted = np.array(samples, ndmin=1)
-    row_of_span: list[int] = []
-    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    wanted, length = np.array(samples, ndmin=1), blend.seq_length
+    # of each run of a row's tokens in a shard: row, source, shard, tokens there, their size, first document, documents
+    spans: list[tuple[int, ...]] = []
+    pointers, lengths = [], []  # of these documents, in the shard's index
     for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(wanted)))):
         store = blend.stores[source]
-        for begin, stop in store.row_spans(start // blend.seq_length, blend.seq_length):
+        for begin, stop in store.row_spans(start // length, length):
             while begin < stop:
-                shard, first = store.locate_token(begin)
+                shard, origin = store.locate_token(begin)
                 until = min(stop, store.token_starts[shard + 1])
-                spans[source, shard].append((len(row_of_span), begin - first, until - first))
-                row_of_span.append(row)
+                index, itemsize = store.shard(shard).index, store.itemsize
+                first, last = (index.sequence_at((token - origin) * itemsize) for token in (begin, until - 1))
+                if not 0 <= first <= last:
+                    raise _damaged(store, shard)
+                pointers.append(index.pointers[first : last + 1])
+                lengths.append(index.lengths[first : last + 1])
+                document, tokens = store.document_starts[shard] + first, (begin - origin, until - origin)
+                spans.append((row, source, shard, *tokens, itemsize, document, last + 1 - first))
                 begin = until
-    parts = []
-    for (source, shard), inside in spans.items():
-        numbers, *columns = _passages_of_shard(blend.stores[source], shard, inside)
-        parts.append(np.stack([numbers, np.full_like(numbers, source), *columns]))
-    table = np.concatenate(parts, 1)
-    numbers, sources, documents, starts, stops = table[:, np.lexsort((table[2], table[0]))]
-    return Passages(wanted[np.array(row_of_span)[numbers]].astype(np.int64), sources, documents, starts, stops)
+    rows, sources, shards, begins, stops, itemsizes, firsts, counts = np.array(spans, np.int64).T
+    heads = np.cumsum(counts) - counts
+    span = np.repeat(np.arange(len(spans)), counts)
+    documents = np.arange(len(span)) + (firsts - heads)[span]
+    at = np.concatenate(pointers) // itemsizes[span]
+    starts, ends = np.maximum(begins[span] - at, 0), np.minimum(stops[span] - at, np.concatenate(lengths))
+    for wrong in np.flatnonzero(np.add.reduceat(np.maximum(ends - starts, 0), heads) != stops - begins)[:1].tolist():
+        raise _damaged(blend.stores[sources[wrong]], int(shards[wrong]))
+    kept = ends > starts  # empty documents are read by nobody
+    columns = wanted[rows[span]].astype(np.int64), sources[span], documents, starts, ends
+    return Passages(*(column[kept] for column in columns))
 
 
 def where(blend: Blend, source: int, document: int, num_samples: int) -> Passages:
@@ -103,26 +112,6 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
     ]
     samples, starts, stops = np.array(read, np.int64).reshape(-1, 3).T
     return Passages(samples, np.full_like(samples, source), np.full_like(samples, document), starts, stops)
-
-
-def _passages_of_shard(store: TokenStore, shard: int, spans: list[Span]) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the passages of spans of one shard: the spans' numbers, documents of the store, and the tokens of each."""
-    rows, begins, stops = np.array(spans, np.int64).T
-    index, itemsize = store.shard(shard).index, store.shard(shard).dtype.itemsize
-    firsts, lasts = [
-        np.array([index.sequence_at(token * itemsize) for token in tokens.tolist()]) for tokens in (begins, stops - 1)
-    ]
-    counts = lasts - firsts + 1
-    if firsts.min() < 0 or counts.min() < 1:
-        raise _damaged(store, shard)
-    span = np.repeat(np.arange(len(rows)), counts)
-    documents = np.arange(len(span)) + (firsts - np.cumsum(counts) + counts)[span]
-    heads = index.pointers[documents] // itemsize
-    starts, ends = np.maximum(begins[span] - heads, 0), np.minimum(stops[span] - heads, index.lengths[documents])
-    if np.maximum(ends - starts, 0).sum() != (stops - begins).sum():
-        raise _damaged(store, shard)
-    kept = ends > starts  # empty documents are read by nobody
-    return rows[span][kept], documents[kept] + store.document_starts[shard], starts[kept], ends[kept]
 
 
 def _damaged(store: TokenStore, shard: int) -> CheckFailed:

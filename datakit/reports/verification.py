@@ -18,8 +18,9 @@ import xxhash
 from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import FileDigest, reading
 from datakit.packing.packing_index import COLUMNS, column_path, read_record
-from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, ShardEntry, is_plain_folder
+from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, Manifest, is_plain_folder
 from datakit.store.shard import HEADER, ShardIndex
+from datakit.store.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage, open_storage

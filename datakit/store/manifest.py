@@ -7,7 +7,8 @@ docs/formats/token-store.md.
 import os
 import re
 import reprlib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import xxhash
 from datakit.files.durable import FileDigest, reading, replace_durably, url_behind
 from datakit.store.fields import Fields
 from datakit.store.shard import damaged
+from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.tokenization.identity import TokenizerIdentity
 from threefold.errors import UserError
 
@@ -30,47 +32,47 @@ STORE_DTYPES = {"uint16": 2, "int32": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """One shard: its name without suffix, counts, and the digests of its files."""
-
-    name: str
-    num_documents: int
-    num_tokens: int
-    first_line: int
-    bin: FileDigest
-    idx: FileDigest
-    origin: FileDigest
-
-    def files(self) -> dict[str, FileDigest]:
-        """Return the digests of its files by name."""
-        return {f"{self.name}.bin": self.bin, f"{self.name}.idx": self.idx, f"{self.name}.origin": self.origin}
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """All that is known of a store without opening a shard."""
 
     dtype: str
     tokenizer: TokenizerIdentity
-    shards: tuple[ShardEntry, ...]
+    shards: Sequence[ShardEntry]
     settings: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)  # documents of the input that no store has, by reason
 
     @property
     def num_documents(self) -> int:
         """Documents in all shards."""
-        return sum(shard.num_documents for shard in self.shards)
+        return sum(self.shard_documents)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all shards."""
-        return sum(shard.num_tokens for shard in self.shards)
+        return sum(self.shard_tokens)
+
+    @property
+    def shard_documents(self) -> list[int]:
+        """Documents of each shard."""
+        shards = self.shards
+        return shards.num_documents if isinstance(shards, ScannedShards) else [each.num_documents for each in shards]
+
+    @property
+    def shard_tokens(self) -> list[int]:
+        """Tokens of each shard."""
+        shards = self.shards
+        return shards.num_tokens if isinstance(shards, ScannedShards) else [each.num_tokens for each in shards]
 
     @property
     def fingerprint(self) -> str:
         """XXH3-128 over the dtype and each shard's token count and checksum: equal content, equal fingerprint."""
-        content = [self.dtype, [[shard.num_tokens, shard.bin.xxh3_64] for shard in self.shards]]
-        return xxhash.xxh3_128_hexdigest(orjson.dumps(content))
+        shards = self.shards
+        content = (
+            shards.content_json
+            if isinstance(shards, ScannedShards)
+            else orjson.dumps([[shard.num_tokens, shard.bin.xxh3_64] for shard in shards])
+        )
+        return xxhash.xxh3_128_hexdigest(b'["%b",%b]' % (self.dtype.encode(), bytes(content)))
 
     def files(self) -> dict[str, FileDigest]:
         """Return the digests of the files of all shards by name, in order."""
@@ -84,7 +86,7 @@ class Manifest:
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
             "fingerprint": self.fingerprint,
-            **asdict(self),
+            **asdict(replace(self, shards=tuple(self.shards))),
         }
         if not self.skipped:
             del content["skipped"]
@@ -114,13 +116,15 @@ class Manifest:
     @classmethod
     def parse(cls, path: Path | str, data: bytes) -> "Manifest":
         """Check the content of a manifest's file at `path` or this URL; CheckFailed names it."""
-        fields = Fields.parse(path, data)
+        scanned = ScannedShards.scan(data)
+        shards, rest = scanned or (None, data)
+        fields = Fields.parse(path, rest)
         raw = fields.raw
         if fields.text("format") != FORMAT:
             raise damaged(f"{path} is not a token store's manifest: format {reprlib.repr(raw['format'])}")
         if fields.number("version") != VERSION:
             raise damaged(f"{path} has version {raw['version']}, this program reads version {VERSION}")
-        if fields.text("checksum") != content_checksum(raw):
+        if fields.text("checksum") != content_checksum(raw, shards):
             raise damaged(f"{path} is damaged: its checksum does not hold")
         dtype = fields.text("dtype")
         if dtype not in STORE_DTYPES:
@@ -128,19 +132,26 @@ class Manifest:
         manifest = cls(
             dtype,
             _tokenizer(fields.table("tokenizer")),
-            tuple(map(shard_entry, fields.tables("shards"))),
+            tuple(map(shard_entry, fields.tables("shards"))) if shards is None else shards,
             fields.table("settings").raw,
             fields.counts("skipped"),
         )
-        for shard in manifest.shards:
-            if shard.bin.size_bytes != shard.num_tokens * STORE_DTYPES[dtype]:
-                what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
-                raise damaged(f"{path}: {what}")
+        if shard := _first_unequal(manifest):
+            what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
+            raise damaged(f"{path}: {what}")
         found = fields.number("num_documents"), fields.number("num_tokens"), fields.text("fingerprint")
         for name, value in zip(("num_documents", "num_tokens", "fingerprint"), found, strict=True):
             if value != getattr(manifest, name):
                 raise damaged(f"{path}: {name} is {reprlib.repr(value)}, its shards give {getattr(manifest, name)!r}")
         return manifest
+
+
+def _first_unequal(manifest: Manifest) -> ShardEntry | None:
+    """Return the first shard whose tokens have other bytes than their number says."""
+    itemsize, shards = STORE_DTYPES[manifest.dtype], manifest.shards
+    if isinstance(shards, ScannedShards):
+        return shards.first_unequal(itemsize)
+    return next((shard for shard in shards if shard.bin.size_bytes != shard.num_tokens * itemsize), None)
 
 
 def _tokenizer(fields: Fields) -> TokenizerIdentity:
@@ -169,13 +180,22 @@ def digest_in(fields: Fields) -> FileDigest:
     return FileDigest(fields.number("size_bytes"), fields.text("xxh3_64"))
 
 
-def content_checksum(content: dict[str, Any]) -> str | None:
+def content_checksum(content: dict[str, Any], shards: ScannedShards | None = None) -> str | None:
     """XXH3-64 of a JSON object as compact JSON with sorted keys, without its checksum field; None for an object that
-    is nested deeper than any that was written.
+    is nested deeper than any that was written. `shards` are in place of those of the object.
     """
     rest = {key: value for key, value in content.items() if key != "checksum"}
     try:
-        return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+        if shards is None:
+            return xxhash.xxh3_64_hexdigest(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS))
+        hasher = xxhash.xxh3_64()
+        for number, key in enumerate(sorted(rest)):
+            field = orjson.dumps({key: rest[key]}, option=orjson.OPT_SORT_KEYS)
+            hasher.update((b"," if number else b"{") + (b'"shards":' if key == "shards" else field[1:-1]))
+            if key == "shards":
+                hasher.update(shards.sorted_json)
+        hasher.update(b"}")
+        return hasher.hexdigest()
     except orjson.JSONEncodeError:
         return None
 

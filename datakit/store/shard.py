@@ -41,9 +41,9 @@ Int64s = npt.NDArray[np.int64]
 class ShardIndex:
     """An open `.idx` file: for each sequence its length and byte offset, for each document its first sequence."""
 
-    def __init__(self, path: Path, data: memoryview | None = None) -> None:
+    def __init__(self, path: Path | str, data: memoryview | None = None) -> None:
         """Map the file, or take `data` that was mapped of it; only its header and size are checked."""
-        self.path = path
+        self._path = path
         data = map_file(path) if data is None else data
         self.dtype, self.num_sequences, boundaries = _parse_header(path, data)
         self.num_documents = boundaries - 1
@@ -51,6 +51,11 @@ class ShardIndex:
         self.lengths = np.frombuffer(data, "<i4", self.num_sequences, at)
         self.pointers = np.frombuffer(data, "<i8", self.num_sequences, at + 4 * self.num_sequences)
         self.document_index = np.frombuffer(data, "<i8", boundaries, at + 12 * self.num_sequences)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self._path)
 
     def sequence_at(self, offset_bytes: int) -> int:
         """Return the last sequence that begins at or before a byte, -1 if none does; it reads O(log) of the index."""
@@ -65,10 +70,10 @@ class TokenShard:
 
     def __init__(self, stem: str | os.PathLike[str]) -> None:
         """Open `<stem>.bin` and `<stem>.idx`."""
-        self.bin_path, self.idx_path = Path(f"{os.fspath(stem)}.bin"), Path(f"{os.fspath(stem)}.idx")
-        self.index = index = ShardIndex(self.idx_path)
+        self._bin: Path | str = f"{os.fspath(stem)}.bin"  # thousands are opened, and a Path costs as much as a mapping
+        self.index = index = ShardIndex(f"{os.fspath(stem)}.idx")
         self.dtype, self.num_documents = index.dtype, index.num_documents
-        data = map_file(self.bin_path)
+        data = map_file(self._bin)
         if len(data) % self.dtype.itemsize:
             raise damaged(f"{self.bin_path} has {len(data)} bytes, no whole number of {self.dtype} tokens")
         self.tokens: Tokens = np.frombuffer(data, self.dtype)
@@ -76,6 +81,16 @@ class TokenShard:
         end = int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize if index.num_sequences else 0
         if end != len(data):
             raise damaged(f"{self.bin_path} has {len(data)} bytes, its index ends at byte {end}")
+
+    @property
+    def bin_path(self) -> Path:
+        """The file of its tokens."""
+        return Path(self._bin)
+
+    @property
+    def idx_path(self) -> Path:
+        """The file of its index."""
+        return self.index.path
 
     @property
     def num_tokens(self) -> int:
@@ -164,13 +179,17 @@ def encode_index(lengths: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> byte
     return b"".join([header, lengths.astype("<i4").tobytes(), pointers.tobytes(), boundaries.tobytes()])
 
 
-def map_file(path: Path) -> memoryview:
+def map_file(path: Path | str) -> memoryview:
     """Map a whole file for reading; it is unmapped with the last view of it.
 
     StorageError if the file cannot be opened or mapped; its cause's errno is ENOMEM if the address space is full.
     """
-    with reading(path), path.open("rb", buffering=0) as file:
-        return map_open(file.fileno())
+    with reading(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return map_open(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def map_open(descriptor: int) -> memoryview:
@@ -207,7 +226,7 @@ def damaged(what: str) -> CheckFailed:
     return CheckFailed(what, hint=RESTORE_HINT)
 
 
-def _parse_header(path: Path, index: memoryview) -> tuple["np.dtype[Any]", int, int]:
+def _parse_header(path: Path | str, index: memoryview) -> tuple["np.dtype[Any]", int, int]:
     """Dtype, number of sequences and number of document boundaries; all sizes are checked against the file's."""
     if len(index) < HEADER.size:
         raise damaged(f"{path} has {len(index)} bytes, too few for an index")

@@ -1,15 +1,17 @@
 """TokenStore: a folder of token shards and a manifest, read as one address space of tokens and of documents.
 
-Opening reads the manifest and checks that every shard's files have their sizes: O(shards), whatever their size. Shards
-are mapped at first use, without a descriptor. All stores of a process together keep at most `OPEN_SHARDS.most` of them
+Opening reads the manifest and checks that all shards' files have their sizes: O(shards), whatever these are. If there
+are more than `CHECKED_AT_ONCE`, a thread does so beside the first reads; a later read raises what it found. Shards are
+mapped at first use, without a descriptor. All stores of a process together keep at most `OPEN_SHARDS.most` of them
 mapped, so that any number of stores of any size fits its limits. Of a store that is opened with `reading="pread"` the
 rows of batches are read from open files instead, of which `OPEN_FILES.most` are kept.
 """
 
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -18,15 +20,17 @@ import numpy as np
 
 from datakit.files.durable import FileDigest, url_behind
 from datakit.store.kept_open import Bound, KeptOpen
-from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, ShardEntry, is_plain_folder, require_folder
+from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
 from datakit.store.shard import Int64s, Tokens, TokenShard
+from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.tags import StoreTags
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed, StorageError, UserError
 
 OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
 Reading = Literal["mmap", "pread"]
+CHECKED_AT_ONCE = 1024  # shards, about 2 ms
 OPEN_ORIGINS = Bound(8)  # their tables of sources, once read, may be large
 
 
@@ -40,8 +44,9 @@ class TokenStore:
         """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
         self.path, self.manifest, self.reading = path, manifest, reading
         self.fingerprint = manifest.fingerprint
-        self.token_starts = [0, *accumulate(shard.num_tokens for shard in manifest.shards)]
-        self.document_starts = [0, *accumulate(shard.num_documents for shard in manifest.shards)]
+        self.token_starts = [0, *accumulate(manifest.shard_tokens)]
+        self.document_starts = [0, *accumulate(manifest.shard_documents)]
+        self._faults: list[UserError] = []  # of files' sizes, if they are looked at beside what the store is used for
         self._shards: KeptOpen[TokenShard] = KeptOpen(OPEN_SHARDS)
         self._origins: KeptOpen[Origins] = KeptOpen(OPEN_ORIGINS)
         self._files: KeptOpen[ShardFile] = KeptOpen(OPEN_FILES)
@@ -51,18 +56,11 @@ class TokenStore:
         """Open a store; UserError if there is none, CheckFailed or StorageError if it is damaged."""
         folder = Path(path)
         store = cls(folder, Manifest.read(folder), reading)
-        prefix = f"{folder}/"  # a Path for each file would be half of the time
-        for entry in store.manifest.shards:
-            for name, digest in entry.files().items():
-                try:
-                    size_bytes = os.stat(prefix + name).st_size
-                except OSError as error:
-                    verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
-                    hint = f"datakit {verb.format(folder)}"
-                    raise StorageError(f"cannot read {folder / name}: {error.strerror}", hint=hint) from error
-                if size_bytes != digest.size_bytes:
-                    what = f"{folder / name} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
-                    raise CheckFailed(what, hint=f"datakit verify {folder}")
+        if len(store.manifest.shards) <= CHECKED_AT_ONCE:
+            check_sizes(folder, store.manifest)
+        else:
+            find = partial(_find_faults, folder, store.manifest, store._faults)
+            threading.Thread(target=find, name="datakit-sizes", daemon=True).start()
         return store
 
     @property
@@ -111,10 +109,14 @@ class TokenStore:
 
     def shard(self, number: int) -> TokenShard:
         """Return an open shard; the most recently used ones stay mapped."""
+        if self._faults:
+            raise self._faults[0]
         return self._shards.get(number, self._open_shard)
 
     def file_pieces(self, number: int, start: int, stop: int) -> Iterable[FilePiece]:
         """Return the pieces of open files that are bytes [start, stop) of a shard's tokens, in order."""
+        if self._faults:
+            raise self._faults[0]
         return [FilePiece(self._files.get(number, self._open_file), start, stop - start)]
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -236,7 +238,7 @@ class TokenStore:
     def _open_shard(self, number: int) -> TokenShard:
         require_folder(self.path)
         entry = self.manifest.shards[number]
-        shard = TokenShard(self.path / entry.name)
+        shard = TokenShard(f"{self.path}/{entry.name}")
         found = shard.dtype.name, shard.num_documents, shard.index.num_sequences, shard.num_tokens
         expected = self.dtype, entry.num_documents, entry.num_documents, entry.num_tokens
         if found != expected:
@@ -257,6 +259,29 @@ class TokenStore:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
         return _locate(self.document_starts, number)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise StorageError or CheckFailed if a file of a shard is not there or has another size than in the manifest."""
+    shards, prefix = manifest.shards, f"{folder}/"  # a Path for each file would be half of the time
+    for entry in shards.misfits(prefix) if isinstance(shards, ScannedShards) else shards:
+        for name, digest in entry.files().items():
+            try:
+                size_bytes = os.stat(prefix + name).st_size
+            except OSError as error:
+                verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
+                hint = f"datakit {verb.format(folder)}"
+                raise StorageError(f"cannot read {folder / name}: {error.strerror}", hint=hint) from error
+            if size_bytes != digest.size_bytes:
+                what = f"{folder / name} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
+                raise CheckFailed(what, hint=f"datakit verify {folder}")
+
+
+def _find_faults(folder: Path, manifest: Manifest, faults: list[UserError]) -> None:
+    try:
+        check_sizes(folder, manifest)
+    except UserError as error:
+        faults.append(error)
 
 
 def open_made(place: str, manifest: Manifest) -> TokenStore:

@@ -8,6 +8,7 @@ import pytest
 
 import ckptkit.io.blocks
 import datakit.packing.native
+import datakit.store.native
 import datakit.stream.native
 import threefold
 from threefold.errors import UserError
@@ -53,7 +54,8 @@ def test_the_tables_are_those_of_the_headers() -> None:
         "ckptkit/ckptkit.h": ckptkit.io.blocks.PROTOTYPES,
         "datakit/datakit.h": datakit.stream.native.PROTOTYPES
         | datakit.stream.native.MEGATRON_PROTOTYPES
-        | datakit.packing.native.PROTOTYPES,
+        | datakit.packing.native.PROTOTYPES
+        | datakit.store.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
     }
     for header, table in tables.items():

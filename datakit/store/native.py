@@ -1,0 +1,17 @@
+"""Stores' part of datakit's native library, with the types of its functions; csrc/datakit/datakit.h explains them."""
+
+import ctypes
+from functools import cache
+
+from threefold.native import INT64, POINTER, TEXT, Prototypes, bind, load_library
+
+PROTOTYPES: Prototypes = {
+    "dk_scan_shards": (INT64, TEXT, INT64, INT64, INT64, POINTER, POINTER, POINTER, POINTER),
+    "dk_find_misfit": (INT64, TEXT, TEXT, POINTER, INT64),
+}
+
+
+@cache
+def store_library() -> ctypes.CDLL:
+    """Load the library at first use."""
+    return bind(load_library("datakit"), PROTOTYPES)
