@@ -97,11 +97,10 @@ def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int)
     )
 
 
-def spoil(host: HostBatch) -> None:
-    """Make a batch that may not be read harmless to read, and the loss of its step NaN on all ranks."""
-    host.tokens.fill(0)
-    host.labels.fill(0)
-    host.loss_mask.fill(np.nan)
+def spoilt(batch: Batch) -> Batch:
+    """Return a batch that is harmless to read in place of one that is not; its step's loss is NaN, on all ranks."""
+    zeros, nans = torch.zeros_like(batch.tokens), torch.full_like(batch.loss_mask, torch.nan)
+    return dataclasses.replace(batch, tokens=zeros, labels=zeros, loss_mask=nans)
 
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:
@@ -109,14 +108,18 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
 
     Out of pinned memory the copy to a GPU is only enqueued: the batch may not change before it is done.
     """
-    buffer, shape = torch.from_numpy(host.buffer).to(device, non_blocking=True), host.tokens.shape
-    arrays = HostBatch.split(buffer, shape, torch.int64, torch.float32)
-    return Batch(*arrays, host.first_sample, None if host.cu_seqlens is None else _documents(host, device))
+    buffer, shape = torch.from_numpy(host.buffer).to(device, non_blocking=True), host.shape
+    tokens, labels, positions, loss_mask = HostBatch.split(buffer, shape, torch.int64, torch.float32)
+    if host.is_tokens_only:
+        positions = torch.arange(shape[-1], device=device).expand(shape)
+        loss_mask = torch.ones((), device=device).expand(shape)
+    documents = None if host.cu_seqlens is None else _documents(host, device)
+    return Batch(tokens, labels, positions, loss_mask, host.first_sample, documents)
 
 
 def _documents(host: HostBatch, device: torch.device) -> tuple[tuple[torch.Tensor, int], ...]:
     """Return the bounds of documents of each micro-batch on the device, by one copy that is only enqueued."""
-    count = len(host.tokens)
+    count = host.shape[0]
     parts = [host.documents(number, count) for number in range(count)]
     bounds = torch.from_numpy(np.concatenate([part for part, _ in parts]))
     if device.type == "cuda":
@@ -134,8 +137,8 @@ class StepReader:
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device, self._turn = loader, device, 0
-        num_bytes, is_cuda = HostBatch.num_bytes(loader.shape), device.type == "cuda"
-        tensors = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        is_cuda = device.type == "cuda"
+        tensors = [torch.empty(loader.num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self._buffers = [tensor.numpy() for tensor in tensors]
         self._copied = [torch.cuda.Event() for _ in tensors] if is_cuda else []
 

@@ -1,14 +1,16 @@
-"""Rows a second of batches, mapped and with pread, hot and cold, beside a raw gather, megatron-core, litdata and Grain.
+"""Rows a second of batches, mapped and with pread, hot and cold, beside a raw gather and four peers.
 
 Rows of 4,096 tokens at random places of two stores (uint16, documents of about 670 tokens). The raw limit copies as
-many random tokens from one memory map into int64 [rows, L + 1], tokens alone. Ours make tokens, labels, positions and
-loss mask: in batches of 64 rows, and row by row. Cold, the files are dropped from the page cache before each batch,
+many random tokens from one memory map into int64 [rows, L + 1], tokens alone. Ours are batches of 64 rows, of which
+tokens and labels are views of such an array and positions and loss mask constants; with "all arrays" these are written
+out too, 28 bytes a token. They are the blend's samples in order, or random ones, also row by row. Cold, the files are dropped from the page cache before each batch,
 and the limit is 16 threads that read 8 KiB each. Every program is a process of its own; repeats are interleaved,
 medians.
 
     PYTHONPATH=. python benchmarks/datakit/reading.py --python PEER
 
-PEER is an interpreter that has megatron-core 0.19.2, litdata and Grain; one that lacks some leaves these out.
+PEER is an interpreter that has megatron-core 0.19.2, litdata, MosaicML streaming and Grain; one that lacks some leaves
+these out.
 """
 
 import argparse
@@ -62,6 +64,15 @@ def megatron(is_mapped):
     )
     made = BlendedMegatronDatasetBuilder(GPTDataset, [20_000, 1, 1], lambda: True, config).build()[0]
     return made
+def without_torchvision():  # which streaming imports for its image data sets, and few releases of torch have
+    import types
+    from importlib.machinery import ModuleSpec
+    names = {"datasets": "VisionDataset", "transforms": "to_tensor", "transforms.functional": "to_tensor"}
+    for name, inside in {"": "datasets", **names}.items():
+        name = f"torchvision.{name}".rstrip(".")
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        setattr(module, inside, object)
 """
 PROGRAMS = {
     "raw gather": """
@@ -75,18 +86,27 @@ timed(work, 60, ROWS)
 """,
     "ours, batches": """
 stream = blend("mmap")
+out = np.empty(stream.num_bytes((ROWS, L)), np.uint8)
+timed(lambda number: stream.batch(range(number * ROWS, (number + 1) * ROWS), out=out), 60, ROWS)
+""",
+    "ours, all arrays": """
+stream = blend("mmap")
 from datakit import HostBatch
 out = np.empty(HostBatch.num_bytes((ROWS, L)), np.uint8)
 timed(lambda number: stream.batch(range(number * ROWS, (number + 1) * ROWS), out=out), 60, ROWS)
 """,
     "ours, random rows": """
 stream = blend("mmap")
+out = np.empty(stream.num_bytes((ROWS, L)), np.uint8)
+timed(lambda number: stream.batch([rng.randrange(10**6) for _ in range(ROWS)], out=out), 60, ROWS)
+""",
+    "ours, row by row": """
+stream = blend("mmap")
 timed(lambda number: stream.batch([rng.randrange(10**6)]), 3000, 1)
 """,
     "ours, pread": """
 stream = blend("pread")
-from datakit import HostBatch
-out = np.empty(HostBatch.num_bytes((ROWS, L)), np.uint8)
+out = np.empty(stream.num_bytes((ROWS, L)), np.uint8)
 timed(lambda number: stream.batch(range(number * ROWS, (number + 1) * ROWS), out=out), 60, ROWS)
 """,
     "megatron-core": "made = megatron(True)\ntimed(lambda number: made[rng.randrange(20_000)], 3000, 1)",
@@ -99,6 +119,13 @@ def dataset():
 made = dataset()
 size = len(made)
 timed(lambda number: made[rng.randrange(size)].long(), 3000, 1)
+""",
+    "MosaicML streaming": """
+without_torchvision()
+from streaming import LocalDataset
+made = LocalDataset(f"{folder}/mds")
+size = len(made)
+timed(lambda number: made[rng.randrange(size)]["tokens"].astype(np.int64), 3000, 1)
 """,
     "Grain": """
 import grain
@@ -128,10 +155,12 @@ stream = blend("mmap")
 timed(lambda number: stream.batch(range(number * ROWS, (number + 1) * ROWS)), 10, ROWS, cold)
 """,
 }
-PEERS = {"megatron-core", "megatron-core, mmap off", "litdata", "Grain"}
+PEERS = {"megatron-core", "megatron-core, mmap off", "litdata", "MosaicML streaming", "Grain"}
 TARGETS = [  # what, its yardstick, at least so many times it
     ("ours, batches", "raw gather", 0.6), ("ours, random rows", "raw gather", 0.4),
-    ("ours, batches", "megatron-core", 20), ("ours, batches", "litdata", 3), ("ours, batches", "Grain", 3),
+    ("ours, row by row", "raw gather", 0.4),
+    ("ours, batches", "megatron-core", 20), ("ours, batches", "litdata", 3),
+    ("ours, batches", "MosaicML streaming", 3), ("ours, batches", "Grain", 3),
     ("ours, pread", "megatron-core, mmap off", 10), ("ours, pread, cold", "raw reads, cold", 0.7),
 ]  # fmt: skip
 MAKE_LITDATA = """
@@ -144,6 +173,16 @@ def documents(part):
 if __name__ == "__main__":
     litdata.optimize(documents, [0], sys.argv[1] + "/lit", num_workers=1, chunk_size=4097 * 1024,
                      item_loader=TokensLoader())
+"""
+
+
+MAKE_MOSAIC = """
+without_torchvision()
+from streaming import MDSWriter
+tokens = np.fromfile(bins[0], np.uint16)
+with MDSWriter(out=f"{folder}/mds", columns={"tokens": "ndarray:uint16:4097"}, size_limit=1 << 26) as writer:
+    for start in range(0, len(tokens) - L, L):
+        writer.write({"tokens": tokens[start : start + L + 1]})
 """
 
 
@@ -160,6 +199,8 @@ def main() -> int:
         program.write_text(MAKE_LITDATA)
         if arguments.python:
             subprocess.run([arguments.python, program, name], capture_output=True, check=False)
+            mosaic = [arguments.python, "-W", "ignore", "-c", HEAD + MAKE_MOSAIC, name, "0"]
+            subprocess.run(mosaic, capture_output=True, check=False)
         rates: dict[str, list[float]] = {}
         for repeat in range(arguments.repeats):
             for what, text in PROGRAMS.items():

@@ -15,7 +15,8 @@ struct dk_piece {  // consecutive tokens of one row, in a mapped shard
 // Makes a batch of num_rows x seq_length from pieces that are sorted by row and, in a row, by place; the pieces of each
 // row sum to seq_length + 1 tokens. Outputs are row-major: tokens, labels (the next token), positions (int64), loss_mask.
 // eod_ids has one value a row, -1 for none; with mask_eod the loss mask is 0 if a token is its row's end of document,
-// with reset_positions the position after such a token is 0. Returns 0, or -EINVAL before anything is written where the
+// with reset_positions the position after such a token is 0. Without labels, null, neither of these nor the others are made,
+// and tokens are [num_rows, seq_length + 1]. Returns 0, or -EINVAL before anything is written where the
 // pieces break these rules.
 DK_API int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                      const int64_t* eod_ids, int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels,

@@ -31,7 +31,17 @@ void widen(const void* source, int64_t num_tokens, int64_t* target) {
   }
 }
 
+// Copies the tokens of a row, its last label among them, to the place that they have in a batch of tokens alone.
+void gather_tokens(const Batch& batch, int64_t row, const dk_piece* begin, const dk_piece* end) {
+  int64_t* target = batch.tokens + row * (batch.seq_length + 1);
+  for (const dk_piece* piece = begin; piece != end; target += piece->num_tokens, ++piece) {
+    const auto copy = piece->bytes_a_token == 2 ? widen<uint16_t> : widen<int32_t>;
+    copy(piece->tokens, piece->num_tokens, target);
+  }
+}
+
 void gather_row(const Batch& batch, int64_t row, const dk_piece* begin, const dk_piece* end) {
+  if (!batch.labels) return gather_tokens(batch, row, begin, end);
   const int64_t length = batch.seq_length;
   int64_t* const tokens = batch.tokens + row * length;
   int64_t* const labels = batch.labels + row * length;

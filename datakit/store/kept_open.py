@@ -28,10 +28,12 @@ class Bound:
     def used(self, owner: "ref[KeptOpen[Any]]", number: int) -> None:
         """Note that a value was used, and drop the oldest beyond the bound."""
         order, key = self._order, (owner, number)
-        order.pop(key, None)
-        order[key] = None
-        if len(order) > self.most:
-            self._shrink(self.most)
+        try:
+            order.move_to_end(key)
+        except KeyError:
+            order[key] = None
+            if len(order) > self.most:
+                self._shrink(self.most)
 
     def halve(self) -> bool:
         """Drop half of all values, the oldest; False where nothing is kept."""

@@ -28,6 +28,7 @@ from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError, UserError
 
+NO_EOD = -1
 OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
 Reading = Literal["mmap", "pread"]
 CHECKED_AT_ONCE = 1024  # shards, about 2 ms
@@ -43,6 +44,9 @@ class TokenStore:
     def __init__(self, path: Path, manifest: Manifest, reading: Reading = "mmap") -> None:
         """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
         self.path, self.manifest, self.reading = path, manifest, reading
+        # whether rows are read out of mapped shards, those of others come from `file_pieces`; bytes of a token on disk
+        self.is_mapped, self.itemsize = reading == "mmap", STORE_DTYPES[manifest.dtype]
+        self.eod_or_none = NO_EOD if self.eod_id is None else self.eod_id
         self.fingerprint = manifest.fingerprint
         self.token_starts = [0, *accumulate(manifest.shard_tokens)]
         self.document_starts = [0, *accumulate(manifest.shard_documents)]
@@ -82,16 +86,6 @@ class TokenStore:
     def dtype(self) -> str:
         """The tokens' dtype on disk, "uint16" or "int32"."""
         return self.manifest.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a token on disk."""
-        return STORE_DTYPES[self.dtype]
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether rows are read out of mapped shards; those of others come from `file_pieces`."""
-        return self.reading == "mmap"
 
     @property
     def vocab_size(self) -> int:

@@ -158,7 +158,7 @@ class Blend:
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and which of that store's samples it is; O(log) each."""
-        return self.mixture.locate(_checked(samples, self.mixture.max_samples))
+        return self.mixture.locate(np.array(_checked(samples, self.mixture.max_samples), np.int64))
 
     def addresses(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and the address of its first token there.
@@ -185,7 +185,8 @@ class Blend:
     def batch(self, samples: npt.ArrayLike, options: BatchOptions = PLAIN, *, out: Bytes | None = None) -> HostBatch:
         """Return the given global samples as one batch [samples, seq_length]; UserError if there are none.
 
-        It is made in the memory `out`, if that is given: HostBatch.over says what fits.
+        It is made in the memory `out`, if that is given, of `num_bytes` or of HostBatch.num_bytes. Without it, and in
+        memory of `num_bytes`, positions and loss masks that are the same in all rows are not written.
         """
         is_packed = self.stores[0].packing != "concat"
         spans = PackedSpans(self.seq_length) if is_packed else RowSpans(self.seq_length)
@@ -195,17 +196,25 @@ class Blend:
             if isinstance(store, GoneStore):
                 store.refuse()
             spans.add(store, start)
-        batch = gather(spans, options, out)
+        batch = gather(spans, options, out, tokens_only=self._makes_tokens_only(options))
         if self._masks:
             self._masks.apply(batch.loss_mask, np.array(samples, ndmin=1).tolist(), places)
         return batch
 
+    def num_bytes(self, shape: Sequence[int], options: BatchOptions = PLAIN) -> int:
+        """Return the bytes of a batch of a shape, [..., seq_length], without what is the same in all rows."""
+        return HostBatch.num_bytes(shape, tokens_only=self._makes_tokens_only(options))
+
+    def _makes_tokens_only(self, options: BatchOptions) -> bool:
+        """Return whether positions and loss masks are the same in all rows."""
+        is_plain = not options.mask_eod_loss and not options.reset_positions
+        return is_plain and not self._masks and self.stores[0].packing == "concat"
+
     def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
-        """Return what `addresses` returns, as lists: for single samples, arrays cost more than what they hold."""
-        found, numbers = self.locate(samples)
-        sources: list[int] = found.tolist()
+        """Return what `addresses` returns, as lists."""
+        sources, numbers = self.mixture.places(_checked(samples, self.mixture.max_samples))
         places = []
-        for source, number in zip(sources, numbers.tolist()):
+        for source, number in zip(sources, numbers):
             epoch, position = divmod(number, self._num_rows[source])
             places.append((self._order(source, epoch), position))
         return sources, [element * self.seq_length for element in self._elements(places)]
@@ -304,15 +313,15 @@ def _weight(value: Any) -> float:
     raise UserError(f"weight {reprlib.repr(value)} is not a number that a float holds", hint="weights like 0.7 and 0.3")
 
 
-def _checked(samples: npt.ArrayLike, limit: int) -> Int64s:
-    """Sample numbers as int64 [n]; UserError if one is none."""
+def _checked(samples: npt.ArrayLike, limit: int) -> list[int]:
+    """Return sample numbers as a list; UserError if one is none."""
     found = np.array(samples, ndmin=1)
     if not found.size:
         raise UserError("no samples are asked for", hint="batch([0]) is the stream's first sample")
-    listed = found.tolist()
+    listed: list[int] = found.tolist()
     if found.dtype.kind not in "iu" or found.ndim > 1 or not 0 <= min(listed) <= max(listed) < limit:
         raise UserError(f"samples {reprlib.repr(listed)} are not a list of whole numbers from 0 to {_power(limit)} - 1")
-    return found.astype(np.int64, copy=False)
+    return listed
 
 
 def _power(limit: int) -> str:

@@ -5,41 +5,40 @@ numpy. Mapped shards are read where they are, the tokens of others are staged fi
 """
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from datakit.packing.native import packing_library
 from datakit.packing.packed_store import PackedStore
 from datakit.store.shard import TokenShard
-from datakit.store.token_store import TokenStore
-from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch, Int32s
+from datakit.store.token_store import NO_EOD, TokenStore
+from datakit.stream.batch import BYTES_A_TOKEN, PLAIN, BatchOptions, Bytes, HostBatch, Int32s
 from datakit.stream.native import address_of, stream_library
 from datakit.stream.staging import UnmappedShard, Wanted, stage
 from threefold.errors import UserError
 
-NO_EOD = -1
 MAX_THREADS = 4
+_NONE = None, None, None  # labels, positions and loss mask of a batch that has tokens alone
 _TOKENS_A_THREAD = 1 << 18  # below this a further thread costs more than it brings
-
-
-Shard = TokenShard | UnmappedShard
 
 
 class RowSpans:
     """The places of a batch's rows in shards; holds the shards while the batch is made.
 
-    `table` has for each span its row, shard, first token there and tokens, in the order of rows and places in them.
-    `wanted` has by the number of a span what is to be read for it, if its shard is not mapped.
+    `native` has for each span its row, address, tokens and bytes a token, a dk_piece, in the order of rows and places
+    in them. If its shard is not mapped, the address is 0, and `wanted` has by the span's number what is to be read.
     """
+
+    fields = 4
 
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
         self.eod_ids: list[int] = []
-        self.table: list[tuple[int, Shard, int, int]] = []
+        self.native: list[int] = []
         self.wanted: dict[int, Wanted] = {}
+        self._shards: list[TokenShard] = []
 
     @property
     def num_rows(self) -> int:
@@ -48,83 +47,85 @@ class RowSpans:
 
     def add(self, store: TokenStore, start: int) -> None:
         """Let the next row begin at an address of the store."""
-        row = self.num_rows
-        self.eod_ids.append(NO_EOD if store.eod_id is None else store.eod_id)
+        eod_ids, native = self.eod_ids, self.native
+        row, starts, itemsize = len(eod_ids), store.token_starts, store.itemsize
+        eod_ids.append(store.eod_or_none)
         for begin, stop in store.spans_at(start, self.seq_length):
             while begin < stop:
-                number, first = store.locate_token(begin)
-                count = min(store.token_starts[number + 1], stop) - begin
+                number = bisect_right(starts, begin) - 1
+                first, end = starts[number], starts[number + 1]
+                count = (stop if stop < end else end) - begin
                 if store.is_mapped:
-                    self.table.append((row, store.shard(number), begin - first, count))
+                    shard = store.shard(number)
+                    self._shards.append(shard)
+                    native += (row, shard.address + (begin - first) * itemsize, count, itemsize)
                 else:
-                    shard = UnmappedShard(store, number, store.itemsize)
-                    self.wanted[len(self.table)] = shard.wanted(begin - first, count)
-                    self.table.append((row, shard, begin - first, count))
+                    self._want(store, number, begin - first, count)
+                    native += (row, 0, count, itemsize)
                 begin += count
 
+    def _want(self, store: TokenStore, number: int, first: int, count: int) -> None:
+        """Let tokens of a shard be read for the next span."""
+        wanted = UnmappedShard(store, number, store.itemsize).wanted(first, count)
+        self.wanted[len(self.native) // self.fields] = wanted
 
-class PackedSpans:
-    """The same of packed rows: `table` has for each piece also whether its document goes on after it."""
 
-    def __init__(self, seq_length: int) -> None:
-        self.seq_length = seq_length
-        self.eod_ids: list[int] = []
-        self.table: list[tuple[int, Shard, int, int, bool]] = []
-        self.wanted: dict[int, Wanted] = {}
+class PackedSpans(RowSpans):
+    """The same of packed rows: `native` has for each piece also whether its document goes on, a dk_packed_piece."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch."""
-        return len(self.eod_ids)
+    fields = 5
 
     def add(self, store: TokenStore, start: int) -> None:
         """Let the next row be row `start / seq_length` of the index; CheckFailed if a piece leaves its shard."""
         assert isinstance(store, PackedStore), "a blend's stores are all packed or none"
         row, number = self.num_rows, start // self.seq_length
-        self.eod_ids.append(NO_EOD if store.eod_id is None else store.eod_id)
+        self.eod_ids.append(store.eod_or_none)
         for piece in store.pieces(number):
             if not 0 <= piece.start < store.num_tokens:
                 raise store.index.damaged(f"row {number} has token {piece.start} of {store.num_tokens}")
             place, first = store.locate_token(piece.start)
             if piece.start + piece.size + piece.goes_on > store.token_starts[place + 1]:
                 raise store.index.damaged(f"row {number} has {piece.size} tokens from token {piece.start} on")
-            shard: Shard
+            address = 0
             if store.is_mapped:
                 shard = store.shard(place)
+                self._shards.append(shard)
+                address = shard.address + (piece.start - first) * store.itemsize
             else:  # with the label after a piece whose document goes on
-                shard = UnmappedShard(store, place, store.itemsize)
-                self.wanted[len(self.table)] = shard.wanted(piece.start - first, piece.size + piece.goes_on)
-            self.table.append((row, shard, piece.start - first, piece.size, piece.goes_on))
+                self._want(store, place, piece.start - first, piece.size + piece.goes_on)
+            self.native += (row, address, piece.size, store.itemsize, piece.goes_on)
 
 
-def gather(spans: RowSpans | PackedSpans, options: BatchOptions = PLAIN, out: Bytes | None = None) -> HostBatch:
+def gather(
+    spans: RowSpans, options: BatchOptions = PLAIN, out: Bytes | None = None, *, tokens_only: bool = False
+) -> HostBatch:
     """Make a batch [rows, seq_length], in the memory `out` if it is given.
 
-    UserError if bounds of documents are asked for, and a store's documents have no end-of-document token between them.
+    With `tokens_only` it holds tokens alone, unless that memory has room for all. UserError if bounds of documents are
+    asked for, and a store's documents have no end-of-document token between them.
     """
-    num_rows, seq_length = spans.num_rows, spans.seq_length
-    batch = HostBatch.allocate(num_rows, seq_length) if out is None else HostBatch.over(out, (num_rows, seq_length))
-    native = array("q")  # a dk_piece each, or a dk_packed_piece
-    staged, addresses = stage(spans.wanted)
-    table: Sequence[tuple[Any, ...]] = spans.table
-    for number, (row, shard, start, count, *goes_on) in enumerate(table):
-        if isinstance(shard, UnmappedShard):
-            address, itemsize = addresses[number], shard.itemsize
-        else:
-            itemsize = shard.dtype.itemsize
-            address = shard.address + start * itemsize
-        native.extend((row, address, count, itemsize, *goes_on))
-    eod_ids = array("q", spans.eod_ids)
-    num_tokens = num_rows * seq_length
+    num_rows, seq_length, is_packed = spans.num_rows, spans.seq_length, isinstance(spans, PackedSpans)
+    batch = (
+        HostBatch.allocate(num_rows, seq_length, tokens_only=tokens_only)
+        if out is None
+        else HostBatch.over(out, (num_rows, seq_length), tokens_only=tokens_only)
+    )
+    staged = None
+    if spans.wanted:
+        staged, addresses = stage(spans.wanted)
+        for number, address in addresses.items():
+            spans.native[number * spans.fields + 1] = address
+    pieces, eod_ids, num_tokens = array("q", spans.native), array("q", spans.eod_ids), num_rows * seq_length
     num_threads = max(1, min(MAX_THREADS, num_tokens // _TOKENS_A_THREAD))
-    tokens, column_bytes = address_of(batch.buffer), 8 * num_tokens
-    is_packed = isinstance(spans, PackedSpans)
+    tokens = address_of(batch.buffer)
+    others: tuple[int | None, ...] = _NONE
+    if batch.buffer.size == num_tokens * BYTES_A_TOKEN:
+        others = tokens + 8 * num_tokens, tokens + 16 * num_tokens, tokens + 24 * num_tokens
     function = packing_library().dk_gather_packed if is_packed else stream_library().dk_gather
     resets = () if is_packed else (options.reset_positions,)
     code = function(
-        native.buffer_info()[0], len(spans.table), num_rows, seq_length, eod_ids.buffer_info()[0],
-        options.mask_eod_loss, *resets, tokens, tokens + column_bytes, tokens + 2 * column_bytes,
-        tokens + 3 * column_bytes, num_threads,
+        pieces.buffer_info()[0], len(pieces) // spans.fields, num_rows, seq_length, eod_ids.buffer_info()[0],
+        options.mask_eod_loss, *resets, tokens, *others, num_threads,
     )  # fmt: skip
     del staged  # was in use until here
     assert code == 0, "the spans of every row sum to seq_length + 1 tokens of 2 or 4 bytes, or fewer if it is packed"

@@ -75,6 +75,11 @@ class Loader(Closing):
         return self._shape
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of a step's memory: without positions and loss masks, if these are the same in all rows."""
+        return self._blend.num_bytes(self._shape, self._options)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples a step of all ranks."""
         return self._shape[0] * self._shape[1] * self._dp_size
@@ -121,8 +126,8 @@ class Loader(Closing):
     def next_step(self, out: Bytes | None = None) -> HostBatch:
         """Return the next step's rows of this rank, arrays of `shape`, made in the memory `out` if it is given.
 
-        `out` is an array of HostBatch.num_bytes(shape) bytes. Without it the step has memory of its own, and the next
-        one is begun at once; with it, `prefetch` begins the next one.
+        `out` is an array of `num_bytes` or HostBatch.num_bytes(shape) bytes. Without it the step has memory of its own,
+        of `num_bytes`, and the next one is begun at once; with it, `prefetch` begins the next one.
         """
         if self._ahead is None or self._out is not out or self._process != os.getpid():
             self.prefetch(out)
@@ -140,8 +145,8 @@ class Loader(Closing):
         `next_step`, called with that very array, returns it; with another one the step is made again. Nothing else may
         use the memory until then, or until the loader is closed.
         """
-        if out is not None:
-            HostBatch.over(out, self._shape)  # what does not fit is raised here
+        if out is not None:  # what does not fit is raised here
+            HostBatch.over(out, self._shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self._shape))
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
         self.read_ahead(self._num_samples)

@@ -65,6 +65,11 @@ class GreedyMixture(Mixture):
             numbers[place] += np.count_nonzero(chosen[block * self._stride : sample] == source)
         return sources, numbers
 
+    def places(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return what `locate` returns, as lists."""
+        sources, numbers = self.locate(np.array(samples, np.int64))
+        return sources.tolist(), numbers.tolist()
+
     def sample_of(self, source: int, number: int) -> int | None:
         """Return the sample that is a source's `number`-th, None if it is before the start: `locate` inverted."""
         if len(self._weights) > 1:

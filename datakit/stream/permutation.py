@@ -55,10 +55,11 @@ class Permutation:
 
 def elements_at(places: Sequence[tuple[Permutation, int]]) -> list[int]:
     """Return the element at each of these positions of permutations."""
-    table, elements = array("q"), array("q", bytes(8 * len(places)))
+    rows: list[int] = []
     for order, position in places:
         assert 0 <= position < order.size, "positions are below the size"
-        table.extend((order._keys_address, order.size, position))
+        rows += (order._keys_address, order.size, position)
+    table, elements = array("q", rows), array("q", bytes(8 * len(places)))
     stream_library().dk_permute(table.buffer_info()[0], len(places), NUM_ROUNDS, elements.buffer_info()[0])
     return elements.tolist()
 

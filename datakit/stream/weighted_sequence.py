@@ -52,7 +52,7 @@ class WeightedSequence:
         edges = [0] + [min(CIRCLE, round(float(end) / float(ends[-1]) * CIRCLE)) for end in ends]
         last = max(source for source, weight in enumerate(weights) if weight > 0)
         edges[last + 1 :] = [CIRCLE] * (len(edges) - last - 1)
-        self._edges, self._theta = np.array(edges, np.int64), theta
+        self._edges, self._theta, self._num_sources = np.array(edges, np.int64), theta, len(edges) - 1
         self._edges_address = self._edges.ctypes.data
 
     @property
@@ -63,15 +63,20 @@ class WeightedSequence:
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """For each sample, 0 to 2^62 - 1, its source and how many of the earlier samples are of that source."""
+        sources, numbers = self.places(samples.tolist())
+        return np.array(sources, np.int64), np.array(numbers, np.int64)
+
+    def places(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return what `locate` returns, as lists: for single samples, arrays cost more than what they hold."""
         num_samples = len(samples)
-        table = np.empty((3, num_samples), np.int64)
-        table[0] = samples
-        address, row_bytes = address_of(table), 8 * num_samples
+        wanted, found = array("q", samples), array("q", bytes(16 * num_samples))
+        address, _ = found.buffer_info()
         stream_library().dk_rotation_locate(
-            self._theta, self._edges_address, len(self._edges) - 1, address, num_samples,
-            address + row_bytes, address + 2 * row_bytes,
+            self._theta, self._edges_address, self._num_sources, wanted.buffer_info()[0], num_samples, address,
+            address + 8 * num_samples,
         )  # fmt: skip
-        return table[1], table[2]
+        listed = found.tolist()
+        return listed[:num_samples], listed[num_samples:]
 
     def sample_of(self, source: int, number: int) -> int:
         """Return the sample that is a source's `number`-th, from 0: what `locate` inverts, by search among its counts.

@@ -72,7 +72,7 @@ def stream(tmp_path: Path) -> Blend:
 
 def assert_same(batch: Batch, host: HostBatch) -> None:
     for name in ("tokens", "labels", "positions", "loss_mask"):
-        found, expected = getattr(batch, name), torch.from_numpy(getattr(host, name))
+        found, expected = getattr(batch, name), torch.from_numpy(getattr(host, name).copy())
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert torch.equal(found.cpu(), expected)
     assert batch.first_sample == host.first_sample

@@ -66,7 +66,8 @@ class Evaluation:
         return (first + microbatches * train.micro_batch_size + np.arange(train.micro_batch_size)).ravel()
 
     def _host(self, samples: Int64s) -> HostBatch:
-        return self._blend.batch(samples, self._config.data.batch_options)
+        out = np.empty(HostBatch.num_bytes((samples.size, self._blend.seq_length)), np.uint8)  # with a mask to change
+        return self._blend.batch(samples, self._config.data.batch_options, out=out)
 
     def _batch(self, first: int) -> Batch:
         """Return this rank's rows of the samples from `first` on; rows past the last sample carry no loss."""

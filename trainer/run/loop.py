@@ -19,7 +19,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens
-from trainer.data import StepReader, open_blend, open_loader, spoil, token_fault, with_vocabulary
+from trainer.data import StepReader, open_blend, open_loader, spoilt, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 from trainer.mesh.clock import Moment
@@ -116,9 +116,9 @@ class Run:
         started_s = time.perf_counter()
         host = self._reader.next_step()
         fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
-        if fault is not None:
-            spoil(host)
         batch = self._reader.to_device(host)
+        if fault is not None:
+            batch = spoilt(batch)
         data_wait_s = time.perf_counter() - started_s
         stats = self.engine.start_step(self.progress.step, batch, before_update=self._saver.wait_until_copied)
         validation = None if self._saver.due_step == self.progress.step else self.progress.validation

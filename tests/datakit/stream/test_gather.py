@@ -8,23 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit import TokenShard, TokenStore, write_store
+from datakit import TokenStore, write_store
+from datakit.store.token_store import NO_EOD
 from datakit.stream.batch import BatchOptions, HostBatch
-from datakit.stream.gather import NO_EOD, RowSpans, gather
+from datakit.stream.gather import RowSpans, gather
 from datakit.stream.native import stream_library
 
 ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
 
 
-def gather_reference(spans: RowSpans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
+class Spans(RowSpans):
+    """Row spans that remember the rows' tokens."""
+
+    def __init__(self, seq_length: int) -> None:
+        super().__init__(seq_length)
+        self.rows: list[np.ndarray] = []
+
+    def add(self, store: TokenStore, start: int) -> None:
+        super().add(store, start)
+        self.rows.append(store.tokens(start, start + self.seq_length + 1))
+
+
+def gather_reference(spans: Spans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
     """Return what `gather` does, in numpy."""
     batch = HostBatch.allocate(spans.num_rows, spans.seq_length)
-    rows: list[list[np.ndarray]] = [[] for _ in range(spans.num_rows)]
-    for row, shard, start, count in spans.table:
-        assert isinstance(shard, TokenShard)
-        rows[row].append(shard.tokens[start : start + count])
-    for row, parts in enumerate(rows):
-        tokens = np.concatenate(parts).astype(np.int64)
+    for row, tokens in enumerate(spans.rows):
         batch.tokens[row], batch.labels[row] = tokens[:-1], tokens[1:]
     eod_ids = np.array(spans.eod_ids)[:, None]
     is_eod = (batch.tokens == eod_ids) & (eod_ids != NO_EOD)
@@ -53,24 +61,28 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
     ]
 
 
-@given(data=st.data(), seq_length=st.integers(1, 70), mask=st.booleans(), reset=st.booleans())
+@given(
+    data=st.data(), seq_length=st.integers(1, 70), mask=st.booleans(), reset=st.booleans(), tokens_only=st.booleans()
+)
 def test_native_equals_reference(
-    stores: list[TokenStore], data: st.DataObject, seq_length: int, mask: bool, reset: bool
+    stores: list[TokenStore], data: st.DataObject, seq_length: int, mask: bool, reset: bool, tokens_only: bool
 ) -> None:
     owners = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
-    spans = RowSpans(seq_length)
+    spans = Spans(seq_length)
     expected = []
     for store in (stores[owner] for owner in owners):
         start = data.draw(st.integers(0, store.num_tokens - seq_length - 1))
         spans.add(store, start)
         expected.append(store.tokens(start, start + seq_length + 1))
-    native = gather(spans, BatchOptions(mask, reset))
+    tokens_only &= not mask and not reset
+    native = gather(spans, BatchOptions(mask, reset), tokens_only=tokens_only)
     reference = gather_reference(spans, mask_eod_loss=mask, reset_positions=reset)
+    assert native.is_tokens_only == tokens_only
     for name in ARRAYS:
         found = getattr(native, name)
         assert found.shape == (len(owners), seq_length)
         assert np.array_equal(found, getattr(reference, name)), name
-        assert np.shares_memory(found, native.buffer)
+        assert np.shares_memory(found, native.buffer) == (name in ARRAYS[:2] or not tokens_only)
     for row, tokens in enumerate(expected):
         assert native.tokens[row].tolist() == tokens[:-1].tolist()
         assert native.labels[row].tolist() == tokens[1:].tolist()
@@ -78,7 +90,7 @@ def test_native_equals_reference(
 
 def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: Path) -> None:
     store = write_store(tmp_path / "a", [[1, 2, 0], [3, 0, 4, 5, 6]], vocab_size=9, eod_id=0)
-    spans = RowSpans(7)
+    spans = Spans(7)
     spans.add(store, 0)
     batch = gather(spans, BatchOptions(True, True))
     assert batch.tokens.tolist() == [[1, 2, 0, 3, 0, 4, 5]]
@@ -92,7 +104,7 @@ def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: 
 def test_many_rows_use_threads(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 60000, 40_000)
     store = write_store(tmp_path / "a", np.split(tokens, 40), vocab_size=60000, shard_documents=9)
-    spans = RowSpans(1024)
+    spans = Spans(1024)
     for row in range(600):
         spans.add(store, 60 * row)
     native, reference = gather(spans), gather_reference(spans)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, TokenStore, write_store
+from datakit import BatchOptions, Blend, Cursor, Loader, TokenStore, write_store
 from threefold.errors import CheckFailed, UserError
 
 L = 8
@@ -181,7 +181,7 @@ def test_both_sides_of_a_fork_go_on(blend: Blend) -> None:
 
 
 def memory_for(loader: Loader) -> np.ndarray:
-    return np.full(HostBatch.num_bytes(loader.shape), 0xAA, np.uint8)
+    return np.full(loader.num_bytes, 0xAA, np.uint8)
 
 
 def test_a_step_in_the_callers_memory_has_the_same_bytes(blend: Blend) -> None:
