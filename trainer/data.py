@@ -24,7 +24,10 @@ def open_blend(config: Config, recorded: Recorded | None = None) -> Blend:
 
 def open_valid_blend(config: Config) -> Blend:
     """Return the blend of `[data.valid]`."""
-    return config.data.valid.open(config.train, table="data.valid")
+    valid = config.data.valid
+    if valid.order == "megatron":
+        return config.data.open_valid(config.train, valid.order_samples or valid.num_samples)
+    return valid.open(config.train, table="data.valid")
 
 
 def with_vocabulary(config: Config) -> Config:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from datakit.store.token_store import TokenStore
     from datakit.stream.batch import BatchOptions
     from datakit.stream.blend import Blend
+    from datakit.stream.megatron_order import MegatronOrder
     from datakit.stream.stream_record import Recorded
     from datakit.tokenization.identity import TokenizerIdentity
 
@@ -210,17 +211,14 @@ class StreamConfig(BlendConfig):
         return blend
 
     def _open_megatron(self, steps: StepConfig) -> "Blend":
-        """Return the stream of megatron-core's datasets; UserError if it ends before the run does."""
-        from datakit.store.token_store import TokenStore
-        from datakit.stream.megatron_blend import MegatronBlend
+        """Return the stream of megatron-core's training datasets; UserError if it ends before the run does."""
         from datakit.stream.megatron_order import MegatronOrder
 
         num_samples = steps.train_steps * steps.global_batch_size
         needed = self.start_sample + num_samples
         split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
         order = MegatronOrder(self.train_samples or needed, split, surplus, self.start_sample)
-        stores = [TokenStore.open(path, reading=self.reading) for path in self.stores]
-        blend = MegatronBlend(stores, self.weights, seq_length=steps.seq_length, seed=steps.seed, order=order)
+        blend = self._blend_of(order, steps)
         if blend.mixture.max_samples < num_samples:
             size = self.start_sample + blend.mixture.max_samples
             raise UserError(
@@ -229,6 +227,24 @@ class StreamConfig(BlendConfig):
                 f"{blend.mixture.max_samples // steps.global_batch_size}",
             )
         return blend
+
+    def open_valid(self, steps: StepConfig, num_samples: int) -> "Blend":
+        """Return the stream of megatron-core's validation datasets for so many samples in all.
+
+        They are of the documents that `split` keeps for validation. UserError if it keeps none.
+        """
+        from datakit.stream.megatron_order import MegatronOrder
+
+        self.check("data")
+        split, surplus = self.split or (1.0,), self.mid_level_dataset_surplus
+        return self._blend_of(MegatronOrder(num_samples, split, surplus, part="valid"), steps)
+
+    def _blend_of(self, order: "MegatronOrder", steps: StepConfig) -> "Blend":
+        from datakit.store.token_store import TokenStore
+        from datakit.stream.megatron_blend import MegatronBlend
+
+        stores = [TokenStore.open(path, reading=self.reading) for path in self.stores]
+        return MegatronBlend(stores, self.weights, seq_length=steps.seq_length, seed=steps.seed, order=order)
 
     def _store(
         self, number: int, found: Plan, recorded: "Recorded", steps: StepConfig, *, is_draft: bool

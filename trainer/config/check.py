@@ -130,7 +130,11 @@ def data_faults(config: Config) -> list[Fault]:
     if config.model.position == "learned" and 0 < rows < seq_length:
         text = f"model.num_positions {rows} is less than train.seq_length {seq_length}: --train.seq-length {rows}"
         faults.append(({"model.num_positions", "train.seq_length"}, text))
-    if config.train.eval_interval and not config.data.valid.stores:
+    valid = config.data.valid
+    if valid.order == "megatron" and config.data.order != "megatron":
+        text = 'data.valid.order = "megatron" reads a part of data.split: it needs data.order = "megatron"'
+        faults.append(({"data.valid.order", "data.order"}, text))
+    if config.train.eval_interval and not valid.stores and valid.order == "permuted":
         text = f"train.eval_interval {config.train.eval_interval} needs data.valid.stores"
         faults.append(({"train.eval_interval", "data.valid.stores"}, text))
     return faults

@@ -1,9 +1,10 @@
 """What a run reads, to train and to validate: datakit's options, and what the trainer adds to them."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from datakit import BlendConfig, StreamConfig
-from threefold.options import option
+from threefold.options import Fault, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +12,21 @@ class ValidConfig(BlendConfig):
     """`[data.valid]`: the validation set."""
 
     num_samples: int = option(64, "how many fixed samples an evaluation reads", minimum=1)
+    order: Literal["permuted", "megatron"] = option(
+        "permuted", "which samples these are: megatron reads data.stores, the validation part of data.split"
+    )
+    order_samples: int = option(0, "megatron: validation samples of the whole run; 0: num_samples", minimum=0)
+
+    def faults(self, table: str) -> list[Fault]:
+        """Return the faults between the fields of this table."""
+        found = BlendConfig.faults(self, table)
+        if self.order == "megatron" and self.stores:
+            text = f'{table}.stores have an order of their own, and {table}.order = "megatron" reads data.stores'
+            found.append(({f"{table}.stores", f"{table}.order"}, text))
+        if 0 < self.order_samples < self.num_samples:
+            text = f"{table}.order_samples {self.order_samples} is less than {table}.num_samples {self.num_samples}"
+            found.append(({f"{table}.order_samples", f"{table}.num_samples"}, text))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ class Evaluation:
 
     def __init__(self, config: Config, engine: Engine, mesh: ProcessMesh) -> None:
         self._config, self._engine, self._mesh = config, engine, mesh
-        self._blend = open_valid_blend(config)
+        self._blend, self._last = open_valid_blend(config), config.data.valid.num_samples - 1
         for first in self._firsts:
-            samples = self._samples(first)
+            samples = np.minimum(self._samples(first), self._last)
             fault = token_fault(self._host(samples), samples, self._blend, config.model.vocab_size)
             if fault is not None:
                 raise fault
@@ -60,7 +60,7 @@ class Evaluation:
         return range(0, self._config.data.valid.num_samples, self._config.train.global_batch_size)
 
     def _samples(self, first: int) -> Int64s:
-        """Return the numbers of this rank's samples in the step from `first` on."""
+        """Return the numbers of this rank's rows in the step from `first` on; the last ones may be past the end."""
         train, dp = self._config.train, self._config.parallel.dp
         microbatches = np.arange(train.gradient_accumulation_steps)[:, None] * dp + self._mesh.coords.dp
         return (first + microbatches * train.micro_batch_size + np.arange(train.micro_batch_size)).ravel()
@@ -72,7 +72,7 @@ class Evaluation:
     def _batch(self, first: int) -> Batch:
         """Return this rank's rows of the samples from `first` on; rows past the last sample carry no loss."""
         train, samples = self._config.train, self._samples(first)
-        host = self._host(samples)
-        host.loss_mask[samples >= self._config.data.valid.num_samples] = 0.0
+        host = self._host(np.minimum(samples, self._last))  # a stream may have no more
+        host.loss_mask[samples > self._last] = 0.0
         shape = train.gradient_accumulation_steps, train.micro_batch_size, train.seq_length
         return to_device(host.reshaped(*shape, first_sample=first, epochs=()), self._mesh.device)

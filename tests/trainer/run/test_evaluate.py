@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from datakit import BatchOptions
+from datakit import BatchOptions, Blend, MegatronBlend, MegatronOrder, TokenStore, blame
 from tests.trainer.support.training import ROOT, call, lines
 from trainer.data import open_valid_blend
 from trainer.job.ranks import Ranks
@@ -62,17 +62,38 @@ def test_it_is_the_mean_of_the_token_losses(trained: Path) -> None:
     with Ranks("cpu", timeout_s=60) as ranks:
         model = TrainedModel(checkpoint, ranks)
         found = Evaluation(config, model.engine, model.mesh).run()
-    blend = open_valid_blend(config)
-    host = blend.batch(np.arange(10), BatchOptions(mask_eod_loss=True))
+    assert_mean(found, model, open_valid_blend(config), 10)
+
+
+def assert_mean(found: dict, model: TrainedModel, blend: Blend, num_samples: int) -> None:
+    """Compare an evaluation with the losses of each position by itself, from the logits after its prefix."""
+    host = blend.batch(np.arange(num_samples), BatchOptions(mask_eod_loss=True))
     assert 0 < host.loss_mask.sum() < host.loss_mask.size
     tokens, labels = torch.from_numpy(host.tokens), torch.from_numpy(host.labels)
-    losses = [  # each position by itself, from the logits after its prefix
+    losses = [
         cross_entropy(model.engine.logits(tokens[:, : length + 1]), labels[:, length], reduction="none")
-        for length in range(config.train.seq_length)
+        for length in range(blend.seq_length)
     ]
     mask = torch.from_numpy(host.loss_mask)
     assert found["num_tokens"] == mask.sum()
     assert found["loss"] == pytest.approx(float((torch.stack(losses, 1) * mask).sum() / mask.sum()), rel=1e-5)
+
+
+def test_the_validation_part_of_megatron_is_what_training_never_reads(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--data.order", "megatron", "--data.split", "80,20", "--data.valid.stores", "", "--data.valid.order",
+        "megatron", "--data.valid.num-samples", 10, "--data.valid.order-samples", 12,
+    ]  # fmt: skip
+    found = evaluate(capsys, trained / "run", *flags)
+    checkpoint = open_checkpoint(str(trained / "run"), None, {}, world_size=1)
+    config, order = checkpoint.config, MegatronOrder(12, (80.0, 20.0), part="valid")
+    store = TokenStore.open(Path(config.data.valid.stores[0]).with_name("train"))
+    blend = MegatronBlend([store], seq_length=config.train.seq_length, seed=config.train.seed, order=order)
+    with Ranks("cpu", timeout_s=60) as ranks:
+        assert_mean(found, TrainedModel(checkpoint, ranks), blend, 10)
+    assert set(blame(blend, np.arange(10)).documents.tolist()) <= set(range(240, 300))
 
 
 def test_what_cannot_be_evaluated(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +102,16 @@ def test_what_cannot_be_evaluated(trained: Path, capsys: pytest.CaptureFixture[s
         ([trained / "run" / "step-000000005"], "no committed step 5"),
         ([trained / "run", "--data.valid.stores", ""], "data.valid.stores names no token store"),
         ([trained / "run", "--data.valid.stores", "nowhere"], "nowhere"),
+        ([trained / "run", "--data.valid.order", "megatron"], "data.valid.stores have an order of their own"),
+        (
+            [trained / "run", "--data.valid.order", "megatron", "--data.valid.stores", ""],
+            'it needs data.order = "megatron"',
+        ),
+        (
+            [trained / "run", "--data.valid.order", "megatron", "--data.valid.stores", "", "--data.order", "megatron"],
+            "split 1 has no share for the documents of valid",
+        ),
+        ([trained / "run", "--data.valid.order-samples", 3], "order_samples 3 is less than data.valid.num_samples 10"),
         ([trained / "run", "--model.num-layers", 4], "layers.3.attn.q.weight: missing in the checkpoint"),
     ]:
         assert call("eval", *arguments) == 2
