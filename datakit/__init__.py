@@ -5,7 +5,7 @@ Programs import these names and no other submodule:
   encodes fastest, for experts: choose_backend, open_encoder, Encoder;
 - a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
-- a store behind a URL, through a cache: RemoteStore;
+- a store behind a URL, through a cache: RemoteStore, PackedRemoteStore;
 - a store's documents in rows, without cutting the short ones: pack, PackedStore;
 - batches of a stream: Blend, Cursor, Loader, HostBatch, BatchOptions; datakit.torch, which is imported by its own
   name, has datasets of them for PyTorch's DataLoader;

@@ -6,6 +6,7 @@ from datakit.packing.pack import pack as pack
 from datakit.packing.packed_store import PackedStore as PackedStore
 from datakit.preprocessing.preprocess import preprocess as preprocess
 from datakit.preprocessing.recipe import Recipe as Recipe
+from datakit.remote.packed_remote_store import PackedRemoteStore as PackedRemoteStore
 from datakit.remote.remote_store import RemoteStore as RemoteStore
 from datakit.reports.difference import find_difference as find_difference
 from datakit.reports.provenance import blame as blame

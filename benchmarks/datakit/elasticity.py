@@ -1,10 +1,10 @@
 """A blend of 1,000 stores, and a run at 1 T tokens that goes on with 8, then 3, then 16 data-parallel ranks.
 
-Each of the 1,000 stores holds one shard of 2,000 documents, hard-linked; weights are drawn. A sample's cost is that of
-its store, number and row, in lists of 4,096, also of random ones. The run is at sample 10^8 of a store of 15,000 shards.
-It reads three steps with each number of ranks, in micro-batches of other sizes, and every row is compared with the
-stream as one process reads it. A resume is from the stores, open, to the first step of a rank. Each repeat is a new
-process; medians of the wall clock.
+Each of the 1,000 stores holds one shard of 2,000 documents, or two, hard-linked; weights are drawn. A sample's cost is
+that of its store, number and row, in lists of 4,096, also of random ones. The run is at sample 10^8 of a store of
+15,000 shards. It reads three steps with each number of ranks, in micro-batches of other sizes, and every row is
+compared with the stream as one process reads it. A resume is from the stores, open, to the first step of a rank. Each
+repeat is a new process; medians of the wall clock.
 
     PYTHONPATH=. python benchmarks/datakit/elasticity.py
 """
@@ -35,9 +35,8 @@ def timed(name, work, count=1, unit=1e3):
     found.setdefault(name, []).append(unit * (time.perf_counter() - started_s) / count)
     return made
 """
-BLEND = (
-    """
-stores = timed("1,000 stores open, ms", lambda: [TokenStore.open(f"{folder}/{n}") for n in range(%d)])
+BLEND = """
+stores = timed("1,000 stores open, ms", lambda: [TokenStore.open(f"{folder}/{n}") for n in range(int(sys.argv[2]))])
 weights = np.random.default_rng(0).uniform(0.1, 10, len(stores)).tolist()
 blend = timed("blend of them, ms", lambda: Blend(list(zip(stores, weights)), seq_length=4096))
 timed("first sample, ms", lambda: blend.addresses([0]))
@@ -49,8 +48,6 @@ timed("random samples of 10^9, us each", lambda: blend.addresses(many), 4096, 1e
 timed("store of random samples, us each", lambda: blend.locate(many), 4096, 1e6)
 print(json.dumps(found))
 """
-    % NUM_STORES
-)
 RESUMES = """
 blend = Blend([(TokenStore.open(folder), 1.0)], seq_length=4096, seed=3)
 first, rows = 10**8, 48
@@ -93,7 +90,7 @@ def main() -> int:
         large = linked(write_store(Path(name) / "one", documents(), vocab_size=50257), Path(name) / "1T", NUM_SHARDS)
         for _ in range(arguments.repeats):
             for program, folder in ((BLEND, Path(name) / "many"), (RESUMES, large)):
-                command = [sys.executable, "-c", HEAD + program, folder]
+                command = [sys.executable, "-c", HEAD + program, folder, str(NUM_STORES)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 for what, values in json.loads(done.stdout).items():
                     found.setdefault(what, []).extend(values)

@@ -2,10 +2,10 @@
 
 Rows of 4,096 tokens at random places of two stores (uint16, documents of about 670 tokens). The raw limit copies as
 many random tokens from one memory map into int64 [rows, L + 1], tokens alone. Ours are batches of 64 rows, of which
-tokens and labels are views of such an array and positions and loss mask constants; with "all arrays" these are written
-out too, 28 bytes a token. They are the blend's samples in order, or random ones, also row by row. Cold, the files are dropped from the page cache before each batch,
-and the limit is 16 threads that read 8 KiB each. Every program is a process of its own; repeats are interleaved,
-medians.
+tokens and labels are views of such an array, positions and loss mask constants; with "all arrays" these are written
+out too, 28 bytes a token. They are the blend's samples in order, or random ones, also row by row. Cold, the files are
+dropped from the page cache before each batch, and the limit is 16 threads that read 8 KiB each. Every program is a
+process of its own; repeats are interleaved, medians.
 
     PYTHONPATH=. python benchmarks/datakit/reading.py --python PEER
 

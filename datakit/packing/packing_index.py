@@ -5,6 +5,7 @@ docs/formats/packing-index.md. A row that contradicts itself is a CheckFailed wh
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -122,15 +123,14 @@ class PackingRecord:
 class PackingIndex:
     """An open index of one store; safe to read from several threads."""
 
-    def __init__(self, folder: Path, record: PackingRecord) -> None:
-        """Map the files of a record that was read from `folder`; only their sizes are checked."""
+    def __init__(self, folder: Path | str, record: PackingRecord, map_column: Callable[[str], memoryview]) -> None:
+        """Map the columns of a record that was read from `folder`, by their names; only their sizes are checked."""
         self.folder, self.record = folder, record
         columns = {}
         for name, dtype in COLUMNS.items():
-            data, size_bytes = map_file(column_path(folder, name)), record.files[name].size_bytes
+            data, size_bytes = map_column(name), record.files[name].size_bytes
             if len(data) != size_bytes:
-                path = column_path(folder, name)
-                raise self.damaged(f"{path.name} has {len(data)} bytes, its record says {size_bytes}")
+                raise self.damaged(f"{column_file(name)} has {len(data)} bytes, its record says {size_bytes}")
             columns[name] = np.frombuffer(data, dtype)
         self._ends, self._starts, self._sizes = (columns[name] for name in COLUMNS)
         self._window_starts = [0, *accumulate(record.window_rows)]
@@ -138,19 +138,8 @@ class PackingIndex:
     @classmethod
     def open(cls, folder: Path, store: TokenStore, *, packing: str, seq_length: int) -> "PackingIndex":
         """Open the index of a store; UserError if there is none, or it is of other tokens, or packed otherwise."""
-        again = f"datakit pack {store.path} --seq-length {seq_length} --packing {packing}"
-        record = read_record(folder)
-        if record is None:
-            what = f"{store.path} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"
-            raise UserError(what, hint=again)
-        found, wanted = (record.store, record.documents), identity_of(store.manifest)
-        if found != wanted:
-            what = f"{folder} is the index of another store, of fingerprint {found[0]}: {store.path} has {wanted[0]}"
-            raise UserError(what, hint=f"{again} --output FOLDER")
-        if (record.packing, record.seq_length) != (packing, seq_length):
-            what = f"{folder} is packed by {record.packing} into rows of {record.seq_length} tokens"
-            raise UserError(f"{what}, not by {packing} into rows of {seq_length}", hint=f"{again} --output FOLDER")
-        return cls(folder, record)
+        record = checked(read_record(folder), folder, store, packing=packing, seq_length=seq_length)
+        return cls(folder, record, lambda name: map_file(column_path(folder, name)))
 
     @property
     def fingerprint(self) -> str:
@@ -185,20 +174,48 @@ class PackingIndex:
         return CheckFailed(f"{self.folder} is damaged: {what}", hint=f"datakit verify {self.folder}")
 
 
+def checked(
+    record: PackingRecord | None, folder: Path | str, store: TokenStore, *, packing: str, seq_length: int
+) -> PackingRecord:
+    """Return the record of a folder if it is of these rows of the store; UserError otherwise, or without a record."""
+    again = f"datakit pack {store.place} --seq-length {seq_length} --packing {packing}"
+    if record is None:
+        what = f"{store.place} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"
+        raise UserError(what, hint=again)
+    found, wanted = (record.store, record.documents), identity_of(store.manifest)
+    if found != wanted:
+        what = f"{folder} is the index of another store, of fingerprint {found[0]}: {store.place} has {wanted[0]}"
+        raise UserError(what, hint=f"{again} --output FOLDER")
+    if (record.packing, record.seq_length) != (packing, seq_length):
+        what = f"{folder} is packed by {record.packing} into rows of {record.seq_length} tokens"
+        raise UserError(f"{what}, not by {packing} into rows of {seq_length}", hint=f"{again} --output FOLDER")
+    return record
+
+
 def identity_of(manifest: Manifest) -> tuple[str, str]:
     """Return the fingerprint of a store, and that of its documents' ends."""
     indices = [shard.idx.xxh3_64 for shard in manifest.shards]
     return manifest.fingerprint, xxhash.xxh3_128_hexdigest(orjson.dumps(indices))
 
 
+def column_file(name: str) -> str:
+    """Return the name of a column's file."""
+    return f"{name}.bin"
+
+
 def column_path(folder: Path, name: str) -> Path:
     """Return the file of a column."""
-    return folder / f"{name}.bin"
+    return folder / column_file(name)
 
 
 def default_folder(store: str | os.PathLike[str], packing: str, seq_length: int) -> Path:
     """Return the folder of a store's index, if it is in the store."""
-    return Path(store) / f"packing-{packing}-{seq_length}"
+    return Path(store) / default_name(packing, seq_length)
+
+
+def default_name(packing: str, seq_length: int) -> str:
+    """Return the name of an index in its store."""
+    return f"packing-{packing}-{seq_length}"
 
 
 def read_record(folder: Path) -> PackingRecord | None:

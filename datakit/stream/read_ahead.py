@@ -85,11 +85,12 @@ class ReadAhead:
 
     def _blocks_of(self, number: int) -> dict[str, Block]:
         places = self._blend.addresses(self._samples_of(number))
-        found = set()
+        found, length = set(), self._blend.seq_length
         for source, start in zip(*(column.tolist() for column in places)):
             store = self._blend.stores[source]
             if isinstance(store, RemoteStore):
-                found |= {(store, *block) for block in store.blocks(start, start + self._blend.seq_length + 1)}
+                for begin, stop in store.row_spans(start // length, length):
+                    found |= {(store, *block) for block in store.blocks(begin, stop)}
         return {block.name: block for block in (store.block(*place) for store, *place in found)}
 
     def _has_room(self, number: int, blocks: dict[str, Block]) -> bool:

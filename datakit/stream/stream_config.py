@@ -72,22 +72,29 @@ class BlendConfig:
         if remote and not self.cache:
             text = f"{remote[0]} is read through a local folder, and {table}.cache names none"
             found.append(({f"{table}.cache", f"{table}.stores"}, f"{text}: --{table}.cache /local/cache"))
-        if remote and self.packing != "concat":
-            text = f"{table}.packing is {self.packing}, and {remote[0]} is not a local folder"
-            found.append(({f"{table}.packing", f"{table}.stores"}, text))
         return found
 
     def open_store(self, number: int, path: str, seq_length: int) -> "TokenStore":
         """Return a store, whose rows are as `packing` says; those that join later keep their index in themselves."""
         from datakit.packing.packed_store import open_store
+        from datakit.remote.packed_remote_store import PackedRemoteStore
         from datakit.remote.remote_store import RemoteStore
 
-        if "://" in path:
-            if not self.cache or self.packing != "concat":
-                what = "its rows cannot be packed" if self.cache else "no data.cache is named to read it through"
-                raise UserError(f"{path} is not a local folder: {what}", hint="--data.cache /local/cache")
-            return RemoteStore.at(path, cache=self.cache, cache_mib=self.cache_mib)
         index = self.indices[number] if number < len(self.indices) else None
+        if "://" in path:
+            if not self.cache:
+                what = "no data.cache is named to read it through"
+                raise UserError(f"{path} is not a local folder: {what}", hint="--data.cache /local/cache")
+            if self.packing == "concat":
+                return RemoteStore.at(path, cache=self.cache, cache_mib=self.cache_mib)
+            return PackedRemoteStore.packed_at(
+                path,
+                packing=self.packing,
+                seq_length=seq_length,
+                cache=self.cache,
+                cache_mib=self.cache_mib,
+                index=index,
+            )
         return open_store(path, packing=self.packing, seq_length=seq_length, index=index, reading=self.reading)
 
     def tokenizer_of(self, path: str) -> "TokenizerIdentity":

@@ -1,0 +1,120 @@
+"""PackedRemoteStore: packed rows of a store behind a URL are those of the local one, wherever the index is."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datakit import Blend, Loader, PackedRemoteStore, PackedStore, RunStream, blame, pack, where, write_store
+from datakit.archives.archiving import archive
+from datakit.remote import shard_tokens
+from datakit.reports.provenance import Passages
+from tests.datakit.conftest import files_of
+from threefold.errors import CheckFailed, UserError
+from threefold.storage import open_storage
+from tools.fault_proxy import Fault, FaultProxy
+
+L = 16
+NAME = f"packing-best_fit-{L}"
+ARRAYS = ("tokens", "labels", "positions", "loss_mask", "cu_seqlens")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 512)
+    monkeypatch.setattr("threefold.storage.repeating.FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PackedStore:
+    """Documents of all lengths in six shards, and the index in their folder."""
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, 299, size) for size in (0, 300, 1, *rng.integers(0, 90, 200))]
+    write_store(tmp_path / "s", documents, vocab_size=300, eod_id=299, shard_documents=40)
+    pack(tmp_path / "s", seq_length=L, packing="best_fit")
+    return PackedStore.of(tmp_path / "s", packing="best_fit", seq_length=L)
+
+
+def opened(url: str, tmp_path: Path, **named: object) -> PackedRemoteStore:
+    place = {"packing": "best_fit", "seq_length": L, "cache": str(tmp_path / "cache"), "cache_mib": 64}
+    return PackedRemoteStore.packed_at(url, **(place | named))  # type: ignore[arg-type]
+
+
+def stream(store: PackedStore) -> Blend:
+    return Blend([(store, 1.0)], seq_length=L, seed=1, block_tokens=4 * L)
+
+
+def assert_same(remote: PackedStore, local: PackedStore) -> None:
+    rows = range(2 * local.num_rows(L))
+    found, expected = (stream(each).batch(rows) for each in (remote, local))
+    for name in ARRAYS:
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+    passages: list[Passages] = [blame(stream(each), rows) for each in (remote, local)]
+    assert passages[0].rows() == passages[1].rows()
+    assert passages[0].origins(stream(remote)) == passages[1].origins(stream(local))
+    assert where(stream(remote), 0, 1, 500).rows() == where(stream(local), 0, 1, 500).rows()
+
+
+def test_rows_and_their_documents_are_those_of_the_local_store(store: PackedStore, tmp_path: Path) -> None:
+    remote = opened(f"file://{store.path}", tmp_path)
+    assert (remote.fingerprint, remote.packing) == (store.fingerprint, "best_fit")
+    assert_same(remote, store)
+    assert_same(pickle.loads(pickle.dumps(remote)), store)
+
+
+def test_an_archive_has_its_index_elsewhere(store: PackedStore, tmp_path: Path) -> None:
+    archive(store.path, f"file://{tmp_path}/there")
+    with pytest.raises(UserError, match=f"there/{NAME} is not there"):
+        opened(f"file://{tmp_path}/there", tmp_path)
+    for index in (str(store.path / NAME), f"file://{store.path}/{NAME}"):
+        assert_same(opened(f"file://{tmp_path}/there", tmp_path, index=index), store)
+
+
+def test_a_loader_reads_ahead_as_a_run_configures_it(
+    store: PackedStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy
+) -> None:
+    storage = open_storage(s3_url)
+    for name, content in files_of(store.path).items():
+        storage.write(name, content)
+    s3_proxy.fault = Fault("503", method="GET", target=NAME, times=1)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[data]\nstores = ["{s3_url}"]\npacking = "best_fit"\nshuffle = "blocks"\nblock_tokens = {4 * L}\n'
+        f'cache = "{tmp_path}/cache"\n[train]\nseq_length = {L}\nglobal_batch_size = 6\nseed = 1\n'
+    )
+    blend = RunStream.read(str(config)).open()
+    with Loader(blend, 2, 1, 1, 3) as found, Loader(stream(store), 2, 1, 1, 3) as expected:
+        for _ in range(20):
+            steps = found.next_step(), expected.next_step()
+            assert all(np.array_equal(*(getattr(step, name) for step in steps)) for name in ARRAYS)
+        found.load_state_dict(json.loads(json.dumps(expected.state_dict())))
+
+
+def test_an_index_that_is_damaged_or_of_another_store_is_named(store: PackedStore, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    shutil.copytree(store.path, there)
+    url = f"file://{there}"
+    for name in ("starts.bin", "ends.bin"):
+        file, place = there / NAME / name, str(tmp_path / name)  # in another's cache it would be sound
+        sound = file.read_bytes()
+        for content, fault in (
+            (sound[:-1] + bytes([sound[-1] ^ 1]), "is damaged: its checksum does not hold"),
+            (sound[:-1], f"has {len(sound) - 1} bytes, its record says {len(sound)}"),
+            (None, "is missing"),
+        ):
+            file.unlink() if content is None else file.write_bytes(content)
+            with pytest.raises(CheckFailed, match=f"{name} {fault}"):
+                opened(url, tmp_path, cache=place)
+        file.write_bytes(sound)
+    (there / NAME / "packing.json").write_bytes(b"{}")
+    with pytest.raises(CheckFailed, match="format"):
+        opened(url, tmp_path)
+    with pytest.raises(UserError, match=r"packed by best_fit into rows of 16 tokens, not by best_fit into rows of 8"):
+        opened(url, tmp_path, seq_length=8, index=str(store.path / NAME))
+    other = write_store(tmp_path / "other", [range(40)], vocab_size=300, eod_id=299)
+    pack(other.path, seq_length=L, packing="best_fit")
+    with pytest.raises(UserError, match="is the index of another store"):
+        opened(f"file://{store.path}", tmp_path, index=f"file://{other.path}/{NAME}")
