@@ -78,17 +78,22 @@ def assert_same(batch: Batch, host: HostBatch) -> None:
     assert batch.first_sample == host.first_sample
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_on_a_cpu_the_tensors_of_each_step_are_views_of_two_buffers(stream: Blend, num_microbatches: int) -> None:
-    shape, masked = (2, num_microbatches), BatchOptions(mask_eod_loss=True)
-    with Loader(stream, *shape, options=masked) as loader, Loader(stream, *shape, options=masked) as plain:
+def test_on_a_cpu_the_tensors_of_each_step_are_views_of_two_buffers(
+    stream: Blend, num_microbatches: int, masks: bool
+) -> None:
+    shape, options = (2, num_microbatches), BatchOptions(mask_eod_loss=masks)
+    with Loader(stream, *shape, options=options) as loader, Loader(stream, *shape, options=options) as plain:
         reader, addresses = StepReader(loader, torch.device("cpu")), []
         for _ in range(100):
             batch, host = reader.to_device(reader.next_step()), plain.next_step()
             assert_same(batch, host)
             assert loader.cursor.num_samples == host.first_sample + loader.global_batch_size
             addresses.append(batch.tokens.data_ptr())
-            assert batch.loss_mask.data_ptr() == addresses[-1] + 24 * batch.tokens.numel()
+            assert batch.labels.data_ptr() == addresses[-1] + (8 * batch.tokens.numel() if masks else 8)
+            if masks:
+                assert batch.loss_mask.data_ptr() == addresses[-1] + 24 * batch.tokens.numel()
         assert addresses == 50 * addresses[:2]
         assert addresses[0] != addresses[1]
 
