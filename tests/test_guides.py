@@ -90,6 +90,29 @@ def write_damaged_run(folder: Path) -> None:
     next(step.rglob("*.safetensors")).write_bytes(b"")
 
 
+def write_torch_checkpointing(folder: Path) -> None:
+    """What torch_checkpointing saves of a model, its optimizer and a number."""
+    import torch
+
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    (folder / "saved").mkdir()
+    for key, value in {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}.items():
+        torch.save(value, folder / "saved" / f"{key}_0.pt")
+
+
+def write_universal(folder: Path) -> None:
+    """What DeepSpeed's converter makes of a matrix."""
+    import torch
+
+    path = folder / "global_step100_universal" / "zero" / "encoder.0.weight"
+    path.mkdir(parents=True)
+    for name in ("fp32", "exp_avg", "exp_avg_sq"):
+        torch.save({"cat_dim": 0, "param": torch.randn(8, 4)}, path / f"{name}.pt")
+
+
 def write_long_run(folder: Path) -> None:
     """A run of five steps with falling losses."""
     tensors = gpt_tensors(1)
@@ -166,6 +189,8 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Train from a model": write_model,
     "Evaluate a model, and let it speak": write_model,
     "Make a folder of a run": write_model,
+    "From torch_checkpointing": write_torch_checkpointing,
+    "From DeepSpeed": write_universal,
     "Read without mapping files": write_config,
     "Resume a run on other ranks": write_config,
     "After a crash": write_config,

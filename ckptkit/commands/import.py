@@ -13,9 +13,10 @@ class Options(Reporting):
 
     source: str = argument("SRC", "folder of the other program: a path or URL")
     target: str = argument("RUN", "run URL (the step is 0) or step URL")
-    source_format: Literal["hf", "dcp", "torch_dist"] = option(
+    source_format: Literal["hf", "dcp", "torch_dist", "torch_checkpointing", "ucp"] = option(
         "hf",
-        "what the source is: a Hugging Face model, a save of torch.distributed.checkpoint, or one of megatron-core",
+        "what the source is: a Hugging Face model, a save of torch.distributed.checkpoint, of megatron-core or of "
+        "torch_checkpointing, or a universal checkpoint of DeepSpeed",
         flag="--from",
     )
     dry_run: bool = option(False, "check everything but the values, say what would be written, write nothing")
@@ -24,20 +25,18 @@ class Options(Reporting):
 def run(options: Options) -> None:
     """Write a folder as a committed step, the values bit for bit: of a Hugging Face model the tensors, under the
     trainer's names, config.json and tokenizer; of torch.distributed.checkpoint the tensors, whole, and what it pickled
-    as bytes; of megatron-core's torch_dist common.pt too, as bytes. Nothing is unpickled; neither torch nor
-    transformers is needed. The same command repeats an import that was killed.
+    as bytes; of megatron-core's torch_dist common.pt too, as bytes; of torch_checkpointing the whole state, for
+    ckptkit.torch.Run; of DeepSpeed's universal checkpoints weights and optimizer states. Nothing is unpickled; neither
+    torch nor transformers is needed. The same command repeats an import that was killed.
     """
-    from ckptkit.foreign.dcp_folder import DcpFolder
-    from ckptkit.foreign.hf_folder import HfFolder
-    from ckptkit.foreign.torch_dist_folder import TorchDistFolder
+    from ckptkit.foreign.kinds import folder_of
     from ckptkit.format.address import open_address
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.rewrite.folder_import import import_folder
 
     return_large_frees()
     target, step = open_address(options.target)
-    kinds: dict[str, type[HfFolder | DcpFolder]] = {"hf": HfFolder, "dcp": DcpFolder, "torch_dist": TorchDistFolder}
-    folder = kinds[options.source_format](options.source)
+    folder = folder_of(options.source_format, options.source)
     with shown_bytes() as progress:
         done = import_folder(folder, target, step=step or 0, progress=progress, dry_run=options.dry_run)
     print_written(done, is_there=done.was_there, as_json=options.json)

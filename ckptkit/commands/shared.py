@@ -79,17 +79,12 @@ class ByMetric:
 def opened(url: str) -> "Iterator[CheckpointReader]":
     """Yield a reader of the checkpoint that a URL means; where damage ends the block, a hint points to other steps."""
     from ckptkit.foreign.hf_folder import open_source
+    from ckptkit.foreign.kinds import meant
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.runs.run import Run
 
     return_large_frees()
-    source: Run | ForeignFolder
-    if url.startswith("dcp:") and not url.startswith("dcp://"):  # such an address alone loads what reads pickled data
-        from ckptkit.foreign.dcp_folder import DcpFolder
-
-        source = DcpFolder(url)
-    else:
-        source = open_source(url)
+    source: Run | ForeignFolder = meant(url) or open_source(url)
     try:
         with source.open(source.resolve()) as reader:
             yield reader

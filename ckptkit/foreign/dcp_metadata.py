@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.foreign.pickle_writer import Call, Global, Made, Pairs, pickled
 from ckptkit.foreign.restricted_pickle import Name, Record, parsed
+from ckptkit.foreign.stored_reader import Place
 from ckptkit.foreign.torch_zip import ITEMSIZES
 from ckptkit.format.dcp_state import Path, checked_path
 from threefold.errors import CheckFailed, UserError
@@ -31,15 +32,6 @@ ALLOWED = frozenset([
     )), _FLATTENED,
 ])  # fmt: skip
 Ints = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Bytes [offset, offset + length) of a file."""
-
-    file: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)

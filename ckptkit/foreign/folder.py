@@ -1,14 +1,13 @@
 """ForeignFolder: a folder of another program on any storage, with the face of a run of one step, 0."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import ClassVar
 
 from ckptkit.foreign.folder_reader import FolderReader
 from ckptkit.format.root import Root
 from threefold.storage import Storage, open_storage
-
-ATTEMPT = "import"
 
 
 class ForeignFolder:
@@ -47,6 +46,14 @@ class ForeignFolder:
         raise NotImplementedError
 
     @property
+    def files(self) -> Collection[str]:
+        """The files that are read."""
+        raise NotImplementedError
+
+    @cached_property
     def attempt(self) -> str:
         """The name that every import of this folder, as it is now, has on a run's storage."""
-        raise NotImplementedError
+        state = hashlib.sha256(self.storage.url.encode())
+        for name in sorted(self.files):
+            state.update(repr(self.storage.info(name)).encode())
+        return f"import-{state.hexdigest()[:12]}"

@@ -3,12 +3,12 @@
 The folder has no checksums, so its bytes are read unverified.
 """
 
-import hashlib
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import cached_property
 
 from ckptkit.foreign.families import Row
-from ckptkit.foreign.folder import ATTEMPT, ForeignFolder
+from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.hf_contents import FILES, Contents, read_contents
 from ckptkit.foreign.hf_reader import HfReader
 from ckptkit.format.root import Root
@@ -47,14 +47,10 @@ class HfFolder(ForeignFolder):
         tensors = {info.name: info for info in infos}
         return Root(step, self.attempt, ParallelLayout(), contents.model.num_layers, tensors, (), metadata)
 
-    @cached_property
-    def attempt(self) -> str:
-        """Return the name that every import of this folder, as it is now, has on a run's storage."""
-        infos = [self.storage.info(name) for name in sorted({*self.contents.weights, *self.contents.files})]
-        state = hashlib.sha256(self.storage.url.encode())
-        for info in infos:
-            state.update(repr(info).encode())
-        return f"{ATTEMPT}-{state.hexdigest()[:12]}"
+    @property
+    def files(self) -> Collection[str]:
+        """The files that are read."""
+        return {*self.contents.weights, *self.contents.files}
 
 
 def open_source(url: str) -> Run | HfFolder:

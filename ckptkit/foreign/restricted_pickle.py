@@ -66,10 +66,13 @@ class _Parser(BASE):  # type: ignore[misc]
         args, name = self.stack.pop(), self.stack[-1]
         if type(name) is not Name or type(args) is not tuple:
             raise pickle.UnpicklingError("a call of what is not a name")
-        self.stack[-1] = {} if name == "collections.OrderedDict" and not args else Record(name, args)
+        is_dict = (name == "collections.OrderedDict" and not args) or name == "collections.defaultdict"
+        self.stack[-1] = {} if is_dict else Record(name, args)
 
     def load_build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is dict:
+            return  # attributes of an ordered dict, such as a module's versions
         if type(made) is not Record:
             raise pickle.UnpicklingError("a state for what is not an object")
         made.state = state

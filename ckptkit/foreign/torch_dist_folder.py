@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from ckptkit.foreign.dcp_folder import DcpFolder
-from ckptkit.foreign.dcp_metadata import FILE, DcpContents, Place
+from ckptkit.foreign.dcp_metadata import FILE, DcpContents
 from ckptkit.foreign.hf_contents import FILES
+from ckptkit.foreign.stored_reader import Place
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 
@@ -24,6 +25,8 @@ MAX_FILE_BYTES = 256 << 20
 
 class TorchDistFolder(DcpFolder):
     """One folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
+
+    scheme = "torch_dist:"
 
     @cached_property
     def contents(self) -> DcpContents:

@@ -16,13 +16,14 @@ from typing import Literal
 import numpy as np
 
 from ckptkit.check.slabs import fill
-from ckptkit.foreign.dcp_folder import STORED
-from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, DcpTensor, Place, write_metadata
+from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.hf_contents import FILES
+from ckptkit.foreign.stored_reader import STORED, Place
 from ckptkit.foreign.torch_dist_folder import COMMON, CONFIG
-from ckptkit.foreign.torch_zip import TensorZip
+from ckptkit.foreign.torch_zip_writer import TensorZip
 from ckptkit.format.dcp_state import DcpState
 from ckptkit.format.root import Root
+from ckptkit.format.state_tree import METADATA
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
@@ -156,8 +157,8 @@ def planned(root: Root, state: DcpState, max_shard_bytes: int) -> list[DcpFile]:
 
 def _state(root: Root, url: str) -> DcpState:
     """Return how DCP is to see a step; a step that it did not save is a flat state."""
-    if "torch_state" in root.metadata:
-        text = f"{url} was saved by ckptkit.torch.Run, and its values other than tensors cannot be made DCP's"
+    if METADATA in root.metadata:
+        text = f"{url} holds a state of ckptkit.torch.Run, whose values other than tensors cannot be made DCP's"
         raise UserError(text, hint="load it in a program and save that by dcp.save")
     return DcpState.of(root.metadata, url) or DcpState({name: (name,) for name in root.tensors})
 

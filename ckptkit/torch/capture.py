@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptkit.format.state_tree import Encoder, Node, part
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.torch.boxes import STORED, Held, held, is_dtensor, local_of
+from ckptkit.torch.boxes import STORED, Held, dtype_of, held, is_dtensor, local_of
 from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, optimizer_state, rng_state
-from ckptkit.torch.tree import Encoder, Node, part
 from threefold.errors import UserError
 
 SEEN_BYTES = 1 << 20  # a CPU tensor of a loader up to this size is compared between ranks
@@ -94,7 +94,7 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen) -> Entry:
 
     is_rng = key == RNG
     is_own = is_rng or (is_stateful(value) and not isinstance(value, nn.Module | Optimizer))
-    encoder = Encoder(expand)
+    encoder = Encoder(dtype_of, expand)
     node: Node = encoder.node(part(key), rng_state() if is_rng else value)
     tree = json.dumps(node, separators=(",", ":")).encode()
     leaves, seen_bytes = {}, [tree]

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptkit.format.state_tree import Encoder, Node, decoded, fields, leaves, made, part
 from ckptkit.model.box import Box, Piece
-from ckptkit.torch.boxes import STORED, Held, Part, as_stored, held, local_of, region
+from ckptkit.model.mesh_cut import Part
+from ckptkit.torch.boxes import STORED, Held, as_stored, dtype_of, held, local_of, region
 from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, own_name, set_rng_state
 from ckptkit.torch.saved import Saved, SavedKey
-from ckptkit.torch.tree import Encoder, Node, decoded, fields, leaves, made, part
 from threefold.errors import UserError
 
 TORCH_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2} | {
@@ -148,11 +149,13 @@ class Match:
 
     def _fill_optimizer(self, path: str, optimizer: Optimizer, node: Node) -> None:
         items = fields(node) or {}
-        names = self._names.of(path, optimizer)
         states = fields(items.get("state")) or {}
         groups = items.get("param_groups")
         saved_groups = groups["groups"] if isinstance(groups, dict) and "groups" in groups else []
         group_of = {name: number for number, (members, _) in enumerate(saved_groups) for name in members}
+        names: dict[int, Any] = self._names.of(path, optimizer)
+        if group_of and all(type(name) is int for name in group_of):  # of a plain state_dict: by place
+            names = {id(each): n for n, each in enumerate(e for g in optimizer.param_groups for e in g["params"])}
         self.wanted.add(f"{path}/param_groups")
         for group in optimizer.param_groups:
             own = [names[id(each)] for each in group["params"]]
@@ -315,7 +318,7 @@ def _tensors(path: str, target: Any, node: Node) -> Mapping[str, Any]:
     """Return the tensors that an object shows in its state, by path; none if the checkpoint has none of it."""
     found: list[str] = []
     decoded(path, node, lambda inner, _: found.append(inner))
-    encoder = Encoder(lambda inner, value: (False, None))
+    encoder = Encoder(dtype_of)
     if found:
         with contextlib.suppress(UserError):  # of what else the state has
             encoder.node(path, target.state_dict())

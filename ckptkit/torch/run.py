@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ckptkit.format.keys import check_step, step_folder
+from ckptkit.format.state_tree import METADATA
 from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
@@ -27,7 +28,7 @@ from ckptkit.torch.loading import OTHER_KIND, Match
 from ckptkit.torch.objects import optimizers_in
 from ckptkit.torch.report import LoadReport
 from ckptkit.torch.saved import Saved
-from ckptkit.torch.saving import METADATA, Plan, SavePlanner
+from ckptkit.torch.saving import Plan, SavePlanner
 from threefold.cli import log
 from threefold.closing import Closing
 from threefold.errors import StorageError, UserError, listed

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from ckptkit.format.root import Root
+from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, Node, base_of, merged, part
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.model.box import Box, Piece
 from ckptkit.torch.objects import RNG
-from ckptkit.torch.saving import METADATA, STATE_NAME, VERSION, base_of
-from ckptkit.torch.tree import Node, merged, part
 from threefold.errors import CheckFailed, UserError
 
 

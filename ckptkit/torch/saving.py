@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, base_of, part
 from ckptkit.loading.exchange import Exchange, agreed
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.tensor import TensorInfo
@@ -22,10 +23,8 @@ from ckptkit.torch.boxes import as_stored, local_of, region
 from ckptkit.torch.capture import Entry, Leaf, capture
 from ckptkit.torch.objects import RNG
 from ckptkit.torch.shares import Row, Share, shares_of, table_of
-from ckptkit.torch.tree import part
 from threefold.errors import UserError
 
-METADATA, STATE_NAME, VERSION = "torch_state", "@state/@", 1
 LEAST_TREE_BYTES = 4096
 Owners = dict[str, list[int | None]]  # of each key, by rank: the rank whose tree is this one's
 
@@ -119,11 +118,6 @@ class SavePlanner:
         mine = [key for key in entries if owners[key][rank] == rank]
         text = b"{" + b",".join(json.dumps(key).encode() + b":" + entries[key].tree for key in mine) + b"}"
         return torch.from_numpy(np.frombuffer(text.ljust(sizes[rank]), np.uint8).copy())
-
-
-def base_of(key: str, owner: int | None) -> str:
-    """Return what the names of a key's tensors begin with; `owner` is the rank that they are of, None for all."""
-    return part(key) if owner is None else f"{part(key)}/@{owner}"
 
 
 def owners_of(keys_by_rank: list[dict[str, list[Any]]]) -> Owners:

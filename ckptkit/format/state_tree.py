@@ -1,8 +1,11 @@
-"""Tree: what a program keeps beside its tensors, as JSON that keeps types, order and keys; nothing is pickled.
+"""Tree: what a PyTorch program keeps beside its tensors, as JSON that keeps types, order and keys; no torch.
 
 None, booleans, numbers, strings and lists are JSON as they are. All else is an object of one tag: `dict` (of pairs, so
 that the key 3 stays an int), `tuple`, `groups` (of an optimizer), `bytes`, `complex`, `scalar` (of numpy). What is
 stored beside the tree, under its path, is `tensor` or `array`. A path joins keys by "/": loader/workers/#0/seed.
+
+A root's metadata has the keys of a state under `torch_state`. The trees that rank 3 wrote, by key, are JSON in the
+tensor of bytes `@state/@3`.
 """
 
 import base64
@@ -11,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from threefold.errors import UserError
 
+METADATA, STATE_NAME, VERSION = "torch_state", "@state/@", 1
 Node = Any  # JSON
 Arrays = dict[str, Any]  # tensors and arrays by path
 KEYS = (str, int, float, bool, type(None))
@@ -42,27 +45,40 @@ def part(key: object) -> str:
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("#", "@") else text
 
 
-class Encoder:
-    """Encodes values; collects tensors and arrays by path. `expand` replaces objects it knows by what they hold."""
+def base_of(key: str, owner: int | None) -> str:
+    """Return what the names of a key's tensors begin with; `owner` is the rank that they are of, None for all."""
+    return part(key) if owner is None else f"{part(key)}/@{owner}"
 
-    def __init__(self, expand: Callable[[str, Any], tuple[bool, Any]]) -> None:
+
+class Encoder:
+    """Encodes values; collects tensors and arrays by path.
+
+    `dtype_of` returns torch's name of a tensor's dtype, None for anything else. `expand` replaces objects that it knows
+    by what they hold.
+    """
+
+    def __init__(
+        self,
+        dtype_of: Callable[[Any], str | None],
+        expand: Callable[[str, Any], tuple[bool, Any]] = lambda path, value: (False, None),
+    ) -> None:
         self.arrays: Arrays = {}
-        self._expand = expand
+        self._dtype_of, self._expand = dtype_of, expand
 
     def node(self, path: str, value: Any) -> Node:
         """Return the tree of a value; UserError names the path of what cannot be stored."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
-        if isinstance(value, torch.Tensor):
+        if (dtype := self._dtype_of(value)) is not None:
             self.arrays[path] = value
-            return {"tensor": str(value.dtype).removeprefix("torch.")}
+            return {"tensor": dtype}
         was_known, found = self._expand(path, value)
         if was_known:
             return self.node(path, found)
         if kind is list:
             return self._items(path, value)
-        if kind is tuple or kind is torch.Size:
+        if kind is tuple or (kind.__module__, kind.__qualname__) == ("torch", "Size"):
             return {"tuple": self._items(path, value)}
         if isinstance(value, dict):
             return self._dict(path, value)

@@ -1,0 +1,129 @@
+"""StoredReader: a folder whose files torch wrote, open for planned reads: tensors where zips have them, raw bytes.
+
+What the files hold with its elements in another order is read whole and turned in memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.torch_zip import ITEMSIZES, Ints, StoredTensor
+from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import Root
+from ckptkit.format.tensor_rows import check_tensor
+from ckptkit.io.blocks import Bytes
+from ckptkit.io.torch_tensors import DTYPES
+from ckptkit.model.box import Box
+from ckptkit.model.chunk_table import ChunkTable
+from ckptkit.model.placement import Placement
+from ckptkit.model.tensor import TensorInfo
+from ckptkit.plan.cover import Cover
+from ckptkit.plan.stored import StoredChunks
+from threefold.errors import UserError, listed
+from threefold.storage import Storage
+
+# torch's dtypes that are stored as they are; elements of others are bytes, with a dim more
+STORED = {name: stored[0] for name, stored in DTYPES.items() if name != "uint16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes [offset, offset + length) of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A box of a tensor of a run, in torch's dims, and where its elements are."""
+
+    name: str
+    box: Box
+    file: str
+    place: StoredTensor
+
+
+def table_of(url: str, tensors: Mapping[str, tuple[str, Ints]], raw: Mapping[str, int]) -> dict[str, TensorInfo]:
+    """Return the tensor table of a folder, given torch's dtypes and shapes, and the sizes of raw bytes.
+
+    UserError lists what no step can hold.
+    """
+    infos, faults = list[TensorInfo](), list[str]()
+    for name, (dtype, shape) in tensors.items():
+        stored = STORED.get(dtype)
+        infos.append(TensorInfo(name, stored or "U8", shape if stored else (*shape, ITEMSIZES[dtype]), FIRST))
+    infos += [TensorInfo(name, "U8", (size,), FIRST) for name, size in raw.items()]
+    for info in infos:
+        try:
+            check_tensor(info)
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise UserError(f"{url} has tensors that no step can hold:{listed(faults)}")
+    return {info.name: info for info in infos}
+
+
+FIRST = Placement("first")
+
+
+class StoredReader(FolderReader):
+    """The tensors of a folder; use it in a `with`. Memory beside what is read into: the largest turned chunk twice."""
+
+    def __init__(
+        self, storage: Storage, root: Root, url: str, sizes: Mapping[str, int], found: Sequence[Found],
+        raw: Mapping[str, Place | bytes],
+    ) -> None:  # fmt: skip
+        """Take what was found; CheckFailed if it does not hold each element of the root's tensors once."""
+        super().__init__(storage, root, url, sizes)
+        self._behind: list[tuple[str, StoredTensor] | bytes] = []  # each part behind the files: turned, or made
+        self._kept: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
+        self.stored = self._stored(found, raw)
+        index = PartIndex(self.stored.chunks, 0, 0, np.empty(0, np.uint64))
+        cover = Cover(list(root.tensors.values()))
+        cover.add(index, url)
+        cover.check(url, lambda: iter([(0, index)]))
+
+    def _stored(self, found: Sequence[Found], raw: Mapping[str, Place | bytes]) -> StoredChunks:
+        """Return all chunks: the part and the place of each."""
+        chunks, parts, offsets, numbers = [], [], [], {name: number for number, name in enumerate(self._names)}
+        for each in found:
+            info, shape, offset = self.root.tensors[each.name], each.box.shape, each.box.offset
+            if len(info.shape) > len(shape):
+                shape, offset = (*shape, info.shape[-1]), (*offset, 0)
+            box = Box(offset, shape)
+            chunks.append((info, box, 0, box.numel))
+            is_plain = each.place.is_row_major
+            parts.append(numbers[each.file] if is_plain else self._after((each.file, each.place)))
+            offsets.append(each.place.offset if is_plain else 0)
+        for name, place in raw.items():
+            info = self.root.tensors[name]
+            chunks.append((info, Box((0,), info.shape), 0, info.numel))
+            parts.append(self._after(place) if isinstance(place, bytes) else numbers[place.file])
+            offsets.append(0 if isinstance(place, bytes) else place.offset)
+        table = ChunkTable.of(chunks)
+        order = np.argsort(table.tensor, kind="stable")
+        return StoredChunks(table, np.array(parts, np.int64), np.array(offsets, np.int64)).take(order)
+
+    def _after(self, part: tuple[str, StoredTensor] | bytes) -> int:
+        self._behind.append(part)
+        return len(self._names) + len(self._behind) - 1
+
+    def ordered(self, number: int) -> Bytes:
+        """Return the bytes of a chunk whose elements are stored in another order, or that no file has."""
+        part = self._behind[number]
+        if isinstance(part, bytes):
+            return np.frombuffer(part, np.uint8)
+        if self._kept[0] != number:
+            file, place = part
+            size = ITEMSIZES[place.dtype]
+            raw = np.empty(place.end - place.offset, np.uint8)
+            self._reader(file).read([(place.offset, len(raw), raw.ctypes.data)], num_threads=self.num_threads)
+            strides = [step * size for step in place.stride]
+            elements = raw[: len(raw) // size * size].view(f"V{size}")
+            there = np.lib.stride_tricks.as_strided(elements, place.shape, strides, writeable=False)
+            self._kept = number, np.ascontiguousarray(there).reshape(-1).view(np.uint8)
+        return self._kept[1]

@@ -1,0 +1,78 @@
+"""Universal checkpoints of DeepSpeed: masters and moments under a run's names, ZeRO-3's with their shapes."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptkit.cli import main
+from ckptkit.loading.roots import read_root
+from threefold.storage import open_storage
+
+SHAPES = {"layers.0.weight": (4, 3), "layers.0.bias": (4,)}
+
+
+def call(*arguments: object) -> int:
+    """Run a verb of ckptkit; its exit code."""
+    return main([str(each) for each in arguments])
+
+
+def plant(folder: Path, *, is_flat: bool) -> dict[str, torch.Tensor]:
+    """What ds_to_universal.py makes of ZeRO-1, or flat of ZeRO-3; the tensors that a run has of it."""
+    expected = {}
+    for name, shape in SHAPES.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for state, kind in (("fp32", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            tensor = torch.randn(shape)
+            expected[f"optim.{kind}/{name}"] = tensor
+            saved: Any = tensor.flatten() if is_flat else {"cat_dim": 0, "param": tensor}
+            torch.save(saved, folder / "zero" / name / f"{state}.pt")
+        torch.save(12, folder / "zero" / name / "step.pt")
+    torch.save({"param_groups": [{"lr": 0.1}]}, folder / "zero" / "optimizer_state.pt")
+    module = {"param_shapes": [{name: torch.Size(shape) for name, shape in SHAPES.items()}],
+              "args": argparse.Namespace(tp=2), "module": dict(expected), "names": {"a"}}  # fmt: skip
+    torch.save(module, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    return expected
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_masters_and_moments_are_a_step(tmp_path: Path, is_flat: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = plant(tmp_path / "saved", is_flat=is_flat)
+    assert call("import", tmp_path / "saved", tmp_path / "run", "--from", "ucp") == 0
+    assert "zero/optimizer_state.pt" in capsys.readouterr().err
+    root = read_root(open_storage(tmp_path / "run"), 0)
+    assert {name: info.shape for name, info in root.tensors.items()} == {n: tuple(t.shape) for n, t in expected.items()}
+    assert root.metadata["deepspeed"]["steps"] == dict.fromkeys(SHAPES, 12)
+    assert call("diff", f"ucp:{tmp_path / 'saved'}", tmp_path / "run") == 0
+    assert call("export", tmp_path / "run", tmp_path / "out", "--to", "dcp") == 0
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "text"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", None, "and no *_model_states.pt with their shapes"),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", {"module": 1}, "has no shapes of parameters"),
+        ("zero/layers.0.bias/fp32.pt", torch.ones(5), "has a tensor [5], the parameter is [4]"),
+        ("zero/layers.0.bias/fp32.pt", {"param": "x"}, "zero/layers.0.bias/fp32.pt: not a tensor"),
+        ("zero", None, "has no zero/NAME/fp32.pt"),
+    ],
+)
+def test_what_is_not_sound_is_one_error_and_nothing_is_written(
+    tmp_path: Path, file: str, content: Any, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(tmp_path / "saved", is_flat=True)
+    path = tmp_path / "saved" / file
+    if content is None:
+        path.rename(tmp_path / "away")
+    else:
+        torch.save(content, path)
+    assert call("import", tmp_path / "saved", tmp_path / "run", "--from", "ucp") in (1, 2)
+    error = capsys.readouterr().err
+    assert text in error
+    assert not (tmp_path / "run").exists()
