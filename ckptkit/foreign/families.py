@@ -8,55 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.model.placement import Cut, Placement
+from ckptkit.foreign.model_table import ModelTable, Row, parameters
 from threefold.errors import UserError
 
-ROUND_VOCAB_TO = 128  # as the trainer's default
 Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTable:
-    """The shape of a model in the trainer's words: the fields are keys of its `[model]` table."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    ffn_hidden_size: int
-    vocab_size: int
-    norm_eps: float
-    norm: str = "rmsnorm"
-    position: str = "rope"
-    num_positions: int = 0
-    activation: str = "swiglu"
-    bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tie_embeddings: bool = False
-    rope_theta: float = 10000.0
-    rope_scaling: str = "none"
-    rope_factor: float = 1.0
-    rope_low_factor: float = 1.0
-    rope_high_factor: float = 4.0
-    rope_original_length: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One tensor of the run and its place in a folder, where its name is `foreign`.
-
-    If `is_transposed` the folder has it with its dims in the other order. `first` is its first element along the last
-    dim of a tensor there that holds several of the run's: q, k and v of GPT-2.
-    """
-
-    name: str
-    foreign: str
-    shape: tuple[int, ...]
-    placement: Placement
-    is_transposed: bool = False
-    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +36,12 @@ class Family:
             number, _, inner = name.removeprefix("layers.").partition(".")
             layer, inner = (number, inner) if name.startswith("layers.") else ("", name)
             module, _, kind = inner.rpartition(".")
-            foreign = f"{prefix if module != 'head' else ''}{self.names[module].format(layer)}.{kind}"
+            template = f"{prefix if module != 'head' else ''}{self.names[module]}.{kind}"
+            if ".experts." in name:
+                for expert in range(shape[0]):
+                    yield Row(name, template.format(layer, expert), shape, placement, expert=expert)
+                continue
+            foreign = template.format(layer)
             if self.model_type != "gpt2":
                 yield Row(name, foreign, shape, placement)
                 continue
@@ -91,51 +51,6 @@ class Family:
             yield Row(name, foreign, shape, placement, is_transposed=is_linear and len(shape) == 2, first=first)
 
 
-def parameters(model: ModelTable) -> Iterator[tuple[str, tuple[int, ...], Placement]]:
-    """Yield name, shape and placement of every parameter as the trainer has them, in order of depth."""
-    hidden, vocab = model.hidden_size, model.vocab_size
-    rows = (Cut(0),)
-    yield "embed.weight", (vocab, hidden), Placement("first", rows, round_to=ROUND_VOCAB_TO)
-    if model.position == "learned":
-        yield "pos.weight", (model.num_positions, hidden), Placement("first")
-    for layer in range(model.num_layers):
-        for name, shape, placement in _layer(model, layer):
-            yield f"layers.{layer}.{name}", shape, placement
-    yield from _norm(model, "norm", hidden, Placement("last"))
-    tied_to = "embed.weight" if model.tie_embeddings else None
-    yield "head.weight", (vocab, hidden), Placement("last", rows, round_to=ROUND_VOCAB_TO, tied_to=tied_to)
-
-
-def _layer(model: ModelTable, layer: int) -> Iterator[tuple[str, tuple[int, ...], Placement]]:
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    q_size, kv_size = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    whole, column, row = Placement(layer), Placement(layer, (Cut(0),)), Placement(layer, (Cut(1),))
-    kv_heads = Placement(layer, (Cut(0, max_parts=model.num_kv_heads),))
-    yield from _norm(model, "norm1", hidden, whole)
-    for name, size, placement in (("q", q_size, column), ("k", kv_size, kv_heads), ("v", kv_size, kv_heads)):
-        yield f"attn.{name}.weight", (size, hidden), placement
-        if model.bias or model.qkv_bias:
-            yield f"attn.{name}.bias", (size,), placement
-    for name in ("attn.q_norm", "attn.k_norm") if model.qk_norm else ():
-        yield from _norm(model, name, model.head_size, whole)
-    linears = [("attn.out", (hidden, q_size), row, whole)]
-    linears += [("mlp.gate", (ffn, hidden), column, column)] * (model.activation == "swiglu")
-    linears += [("mlp.up", (ffn, hidden), column, column), ("mlp.down", (hidden, ffn), row, whole)]
-    yield from _norm(model, "norm2", hidden, whole)
-    for name, shape, weight, bias in linears:
-        yield f"{name}.weight", shape, weight
-        if model.bias:
-            yield f"{name}.bias", shape[:1], bias
-
-
-def _norm(
-    model: ModelTable, name: str, size: int, placement: Placement
-) -> Iterator[tuple[str, tuple[int, ...], Placement]]:
-    yield f"{name}.weight", (size,), placement
-    if model.norm == "layernorm":
-        yield f"{name}.bias", (size,), placement
-
-
 # --- config.json to model
 
 
@@ -143,7 +58,7 @@ def _llama_like(config: Config) -> ModelTable:
     heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
     _refuse_unless(config, "hidden_act", "silu", "swish")
     _refuse_unless(config, "pretraining_tp", 1, None)
-    has_windows = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    has_windows = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
     window = config.get("sliding_window") if has_windows else None
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if window is not None or kinds:
@@ -197,6 +112,11 @@ def _qwen2(config: Config) -> ModelTable:
 
 def _qwen3(config: Config) -> ModelTable:
     return replace(_llama_like({"head_dim": 128, **config}), qk_norm=True)
+
+
+def _mixtral(config: Config) -> ModelTable:
+    experts, per_token = _number(config, "num_local_experts"), _number(config, "num_experts_per_tok")
+    return replace(_llama_like(config), num_experts=experts, experts_per_token=per_token)
 
 
 def _gpt2(config: Config) -> ModelTable:
@@ -289,6 +209,11 @@ def _biased(model: ModelTable, max_positions: int) -> dict[str, Any]:
     return _llama_config(model, max_positions) | {"attention_bias": model.bias, "mlp_bias": model.bias}
 
 
+def _mixtral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
+    experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    return _llama_config(model, max_positions) | experts
+
+
 _LLAMA = {
     "embed": "embed_tokens",
     "norm": "norm",
@@ -299,6 +224,12 @@ _LLAMA = {
     **{f"attn.{name}": f"layers.{{}}.self_attn.{name}_proj" for name in "qkv"},
     **{f"attn.{name}": f"layers.{{}}.self_attn.{name}" for name in ("q_norm", "k_norm")},
     **{f"mlp.{name}": f"layers.{{}}.mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_MIXTRAL = _LLAMA | {
+    "mlp.router": "layers.{}.block_sparse_moe.gate",
+    "mlp.experts.gate": "layers.{}.block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "layers.{}.block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "layers.{}.block_sparse_moe.experts.{}.w2",
 }
 _GPT2 = {
     "embed": "wte",
@@ -319,6 +250,7 @@ FAMILIES = {
     for family in (
         Family("llama", "LlamaForCausalLM", "model.", _llama_like, _biased, _LLAMA, _INVERSE),
         Family("mistral", "MistralForCausalLM", "model.", _llama_like, _llama_config, _LLAMA, _INVERSE),
+        Family("mixtral", "MixtralForCausalLM", "model.", _mixtral, _mixtral_config, _MIXTRAL, _INVERSE),
         Family("qwen2", "Qwen2ForCausalLM", "model.", _qwen2, _llama_config, _LLAMA, _INVERSE),
         Family("qwen3", "Qwen3ForCausalLM", "model.", _qwen3, _llama_config, _LLAMA, _INVERSE),
         Family("gpt2", "GPT2LMHeadModel", "transformer.", _gpt2, _gpt2_config, _GPT2, _BUFFERS),
@@ -338,7 +270,7 @@ def family_of(config: Config) -> Family:
 
 def family_for(model: ModelTable) -> Family:
     """Return the family that a run's model is of; UserError if no family has such a model."""
-    for name in ("gpt2", "llama", "qwen2", "qwen3"):
+    for name in ("gpt2", "llama", "mixtral", "qwen2", "qwen3"):
         family = FAMILIES[name]
         try:
             if family.model({"model_type": name, **family.config(model, 1)}) == model:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.foreign.families import Family, ModelTable, Row, family_of
+from ckptkit.foreign.families import Family, family_of
+from ckptkit.foreign.model_table import ModelTable, Row
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_header
 from threefold.errors import CheckFailed, UserError, listed
 from threefold.storage import Storage
@@ -88,7 +89,7 @@ def misfits(rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> list
     tied = {row.foreign for row in rows if row.placement.tied_to is not None}
     for row in rows:
         if row.foreign not in tied:
-            wanted[row.foreign] = foreign_shape(row)  # the last of several rows ends where the tensor does
+            wanted[row.foreign] = row.foreign_shape  # the last of several rows ends where the tensor does
     faults = []
     for name, shape in wanted.items():
         found = tensors.get(name)
@@ -96,14 +97,13 @@ def misfits(rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> list
             faults.append(f"{name}: missing, wanted {list(shape)}")
         elif found.shape != shape:
             faults.append(f"{name}: {list(found.shape)}, wanted {list(shape)}")
+    first = {row.name: row.foreign for row in reversed(rows)}
+    faults += [
+        f"{row.foreign}: {tensors[row.foreign].dtype}, that of another expert has another dtype"
+        for row in (rows if not faults else ())
+        if row.expert and tensors[row.foreign].dtype != tensors[first[row.name]].dtype
+    ]
     return faults + [f"{name}: not a tensor of this model" for name in tensors if name not in wanted.keys() | tied]
-
-
-def foreign_shape(row: Row) -> tuple[int, ...]:
-    """Return the shape of a folder's tensor, given the last of the run's tensors that it holds."""
-    if row.is_transposed:
-        return row.shape[1], row.first + row.shape[0]
-    return (row.first + row.shape[0], *row.shape[1:])
 
 
 def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]]:

@@ -4,13 +4,12 @@ The folder has no checksums, so its bytes are read unverified.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict
 from functools import cached_property
 
-from ckptkit.foreign.families import Row
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.hf_contents import FILES, Contents, read_contents
 from ckptkit.foreign.hf_reader import HfReader
+from ckptkit.foreign.model_table import Row
 from ckptkit.format.root import Root
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
@@ -37,11 +36,11 @@ class HfFolder(ForeignFolder):
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""
         contents = self.contents
-        infos = [_info(row, contents) for row in contents.rows]
+        infos = [_info(row, contents) for row in contents.rows if not row.expert]
         infos += [TensorInfo(FILES + name, "U8", (size,), Placement("first")) for name, size in contents.files.items()]
         positions = int(contents.config.get("max_position_embeddings") or contents.model.num_positions or SEQ_LENGTH)
         metadata = {
-            "config": {"model": asdict(contents.model), "train": {"seq_length": min(positions, SEQ_LENGTH)}},
+            "config": {"model": contents.model.to_json(), "train": {"seq_length": min(positions, SEQ_LENGTH)}},
             "hugging_face": {"model_type": contents.family.model_type, "prefix": contents.prefix},
         }
         tensors = {info.name: info for info in infos}

@@ -6,6 +6,7 @@ import numpy as np
 
 from ckptkit.foreign.folder_reader import FolderReader
 from ckptkit.foreign.hf_contents import FILES, Contents
+from ckptkit.foreign.model_table import Row
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes
 from ckptkit.model.box import Box
@@ -23,30 +24,32 @@ class HfReader(FolderReader):
 
     def __init__(self, storage: Storage, contents: Contents, root: Root, url: str) -> None:
         super().__init__(storage, root, url, {**contents.weights, **contents.files})
-        self._rows = {row.name: row for row in contents.rows}
+        self._contents = contents
         self._tensors = contents.tensors
-        self._turned: list[str] = []  # the tensors of the parts behind the files
+        self._turned: list[Row] = []  # the tensors of the parts behind the files
         self._kept: dict[str, Bytes] = {}  # what was read or turned last
 
     @cached_property
     def stored(self) -> StoredChunks:
         """All tensors: the part and the place of each."""
-        chunks, parts, offsets = [], [], []
-        for info in self.root.tensors.values():
-            if info.placement.tied_to is not None:
+        chunks, parts, offsets, tensors = [], [], [], self.root.tensors
+        for row in self._contents.rows:
+            if row.placement.tied_to is not None:
                 continue
-            chunks.append((info, Box((0,) * len(info.shape), info.shape), 0, info.numel))
-            part, offset = self._place(info.name)
+            chunks.append((tensors[row.name], row.box, 0, row.box.numel))
+            part, offset = self._place(row)
             parts.append(part)
             offsets.append(offset)
+        for name in self._contents.files:
+            info = tensors[FILES + name]
+            chunks.append((info, Box((0,), info.shape), 0, info.numel))
+            parts.append(self._names.index(name))
+            offsets.append(0)
         return StoredChunks(ChunkTable.of(chunks), np.array(parts, np.int64), np.array(offsets, np.int64))
 
-    def _place(self, name: str) -> tuple[int, int]:
-        if name.startswith(FILES):
-            return self._names.index(name.removeprefix(FILES)), 0
-        row = self._rows[name]
+    def _place(self, row: Row) -> tuple[int, int]:
         if row.is_transposed:
-            self._turned.append(name)
+            self._turned.append(row)
             return len(self._names) + len(self._turned) - 1, 0
         tensor = self._tensors[row.foreign]
         return self._names.index(tensor.file), tensor.offset + row.first * ITEMSIZE[tensor.dtype]
@@ -55,10 +58,9 @@ class HfReader(FolderReader):
         """Return the bytes of a turned tensor."""
         return self._turn(self._turned[number])
 
-    def _turn(self, name: str) -> Bytes:
+    def _turn(self, row: Row) -> Bytes:
         """Return the bytes of a tensor that the folder holds with its dims in the other order."""
-        row = self._rows[name]
-        tensor = self._tensors[row.foreign]
+        name, tensor = row.name, self._tensors[row.foreign]
         if name not in self._kept:
             if row.foreign not in self._kept:
                 self._kept = {row.foreign: np.empty(tensor.size_bytes, np.uint8)}

@@ -132,7 +132,8 @@ class _Blocks(FileBlocks):
         """Fill a buffer with bytes [first, last) of a tensor."""
         if tensor.is_plain:
             itemsize = ITEMSIZE[tensor.dtype]
-            self._fill(tensor.sources[0][1], first // itemsize, last // itemsize, tensor.dtype, buffer)
+            start, stop = (tensor.first + at // itemsize for at in (first, last))
+            self._fill(tensor.sources[0][1], start, stop, tensor.dtype, buffer)
             return
         if self._made[0] != tensor.name:
             self._made = tensor.name, self._whole(tensor)

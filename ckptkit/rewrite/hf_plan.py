@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from ckptkit.check.slabs import fill
-from ckptkit.foreign.families import Family, ModelTable, Row, family_for
-from ckptkit.foreign.hf_contents import CONFIG, FILES, INDEX, WEIGHTS, carried, foreign_shape, model_of, read_json
+from ckptkit.foreign.families import Family, family_for
+from ckptkit.foreign.hf_contents import CONFIG, FILES, INDEX, WEIGHTS, carried, model_of, read_json
+from ckptkit.foreign.model_table import ModelTable, Row
 from ckptkit.format.root import Root
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
@@ -39,8 +40,13 @@ class Outgoing:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are those of one tensor of the run."""
+        """Whether its bytes are those of one tensor of the run, or one after the other among them."""
         return len(self.sources) == 1 and not self.sources[0][0].is_transposed
+
+    @property
+    def first(self) -> int:
+        """Where its elements begin in the run's tensor, if it is plain."""
+        return (self.sources[0][0].expert or 0) * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> li
     found, faults = [], []
     prefix = "" if "embed.weight" in root.tensors else MASTER
     written = (row for row in rows if row.placement.tied_to is None)
-    for name, group in groupby(sorted(written, key=lambda row: (_stage(row), row.foreign)), lambda row: row.foreign):
+    for name, group in groupby(sorted(written, key=_order), lambda row: row.foreign):
         sources = [(row, root.tensors.get(prefix + row.name)) for row in sorted(group, key=lambda row: row.first)]
         there = [(row, info) for row, info in sources if info is not None]
         faults += [f"{row.name}: missing, wanted {list(row.shape)}" for row, info in sources if info is None]
@@ -128,7 +134,7 @@ def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> li
         if len({info.dtype for _, info in there}) > 1:
             faults.append(f"{name}: its parts are of several dtypes")
         if there:
-            found.append(Outgoing(name, dtype or there[0][1].dtype, foreign_shape(there[-1][0]), tuple(there)))
+            found.append(Outgoing(name, dtype or there[0][1].dtype, there[-1][0].foreign_shape, tuple(there)))
     if faults:
         raise UserError(f"{url} does not hold the model of its {CONFIG}:{listed(faults)}")
     return found
@@ -181,9 +187,11 @@ def recorded_model(root: Root) -> ModelTable | None:
         return None
 
 
-def _stage(row: Row) -> tuple[int, int]:
+def _order(row: Row) -> tuple[int, int, str, int]:
+    """Sort key of tensors of a folder: by depth, experts by number, so that a tensor of the run is read in order."""
     stage = row.placement.stage
-    return ({"first": 0, "last": 2}[stage], 0) if isinstance(stage, str) else (1, stage)
+    depth = ({"first": 0, "last": 2}[stage], 0) if isinstance(stage, str) else (1, stage)
+    return (*depth, row.foreign, 0) if row.expert is None else (*depth, row.name, row.expert)
 
 
 def _shard(name: str, tensors: Sequence[Outgoing]) -> Shard:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit import HfFolder, open_source
 from threefold import options
+from threefold.errors import UserError
 from threefold.flags import Settings
 from threefold.options import Fault, merge, raise_faults, walk
 from trainer.config import Config
@@ -47,6 +48,10 @@ def config_from(
     tables: Mapping[str, Any], overrides: Settings | None = None, *, source: str, world_size: int | None = 1
 ) -> Config:
     """Return the checked configuration from nested tables; see load_config."""
+    model = tables.get("model")
+    if isinstance(model, Mapping) and model.get("num_experts"):
+        text = f"{source}: the model has {model['num_experts']} experts, which the trainer cannot train yet"
+        raise UserError(text, hint="take a dense model; ckptkit imports, reshards and exports this one")
     found: list[Fault] = []
     config = walk(Config, merge(tables, overrides or {}), found)
     if world_size is None:

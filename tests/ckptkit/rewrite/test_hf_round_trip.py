@@ -49,6 +49,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", {}),
     ("gpt2", {"num_files": 2}),
+    ("mixtral", {"num_files": 2}),
 ]
 SLOW_KINDS = {1, 2, 3, 4}
 

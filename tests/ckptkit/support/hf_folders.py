@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-VOCAB, HIDDEN, FFN, HEADS, KV_HEADS = 61, 32, 48, 4, 2
+VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, EXPERTS = 61, 32, 48, 4, 2, 12
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -40,6 +41,8 @@ def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
     if model_type == "qwen3":
         config["head_dim"] = 16
+    if model_type == "mixtral":
+        config |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
     return config | changes
 
 
@@ -64,8 +67,14 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.input_layernorm.weight": [HIDDEN], f"{at}.post_attention_layernorm.weight": [HIDDEN]}
         linears = {"self_attn.q_proj": (q, HIDDEN), "self_attn.k_proj": (kv, HIDDEN), "self_attn.v_proj": (kv, HIDDEN),
-                   "self_attn.o_proj": (HIDDEN, q), "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN),
-                   "mlp.down_proj": (HIDDEN, FFN)}  # fmt: skip
+                   "self_attn.o_proj": (HIDDEN, q)}  # fmt: skip
+        if config["model_type"] == "mixtral":
+            linears["block_sparse_moe.gate"] = EXPERTS, HIDDEN
+            for each in range(EXPERTS):
+                expert = f"block_sparse_moe.experts.{each}"
+                linears |= {f"{expert}.w1": (FFN, HIDDEN), f"{expert}.w2": (HIDDEN, FFN), f"{expert}.w3": (FFN, HIDDEN)}
+        else:
+            linears |= {"mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN)}
         shapes |= {f"{at}.{name}.weight": list(shape) for name, shape in linears.items()}
         biased = [*linears] if config.get("attention_bias") else []
         if config["model_type"] == "qwen2":

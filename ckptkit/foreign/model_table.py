@@ -1,0 +1,132 @@
+"""The shape of a Hugging Face model in the trainer's words, and the tensors that a run has of it. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptkit.model.box import Box
+from ckptkit.model.placement import Cut, Placement
+
+ROUND_VOCAB_TO = 128  # as the trainer's default
+EXPERT_KEYS = ("num_experts", "experts_per_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """The shape of a model in the trainer's words: the fields are keys of its `[model]` table."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_hidden_size: int
+    vocab_size: int
+    norm_eps: float
+    norm: str = "rmsnorm"
+    position: str = "rope"
+    num_positions: int = 0
+    activation: str = "swiglu"
+    bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_low_factor: float = 1.0
+    rope_high_factor: float = 4.0
+    rope_original_length: int = 8192
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of a `[model]` table; those of experts only if there are some."""
+        return {key: value for key, value in asdict(self).items() if self.num_experts or key not in EXPERT_KEYS}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor of the run and its place in a folder, where its name is `foreign`.
+
+    If `is_transposed` the folder has it with its dims in the other order. `first` is its first element along the last
+    dim of a tensor there that holds several of the run's: q, k and v of GPT-2. With an `expert` the tensor there is
+    that one of the run's first dim.
+    """
+
+    name: str
+    foreign: str
+    shape: tuple[int, ...]
+    placement: Placement
+    is_transposed: bool = False
+    first: int = 0
+    expert: int | None = None
+
+    @property
+    def box(self) -> Box:
+        """What of the run's tensor it is."""
+        if self.expert is None:
+            return Box((0,) * len(self.shape), self.shape)
+        return Box((self.expert, *(0 for _ in self.shape[1:])), (1, *self.shape[1:]))
+
+    @property
+    def foreign_shape(self) -> tuple[int, ...]:
+        """The shape of the folder's tensor, if this is the last of the run's that it holds."""
+        if self.expert is not None:
+            return self.shape[1:]
+        if self.is_transposed:
+            return self.shape[1], self.first + self.shape[0]
+        return (self.first + self.shape[0], *self.shape[1:])
+
+
+def parameters(model: ModelTable) -> Iterator[tuple[str, tuple[int, ...], Placement]]:
+    """Yield name, shape and placement of every parameter as the trainer has them, in order of depth."""
+    hidden, vocab = model.hidden_size, model.vocab_size
+    rows = (Cut(0),)
+    yield "embed.weight", (vocab, hidden), Placement("first", rows, round_to=ROUND_VOCAB_TO)
+    if model.position == "learned":
+        yield "pos.weight", (model.num_positions, hidden), Placement("first")
+    for layer in range(model.num_layers):
+        for name, shape, placement in _layer(model, layer):
+            yield f"layers.{layer}.{name}", shape, placement
+    yield from _norm(model, "norm", hidden, Placement("last"))
+    tied_to = "embed.weight" if model.tie_embeddings else None
+    yield "head.weight", (vocab, hidden), Placement("last", rows, round_to=ROUND_VOCAB_TO, tied_to=tied_to)
+
+
+def _layer(model: ModelTable, layer: int) -> Iterator[tuple[str, tuple[int, ...], Placement]]:
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    q_size, kv_size = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    whole, column, row = Placement(layer), Placement(layer, (Cut(0),)), Placement(layer, (Cut(1),))
+    kv_heads = Placement(layer, (Cut(0, max_parts=model.num_kv_heads),))
+    yield from _norm(model, "norm1", hidden, whole)
+    for name, size, placement in (("q", q_size, column), ("k", kv_size, kv_heads), ("v", kv_size, kv_heads)):
+        yield f"attn.{name}.weight", (size, hidden), placement
+        if model.bias or model.qkv_bias:
+            yield f"attn.{name}.bias", (size,), placement
+    for name in ("attn.q_norm", "attn.k_norm") if model.qk_norm else ():
+        yield from _norm(model, name, model.head_size, whole)
+    linears = [("attn.out", (hidden, q_size), row, whole)]
+    if model.num_experts:
+        yield from _norm(model, "norm2", hidden, whole)
+        yield "attn.out.weight", (hidden, q_size), row
+        yield "mlp.router.weight", (model.num_experts, hidden), whole
+        for name, shape, dim in (("gate", (ffn, hidden), 1), ("up", (ffn, hidden), 1), ("down", (hidden, ffn), 2)):
+            cuts = (Cut(0, "ep"), Cut(dim))
+            yield f"mlp.experts.{name}.weight", (model.num_experts, *shape), Placement(layer, cuts)
+        return
+    linears += [("mlp.gate", (ffn, hidden), column, column)] * (model.activation == "swiglu")
+    linears += [("mlp.up", (ffn, hidden), column, column), ("mlp.down", (hidden, ffn), row, whole)]
+    yield from _norm(model, "norm2", hidden, whole)
+    for name, shape, weight, bias in linears:
+        yield f"{name}.weight", shape, weight
+        if model.bias:
+            yield f"{name}.bias", shape[:1], bias
+
+
+def _norm(
+    model: ModelTable, name: str, size: int, placement: Placement
+) -> Iterator[tuple[str, tuple[int, ...], Placement]]:
+    yield f"{name}.weight", (size,), placement
+    if model.norm == "layernorm":
+        yield f"{name}.bias", (size,), placement
