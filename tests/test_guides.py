@@ -191,6 +191,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Make a folder of a run": write_model,
     "From torch_checkpointing": write_torch_checkpointing,
     "From DeepSpeed": write_universal,
+    "From and to Zarr, for tensorstore": write_run,
     "Read without mapping files": write_config,
     "Resume a run on other ranks": write_config,
     "After a crash": write_config,
@@ -284,6 +285,8 @@ def test_every_command_of_a_guide_runs(
             preprocess([str(folder / "corpus")], f"{url}/store", Recipe(str(folder / "tok.json"), append_eod=True))
     if "ray start" in commands:
         pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+    if "import tensorstore" in commands:
+        pytest.importorskip("tensorstore", reason="needs tensorstore: pip install 'threefold[tensorstore]'")
     if "torchdata" in commands:
         pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
     port = free_port()

@@ -31,6 +31,7 @@ EXTRA_OF = {
     "matplotlib": "plot",
     "jinja2": "plot",
     "shtab": "completion",
+    "tensorstore": "tensorstore",
 }
 
 

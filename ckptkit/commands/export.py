@@ -16,8 +16,9 @@ class Options(Reporting):
 
     source: str = argument("CKPT", CKPT_HELP)
     target: str = argument("DST", "folder to make: a path or URL")
-    to: Literal["hf", "dcp", "torch_dist"] = option(
-        "hf", "what to make: a Hugging Face model, or what torch.distributed.checkpoint or megatron-core loads"
+    to: Literal["hf", "dcp", "torch_dist", "tensorstore"] = option(
+        "hf",
+        "what to make: a Hugging Face model, what torch.distributed.checkpoint or megatron-core loads, or Zarr arrays",
     )
     like: str | None = option(
         None,
@@ -32,8 +33,8 @@ class Options(Reporting):
 def run(options: Options) -> None:
     """Write the parameters of a checkpoint of any layout as a folder that transformers opens: safetensors files,
     config.json, tokenizer, the values bit for bit unless --dtype rounds them. Or all of its tensors as one that
-    torch.distributed.checkpoint loads. Neither torch nor transformers is needed. The same command goes on with an
-    export that was killed.
+    torch.distributed.checkpoint loads, or as Zarr arrays for tensorstore. Nothing but this project is needed. The same
+    command goes on with an export that was killed.
     """
     from ckptkit.rewrite.hf_export import export_folder
     from threefold.storage import open_storage
@@ -48,6 +49,10 @@ def run(options: Options) -> None:
                 dtype=None if options.dtype is None else DTYPES[options.dtype], progress=progress,
                 dry_run=options.dry_run,
             )  # fmt: skip
+        elif options.to == "tensorstore":
+            from ckptkit.rewrite.tensorstore_export import export_tensorstore
+
+            done = export_tensorstore(reader, target, progress=progress, dry_run=options.dry_run)
         else:
             from ckptkit.rewrite.dcp_export import export_dcp
 

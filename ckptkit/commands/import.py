@@ -13,10 +13,11 @@ class Options(Reporting):
 
     source: str = argument("SRC", "folder of the other program: a path or URL")
     target: str = argument("RUN", "run URL (the step is 0) or step URL")
-    source_format: Literal["hf", "dcp", "torch_dist", "torch_checkpointing", "ucp"] = option(
+    source_format: Literal["hf", "dcp", "torch_dist", "torch_checkpointing", "ucp", "tensorstore"] = option(
         "hf",
         "what the source is: a Hugging Face model, a save of torch.distributed.checkpoint, of megatron-core or of "
-        "torch_checkpointing, or a universal checkpoint of DeepSpeed",
+        "torch_checkpointing, a universal checkpoint of DeepSpeed, or Zarr arrays, for which the package tensorstore "
+        "is needed",
         flag="--from",
     )
     dry_run: bool = option(False, "check everything but the values, say what would be written, write nothing")
@@ -26,8 +27,9 @@ def run(options: Options) -> None:
     """Write a folder as a committed step, the values bit for bit: of a Hugging Face model the tensors, under the
     trainer's names, config.json and tokenizer; of torch.distributed.checkpoint the tensors, whole, and what it pickled
     as bytes; of megatron-core's torch_dist common.pt too, as bytes; of torch_checkpointing the whole state, for
-    ckptkit.torch.Run; of DeepSpeed's universal checkpoints weights and optimizer states. Nothing is unpickled; neither
-    torch nor transformers is needed. The same command repeats an import that was killed.
+    ckptkit.torch.Run; of DeepSpeed's universal checkpoints weights and optimizer states; of Zarr arrays each as a
+    tensor. Nothing is unpickled; neither torch nor transformers is needed. The same command repeats an import that was
+    killed.
     """
     from ckptkit.foreign.kinds import folder_of
     from ckptkit.format.address import open_address

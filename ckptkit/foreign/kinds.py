@@ -13,6 +13,7 @@ KINDS = {
     "torch_dist": "torch_dist_folder.TorchDistFolder",
     "torch_checkpointing": "torch_checkpointing_folder.TorchCheckpointingFolder",
     "ucp": "ucp_folder.UcpFolder",
+    "tensorstore": "tensorstore_folder.TensorstoreFolder",
 }
 
 

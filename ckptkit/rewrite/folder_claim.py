@@ -58,7 +58,8 @@ class FolderClaim:
         """Return whether the folder is what the same call made: its small files, and the headers of the large ones."""
         if found != self._sizes or any(self._target.read(name) != data for name, data in self._files.items()):
             return False
-        heads = ((head, self._target.read_ranges(name, [(0, len(head))])) for name, head in self._heads.items())
+        large = {name: head for name, head in self._heads.items() if head}
+        heads = ((head, self._target.read_ranges(name, [(0, len(head))])) for name, head in large.items())
         return all(bytes(there) == head for head, [there] in heads)
 
     def _refusal(self, what: str) -> UserError:
@@ -74,11 +75,18 @@ class FolderClaim:
         elif issubclass(kind, UserError) and not issubclass(kind, StorageError):
             with contextlib.suppress(StorageError):  # the first failure is the one to report
                 self._target.delete([*self._sizes, NOTE])
-                if self._made is not None:
-                    self._made.rmdir()
+                for folder, _, _ in os.walk(self._made or "", topdown=False):
+                    with contextlib.suppress(OSError):
+                        os.rmdir(folder)
 
     def _remove_hidden(self) -> None:
         """Remove the hidden files of a try that was killed."""
         root = local_root(self._target)
-        names = os.listdir(root) if root is not None and root.is_dir() else []
-        self._target.delete([name for name in names if written_name(name) in {*self._sizes, NOTE}])
+        found = []
+        for folder, _, names in os.walk(root or ""):
+            inner = os.path.relpath(folder, root)
+            for name in names:
+                written = written_name(name)
+                if written and os.path.normpath(f"{inner}/{written}") in {*self._sizes, NOTE}:
+                    found.append(os.path.normpath(f"{inner}/{name}"))
+        self._target.delete(found)
