@@ -27,7 +27,7 @@ from ckptkit.rewrite.claimed import claimed
 from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
-from ckptkit.runs.temporaries import temporaries
+from ckptkit.runs.temporaries import is_being_written, temporaries
 from ckptkit.writer.commit import NotCommitted, commit_root
 from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -159,7 +159,7 @@ def _made_before(storage: Storage, wanted: Root) -> Root | None:
 def _remove_hidden(storage: Storage, wanted: Root, keys: Collection[str] | None = None) -> None:
     """Remove hidden files of an earlier try: of some keys, or once the step is committed of all and of its root.
 
-    On S3 unfinished uploads, once the step is committed.
+    What a process that lives is writing stays. On S3 unfinished uploads, once the step is committed.
     """
     if keys is None:
         try:
@@ -171,7 +171,7 @@ def _remove_hidden(storage: Storage, wanted: Root, keys: Collection[str] | None 
         with contextlib.suppress(StorageError):  # another process removed it
             if keys is None and each.key == ROOT_KEY:
                 is_ours = attempt_of_head(storage.read(each.hidden_key)) in (wanted.attempt, None)
-            if is_ours:
+            if is_ours and not is_being_written(storage, each):
                 storage.delete([each.hidden_key])
 
 

@@ -3,6 +3,8 @@
 A file is one only if its name says that it was to become a file of the checkpoint format. Links are not followed.
 """
 
+import contextlib
+import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,23 @@ def temporaries(storage: Storage, step: int) -> list[Temporary]:
         for entry in _entries(path)
         if (key := _written_key(folder.partition("/")[2], entry.name)) and (status := _status(entry))
     ]
+
+
+def is_being_written(storage: Storage, each: Temporary) -> bool:
+    """Return whether a process that lives, on any machine whose locks are seen here, has a hidden file open."""
+    root, (inner, _, name) = local_root(storage), each.hidden_key.rpartition("/")
+    assert root is not None, "found on a local disk"
+    with contextlib.suppress(FileNotFoundError), Folder(root, inner) as folder:
+        descriptor = folder.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # there are no locks
+            return False
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def empty_folders(storage: Storage, step: int) -> list[EmptyFolder]:

@@ -6,6 +6,7 @@ a later one. Whatever fails removes the file before it reports.
 
 import contextlib
 import errno
+import fcntl
 import filecmp
 import os
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ class NewFile(Closing):
     """The file of a key below a local folder, which is made with those on the way; use it in a `with`.
 
     Leaving the `with` removes what was not published. StorageError if the key, or a folder on its way, is a link.
-    Failures of the system are OSErrors. It keeps one descriptor.
+    Failures of the system are OSErrors. It keeps one descriptor, with a lock until the file has its name.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -45,7 +46,14 @@ class NewFile(Closing):
         makes the name durable, the file has it.
         """
         os.fsync(self.descriptor)
-        self._close_descriptor()
+        lock = os.dup(self.descriptor)
+        try:
+            self._close_descriptor()
+            self._name_it(if_absent=if_absent)
+        finally:
+            os.close(lock)
+
+    def _name_it(self, *, if_absent: bool) -> None:
         with Folder(self._root, self._inner) as folder:
             if if_absent:
                 self._link(folder)
@@ -67,7 +75,10 @@ class NewFile(Closing):
     def _create(self) -> int:
         with Folder(self._root, self._inner, make=True) as folder:
             folder.refuse_link(self._name)
-            return folder.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            descriptor = folder.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with contextlib.suppress(OSError):  # where there are no locks, nothing says that it is being written
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
 
     def _close_descriptor(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1

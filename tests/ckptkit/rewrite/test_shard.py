@@ -1,5 +1,6 @@
 """Shards of a reshard: a plan that all processes know, killed and repeated ones, and the one that commits."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from ckptkit.format.keys import step_folder
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root, root_info
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.rewrite import target_files
 from ckptkit.rewrite.reshard import ReshardReport, reshard
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.runs.temporaries import temporaries
@@ -175,6 +177,33 @@ def test_files_of_an_earlier_try_that_are_not_right_are_written_again(source: St
     assert done.bytes_written == sum(part.data_bytes for part in parts[:3])
     assert contents(target) == before
     assert not [path for path in (tmp_path / "target").rglob(".*") if path.is_file()]
+
+
+@pytest.mark.parametrize("others", [(0,), (0, 1)], ids=["the same", "all"])
+def test_the_same_shard_twice_at_once_harms_nothing(
+    source: Storage, tmp_path: Path, others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of the first, the same one begins and ends; then all others too, so that the step is committed."""
+    target, whole = open_storage(tmp_path / "target"), open_storage(tmp_path / "whole")
+    run(source, whole, Shard())
+    reports, waiting, opened = list[ReshardReport](), [others], target_files.open_writer
+
+    def open_beside(*arguments: Any, **options: Any) -> Any:
+        writer = opened(*arguments, **options)  # the first has begun to write
+        with contextlib.suppress(IndexError):
+            numbers = waiting.pop()
+            reports.extend([run(source, target, Shard(number, 2)) for number in numbers])
+        return writer
+
+    monkeypatch.setattr(target_files, "open_writer", open_beside)
+    first = run(source, target, Shard(0, 2))
+    assert [each.num_missing for each in reports] == [4, 0][: len(others)]
+    assert all(each.bytes_written for each in (first, *reports))
+    if others == (0,):
+        assert first.num_missing == 4
+        assert run(source, target, Shard(1, 2)).num_missing == 0
+    assert contents(target) == contents(whole)
+    assert not list((tmp_path / "target").rglob("*.tmp"))
 
 
 def test_a_file_that_is_gone_at_the_end_is_not_committed(source: Storage, tmp_path: Path) -> None:
