@@ -22,6 +22,7 @@ from ckptkit.model.layout import ParallelLayout
 from datakit import Recipe, preprocess, train_tokenizer, verify
 from datakit.tokenization.rank_file import LLAMA3_PATTERN
 from tests.ckptkit.support.checkpoints import write_checkpoint
+from tests.ckptkit.support.foreign_folders import write_torch_checkpointing, write_universal
 from tests.ckptkit.support.hf_folders import write_folder
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import SMALL, save_whole
@@ -88,29 +89,6 @@ def write_damaged_run(folder: Path) -> None:
     step = folder / "run" / "step-000000200"
     (step / "root.json").rename(step / "damaged-root.json")
     next(step.rglob("*.safetensors")).write_bytes(b"")
-
-
-def write_torch_checkpointing(folder: Path) -> None:
-    """What torch_checkpointing saves of a model, its optimizer and a number."""
-    import torch
-
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    (folder / "saved").mkdir()
-    for key, value in {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}.items():
-        torch.save(value, folder / "saved" / f"{key}_0.pt")
-
-
-def write_universal(folder: Path) -> None:
-    """What DeepSpeed's converter makes of a matrix."""
-    import torch
-
-    path = folder / "global_step100_universal" / "zero" / "encoder.0.weight"
-    path.mkdir(parents=True)
-    for name in ("fp32", "exp_avg", "exp_avg_sq"):
-        torch.save({"cat_dim": 0, "param": torch.randn(8, 4)}, path / f"{name}.pt")
 
 
 def write_long_run(folder: Path) -> None:
@@ -287,8 +265,9 @@ def test_every_command_of_a_guide_runs(
         pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
     if "import tensorstore" in commands:
         pytest.importorskip("tensorstore", reason="needs tensorstore: pip install 'threefold[tensorstore]'")
-    if "torchdata" in commands:
-        pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
+    for package in ("torchdata", "transformers", "lightning", "accelerate"):
+        if f"pip install {package}" in commands:
+            pytest.importorskip(package, reason=f"needs {package}: pip install {package}", exc_type=ImportError)
     port = free_port()
     head = f"ray start --head --port {port} --num-cpus 2 --disable-usage-stats --include-dashboard=false"
     given = SET_UP_ELSEWHERE.sub("", commands)

@@ -35,6 +35,9 @@ EXTRA_OF = {
 }
 
 
+OTHERS = ("transformers", "lightning")  # whose trainers are served where they are, and that no extra has
+
+
 def start(kit: str) -> int:
     """Run a kit's command line, if all kits that are found here are ours; return the exit code."""
     try:
@@ -73,7 +76,7 @@ def needed_for(what: str) -> Iterator[None]:
 def missing(package: str, what: str) -> UserError:
     """Return the error for a package that is not installed, with the command that installs it."""
     extra = EXTRA_OF.get(package)
-    name = f"threefold[{extra}]" if extra else "threefold"
+    name = f"threefold[{extra}]" if extra else package if package in OTHERS else "threefold"
     return UserError(f"{what} needs the package {package}, which is not installed", hint=f'pip install "{name}"')
 
 

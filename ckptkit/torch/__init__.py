@@ -6,9 +6,11 @@
 
 This folder alone of ckptkit imports torch, beside functions of io/torch_tensors.py; `import ckptkit` leaves it out. All
 ranks of a job call `save` and `load` together, with the same keys; without torch.distributed one process is all ranks.
-DcpWriter and DcpReader are for programs that call torch.distributed.checkpoint, and imported at their first use.
+DcpWriter and DcpReader are for programs that call torch.distributed.checkpoint, HfTrainerCallback and
+LightningCheckpointIO for those trainers. They are imported at their first use.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from threefold.packages import needed_for
@@ -20,13 +22,16 @@ with needed_for("ckptkit.torch"):
 
 if TYPE_CHECKING:
     from ckptkit.torch.dcp import DcpReader, DcpWriter
+    from ckptkit.torch.hf_trainer import HfTrainerCallback
+    from ckptkit.torch.lightning import LightningCheckpointIO
 
-__all__ = ["DcpReader", "DcpWriter", "GroupExchange", "LoadReport", "Run"]
+LAZY = {"DcpReader": "dcp", "DcpWriter": "dcp", "HfTrainerCallback": "hf_trainer", "LightningCheckpointIO": "lightning"}
+__all__ = [
+    "DcpReader", "DcpWriter", "GroupExchange", "HfTrainerCallback", "LightningCheckpointIO", "LoadReport", "Run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name not in ("DcpReader", "DcpWriter"):
+    if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ckptkit.torch import dcp
-
-    return getattr(dcp, name)
+    return getattr(import_module(f"{__name__}.{LAZY[name]}"), name)

@@ -43,13 +43,16 @@ class Run(AnyRun, Closing):
     A state is a dict by names of modules, optimizers, objects with state_dict and load_state_dict, tensors, DTensors,
     and of numbers, strings, bytes, arrays, lists and dicts of these; `"rng": True` is the random state of each rank.
     All ranks of torch.distributed call `save` and `load` together, in one order and with one step. Use it in a `with`,
-    or close it: that waits for the last save. The thread that made it calls its methods.
+    or close it: that waits for the last save. The thread that made it calls its methods. With an `exchange` its ranks
+    are all that there are.
     """
 
-    def __init__(self, url: Any, options: CheckpointerOptions = DEFAULTS) -> None:
+    def __init__(
+        self, url: Any, options: CheckpointerOptions = DEFAULTS, *, exchange: Exchange | None = None
+    ) -> None:  # fmt: skip
         super().__init__(url)
         self._options = options
-        self._exchange: Exchange | None = None
+        self._exchange = exchange
         self._planner: SavePlanner | None = None
         self._checkpointer: Checkpointer | None = None
         self._ended: list[SaveReport] = []  # that `wait` is to return
