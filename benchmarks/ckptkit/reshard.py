@@ -1,13 +1,13 @@
 """Reshard beside its raw limit, `cp` of the same bytes made durable by `sync -d`, and loads under another layout beside
-torch.distributed.checkpoint (DCP), all in the same run.
+torch.distributed.checkpoint (DCP) and, where it is installed, torch_checkpointing, all in the same run.
 
     python -m tools.make_checkpoint /data/run --gib 4
     python benchmarks/ckptkit/reshard.py /data/run --repeats 5 --pair-layouts tp1 tp2 tp8 pp2 tp2-pp2
 
 Timed legs are interleaved, and the page cache of what is read is dropped before every one. Pairs: each rank of the
 second layout reads its own elements of what the first one saved, each element by one rank: one rank after the other,
-each for itself, or all together over an exchange. Bytes read are those that the system counts (`rchar`). DCP saves and
-loads through its own files and plans. Prints medians, ratios, peak RSS, and the load of the machine before it began.
+each for itself, or all together over an exchange. Bytes read are those that the system counts (`rchar`). Peers save and
+load through their own files and plans. Prints medians, ratios, peak RSS, and the load of the machine before it began.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
+from peer_layouts import PEERS, rank_tables
 
-from ckptkit import CheckpointReader, ChunkTable, ParallelLayout, Partition, Piece, Run, restore_from
+from ckptkit import ParallelLayout, Piece, Run, restore_from
 
 LEGS = {"tp4-pp8": ("--tp", "4", "--pp", "8"), "tp1": (), "tp8-dp2-pp4": ("--tp", "8", "--pp", "4", "--dp", "2")}
 PAIRS = ("tp1", "tp2", "tp4", "tp8", "pp2", "tp2-pp2", "tp4-pp2")
@@ -77,22 +78,25 @@ def time_legs(run: Path, repeats: int) -> None:
 
 
 def read_pairs(run: Path, folder: Path, names: Sequence[str]) -> None:
-    """Print, for each ordered pair of layouts, the bytes read over those needed and the rate, of ours and of DCP."""
+    """Print, for each ordered pair of layouts, the bytes read over those needed and the rate, of ours and of peers."""
     layouts = {name: ParallelLayout.parse(name) for name in names}
-    loads = {"ours, a rank": load_ours, "ours, together": load_together, "DCP": load_by_dcp}
+    loads: dict[str, Callable[[Path, Path, ParallelLayout], int]] = {
+        "ours, a rank": load_ours, "ours, together": load_together, **{name: peer.load for name, peer in PEERS.items()}
+    }  # fmt: skip
     kinds: dict[str, list[float]] = {kind: [] for kind in loads}
     rates: dict[str, list[float]] = {kind: [] for kind in loads}
     print(f"{'saved':<10} {'read by':<10}", *(f"{kind:>14}" for kind in loads), "  read / needed, GB/s")
     for name, layout in layouts.items():
         reshard(run, folder / name, tuple(f"--{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "dp")))
         with Run(str(folder / name)).open(Run(str(folder / name)).resolve()) as reader:
-            save_by_dcp(reader, layout, folder / f"{name}.dcp")
+            for peer in PEERS:
+                PEERS[peer].save(reader, layout, folder / f"{name}.{peer}")
     for first, second in product(layouts, repeat=2):
         if first == second:
             continue
         line = f"{first:<10} {second:<10}"
         for kind, load in loads.items():
-            place = folder / (f"{first}.dcp" if kind == "DCP" else first)
+            place = folder / (f"{first}.{kind}" if kind in PEERS else first)
             drop_cache(place)
             share, rate = measured(load, place, run, layouts[second])
             kinds[kind].append(share)
@@ -116,12 +120,6 @@ def measured(load: Callable[[Path, Path, ParallelLayout], int], *arguments: Any)
 def bytes_read() -> int:
     with open("/proc/self/io", encoding="ascii") as file:
         return int(file.readline().split()[1])
-
-
-def rank_tables(reader: CheckpointReader, layout: ParallelLayout) -> list[ChunkTable]:
-    """Return what each rank of a layout holds, each element once."""
-    partition = Partition(list(reader.root.tensors.values()), reader.root.num_layers, layout)
-    return [partition.table(layout.coords(rank)) for rank in range(layout.world_size)]
 
 
 def load_ours(place: Path, run: Path, layout: ParallelLayout) -> int:
@@ -185,99 +183,6 @@ class Threads:
         return [each[self.rank] for each in self.all_gather(list(send))]
 
 
-def boxes_of(table: ChunkTable) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Return the boxes of a rank that holds whole boxes: name, offset and shape."""
-    boxes = [(table.names[tensor], table.box(row)) for row, tensor in enumerate(table.tensor.tolist())]
-    return [(name, box.offset, box.shape) for name, box in boxes if box.numel]
-
-
-def save_by_dcp(reader: CheckpointReader, layout: ParallelLayout, folder: Path) -> None:
-    """Write what a step holds as the ranks of a layout would by DCP, a file a rank."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    shapes = {name: torch.Size(info.shape) for name, info in reader.root.tensors.items()}
-    tables = rank_tables(reader, layout)
-    plans = [
-        SavePlan([
-            WriteItem(
-                MetadataIndex(name, offset), WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)), TensorProperties(torch.float32),
-                    shapes[name],
-                ),
-            )
-            for name, offset, shape in boxes_of(table)
-        ])
-        for table in tables
-    ]  # fmt: skip
-    plans, metadata = create_default_global_save_plan(plans)
-    writer = dcp.FileSystemWriter(folder)
-    writer.set_up_storage_writer(True)
-    writer.prepare_local_plan(plans[0])
-    results = []
-    for plan, table in zip(writer.prepare_global_plan(plans), tables, strict=True):
-        memory = np.empty(int(table.size_bytes.sum()), np.uint8)
-        begins = np.cumsum(table.size_bytes) - table.size_bytes
-        reader.execute(reader.plan(table), memory.ctypes.data + begins)
-        held = {
-            (table.names[tensor], table.box(row).offset): torch.from_numpy(
-                memory[begin : begin + size].view(np.float32).reshape(table.box(row).shape)
-            )
-            for row, (tensor, begin, size) in enumerate(
-                zip(table.tensor.tolist(), begins.tolist(), table.size_bytes.tolist(), strict=True)
-            )
-        }
-        planner = Resolving(held)
-        results.append(writer.write_data(plan, planner).wait())  # type: ignore[arg-type]
-    writer.finish(metadata, results)
-
-
-class Resolving:
-    """What a DCP writer or reader asks of a planner: the tensor of an item."""
-
-    def __init__(self, held: dict[tuple[str, tuple[int, ...]], Any]) -> None:
-        self._held = held
-
-    def resolve_data(self, item: Any) -> Any:
-        return self._held[item.index.fqn, tuple(item.index.offset)]
-
-    def resolve_tensor(self, item: Any) -> Any:
-        whole = self._held[item.dest_index.fqn, tuple(item.dest_index.offset)]
-        return whole[tuple(slice(a, a + n) for a, n in zip(item.dest_offsets, item.lengths, strict=True))]
-
-    def commit_tensor(self, item: Any, tensor: Any) -> None:
-        """Nothing is left to do."""
-
-
-def load_by_dcp(place: Path, run: Path, layout: ParallelLayout) -> int:
-    """Have DCP read what each rank of a layout holds; return how many bytes that is."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-    from torch.distributed.checkpoint.planner import LoadPlan
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    with Run(str(run)).open(Run(str(run)).resolve()) as reader:
-        tables = rank_tables(reader, layout)
-    needed = 0
-    for table in tables:
-        source = dcp.FileSystemReader(place)
-        metadata = source.read_metadata()
-        source.set_up_storage_reader(metadata, True)
-        items, held = [], {}
-        for name, offset, shape in boxes_of(table):
-            chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-            items += create_read_items_for_chunk_list(name, metadata.state_dict_metadata[name], [chunk])
-            held[name, offset] = torch.empty(shape)
-        source.read_data(LoadPlan(items), Resolving(held)).wait()  # type: ignore[arg-type]
-        needed += sum(each.nbytes for each in held.values())
-    return needed
-
-
 def reshard(source: Path, target: Path, axes: tuple[str, ...]) -> tuple[dict, int]:
     command = [sys.executable, "-m", "ckptkit", "reshard", str(source), str(target), *axes, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -291,7 +196,7 @@ def reshard(source: Path, target: Path, axes: tuple[str, ...]) -> tuple[dict, in
 
 
 def drop_cache(folder: Path) -> None:
-    for path in (*folder.rglob("*.safetensors"), *folder.rglob("*.distcp")):
+    for path in (*folder.rglob("*.safetensors"), *folder.rglob("*.distcp"), *folder.rglob("*.pt")):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
