@@ -159,11 +159,12 @@ class DcpWriter(StorageWriter):
 class DcpReader(StorageReader):
     """Reads a step for DCP: of a run's URL the newest. Every rank has one; any committed step will do.
 
-    A step that DCP did not save is a flat state of its tensors, under their names.
+    A step that DCP did not save is a flat state of its tensors, under their names. With `certify` tensors that a rank
+    loads whole are compared with the certificate of the save too; `num_certified` counts them.
     """
 
-    def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
-        self._url = None if url is None else os.fspath(url)
+    def __init__(self, url: str | os.PathLike[str] | None = None, *, certify: bool = False) -> None:
+        self._url, self._certify, self.num_certified = None if url is None else os.fspath(url), certify, 0
         self._run: tuple[Run, int] | None = None
         self._root: Root | None = None
         self._state = DcpState()
@@ -226,7 +227,7 @@ class DcpReader(StorageReader):
             pieces.append(piece)
             places.append((item, live, read))
         with run.open(step) as reader:
-            restore_from(reader, pieces)
+            self.num_certified = restore_from(reader, pieces, certify=self._certify)
         for item, live, read in places:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(read.numpy().tobytes()))
