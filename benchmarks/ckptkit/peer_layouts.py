@@ -126,8 +126,11 @@ class Cuts:
         self._root, self._layout = reader.root, layout
         self.tables = rank_tables(reader, layout)
 
-    def of(self, name: str) -> Any:
-        """Return the sharding of a tensor: the ranks of its stage in parts, each of which some hold alike."""
+    def of(self, name: str, me: int = 0) -> Any:
+        """Return the sharding of a tensor: the ranks of its stage in parts, each of which some hold alike.
+
+        Rank `me` and rank 0 change names: without torch.distributed a program is rank 0.
+        """
         from torch_checkpointing.dtensor_metadata import (
             DTensorShardingMetadata,
             ReplicateSpec,
@@ -138,6 +141,7 @@ class Cuts:
         info, layout = self._root.tensors[name], self._layout
         stage = next(pp for pp in range(layout.pp) if info.placement.on_stage(self._root.num_layers, layout, pp))
         ranks = tuple(layout.rank(Coords(tp=tp, pp=stage)) for tp in range(layout.tp))
+        ranks = tuple({0: me, me: 0}.get(rank, rank) for rank in ranks)
         cuts = info.placement.cuts
         parts = cuts[0].num_parts(layout.tp) if cuts else 1
         mesh = get_device_mesh_spec("cpu", (parts, layout.tp // parts), ranks)
@@ -190,8 +194,6 @@ def save_by_torch_checkpointing(reader: CheckpointReader, layout: ParallelLayout
 
 def load_by_torch_checkpointing(place: Path, run: Path, layout: ParallelLayout) -> int:
     """Have torch_checkpointing read what each rank of a layout holds; return how many bytes that is."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch_checkpointing.default_resharder import DefaultResharder
     from torch_checkpointing.distributed_metadata import DistributedMetadata
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -200,13 +202,11 @@ def load_by_torch_checkpointing(place: Path, run: Path, layout: ParallelLayout) 
         cuts = Cuts(reader, layout)
     storage, needed = LocalFileSystemStorageConfig(use_direct_io=False).create_storage(), 0
     for rank in range(layout.world_size):
-        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
         source = DistributedMetadata.from_dict(pickle.loads((place / "metadata.pkl").read_bytes())).metadata["model"]
         held = cuts.held(rank)
-        wanted = {(name,): cuts.of(name) for name in held}
+        wanted = {(name,): cuts.of(name, rank) for name in held}
         left = DefaultResharder().load(place, "model", wanted, source, held, storage)
         assert not left, left
-        dist.destroy_process_group()
         needed += sum(each.nbytes for each in held.values())
     return needed
 
