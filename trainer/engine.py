@@ -44,6 +44,7 @@ class Engine:
         self.moments = torch.bfloat16 if config.optim.moments == "bf16" else wide_dtype(self.dtype)
         options = StoreOptions(
             self.dtype, self.moments, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer,
+            splits_master=config.optim.master == "split",
             overlaps_reduce=config.parallel.overlap_grad_reduce, overlaps_gather=config.parallel.overlap_param_gather,
         )  # fmt: skip
         self.store = ParameterStore(self.table, runs, mesh, options)

@@ -34,12 +34,13 @@ AdamwNumbers adamw_numbers(const op_adamw_step& step) {
       .inverse_root = 1 / std::sqrt(correction2),
       .eps = step.eps,
       .has_bf16_moments = step.moments == OP_BF16,
+      .is_split = step.is_split != 0,
   };
 }
 
 int op_adamw(int dtype, const op_interval* intervals, const op_chunk* chunks, int64_t num_chunks,
              const op_adamw_step* step, const double* factor, const float* is_bad, int num_threads) {
-  if (!is_adamw_dtype(dtype, step->moments) || num_chunks < 0) return OP_BAD_ARGUMENT;
+  if (!fits(dtype, *step) || num_chunks < 0) return OP_BAD_ARGUMENT;
   if (*is_bad > 0) return 0;
   const Kernels& use = kernels();
   const AdamwNumbers numbers = adamw_numbers(*step);

@@ -21,12 +21,12 @@ __device__ __forceinline__ double over(double a, double b) { return __ddiv_rn(a,
 __device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ double root(double a) { return __dsqrt_rn(a); }
 
-// A chunk's elements, and the numbers of the step in the arithmetic's type.
-template <class Number, class Moment>
+// A chunk's elements, and the numbers of the step in the arithmetic's type. Master is int16_t where it is split.
+template <class Number, class Moment, class Master>
 struct Chunk {
   const Number* gradient;
   Moment *exp_avg, *exp_avg_sq;
-  Number* master;
+  Master* master;
   Bf16* published;
   int count;
   Number scale, keep, gradient_share, beta2, square_share, step_size, inverse_root, eps;
@@ -46,14 +46,14 @@ __device__ __forceinline__ T* global(Pointer pointer, int64_t begin) {
   return static_cast<T*>(pointer) + begin;
 }
 
-template <class Number, class Moment>
-__device__ __forceinline__ Chunk<Number, Moment> chunk_of(const op_interval& interval, const op_chunk& chunk,
-                                                          const AdamwNumbers& numbers, double factor) {
-  Chunk<Number, Moment> made;
+template <class Number, class Moment, class Master>
+__device__ __forceinline__ auto chunk_of(const op_interval& interval, const op_chunk& chunk,
+                                         const AdamwNumbers& numbers, double factor) {
+  Chunk<Number, Moment, Master> made;
   made.gradient = global<const Number>(interval.gradient, chunk.begin);
   made.exp_avg = global<Moment>(interval.exp_avg, chunk.begin);
   made.exp_avg_sq = global<Moment>(interval.exp_avg_sq, chunk.begin);
-  made.master = global<Number>(interval.master, chunk.begin);
+  made.master = global<Master>(interval.master, chunk.begin);
   made.published = interval.published ? static_cast<Bf16*>(interval.published) + chunk.begin : nullptr;
   made.count = static_cast<int>(chunk.end - chunk.begin);
   made.scale = static_cast<Number>(factor);
@@ -67,22 +67,69 @@ __device__ __forceinline__ Chunk<Number, Moment> chunk_of(const op_interval& int
   return made;
 }
 
+// The masters of a pack; `published` is where its weights are in bf16, or null.
+template <int kSize, class Number>
+__device__ __forceinline__ void load_masters(const Number* master, const Bf16*, Number (&values)[kSize]) {
+  const auto pack = *reinterpret_cast<const Pack<Number, kSize>*>(master);
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) values[e] = pack.v[e];
+}
+template <int kSize>
+__device__ __forceinline__ void load_masters(const int16_t* master, const Bf16* published, float (&values)[kSize]) {
+  const auto low = *reinterpret_cast<const Pack<int16_t, kSize>*>(master);
+  const auto high = *reinterpret_cast<const Pack<Bf16, kSize>*>(published);
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) values[e] = __uint_as_float(joined(__bfloat16_as_ushort(high.v[e]), low.v[e]));
+}
+template <int kSize>
+__device__ __forceinline__ void publish(Bf16* published, const float (&values)[kSize]) {
+  Pack<Bf16, kSize> rounded;
+  rounded.set(values);
+  *reinterpret_cast<Pack<Bf16, kSize>*>(published) = rounded;
+}
+template <int kSize, class Number>
+__device__ __forceinline__ void store_masters(Number* master, Bf16* published, Number (&values)[kSize]) {
+  Pack<Number, kSize> pack;
+  pack.set(values);
+  *reinterpret_cast<Pack<Number, kSize>*>(master) = pack;
+  if constexpr (sizeof(Number) == sizeof(float)) {
+    if (published) publish(published, values);
+  }
+}
+template <int kSize>
+__device__ __forceinline__ void store_masters(int16_t* master, Bf16* published, float (&values)[kSize]) {
+  Pack<int16_t, kSize> low;
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) {
+    const uint32_t bits = not_halfway(__float_as_uint(values[e]));
+    values[e] = __uint_as_float(bits);
+    low.v[e] = static_cast<int16_t>(bits);
+  }
+  *reinterpret_cast<Pack<int16_t, kSize>*>(master) = low;
+  publish(published, values);
+}
+
 // Updates packs of kSize elements, from element `begin` on; a thread has two under way at once.
-template <int kSize, class Number, class Moment>
-__device__ __forceinline__ void update_packs(const Chunk<Number, Moment>& chunk, int begin, int num_packs) {
+template <int kSize, class Number, class Moment, class Master>
+__device__ __forceinline__ void update_packs(const Chunk<Number, Moment, Master>& chunk, int begin, int num_packs) {
   using Elements = Pack<Number, kSize>;
   using Moments = Pack<Moment, kSize>;
   const auto gradient = reinterpret_cast<const Elements*>(chunk.gradient + begin);
   const auto exp_avg = reinterpret_cast<Moments*>(chunk.exp_avg + begin);
   const auto exp_avg_sq = reinterpret_cast<Moments*>(chunk.exp_avg_sq + begin);
-  const auto master = reinterpret_cast<Elements*>(chunk.master + begin);
+  const auto master = chunk.master + begin;
+  const auto published = chunk.published ? global<Bf16>(chunk.published, begin) : nullptr;
+  const auto weights = [=](int pack) { return published ? published + pack * kSize : nullptr; };
   for (int first = threadIdx.x; first < num_packs; first += 2 * kThreads) {
-    Elements g[2], p[2];
+    Elements g[2];
     Moments m[2], v[2];
+    Number p[2][kSize];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int pack = first + j * kThreads;
-      if (pack < num_packs) g[j] = gradient[pack], m[j] = exp_avg[pack], v[j] = exp_avg_sq[pack], p[j] = master[pack];
+      if (pack >= num_packs) break;
+      g[j] = gradient[pack], m[j] = exp_avg[pack], v[j] = exp_avg_sq[pack];
+      load_masters(master + pack * kSize, weights(pack), p[j]);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -92,16 +139,10 @@ __device__ __forceinline__ void update_packs(const Chunk<Number, Moment>& chunk,
 #pragma unroll
       for (int e = 0; e < kSize; ++e) first_moments[e] = m[j].get(e), second_moments[e] = v[j].get(e);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) chunk.update(g[j].v[e], first_moments[e], second_moments[e], p[j].v[e]);
+      for (int e = 0; e < kSize; ++e) chunk.update(g[j].v[e], first_moments[e], second_moments[e], p[j][e]);
       m[j].set(first_moments), v[j].set(second_moments);
-      exp_avg[pack] = m[j], exp_avg_sq[pack] = v[j], master[pack] = p[j];
-      if constexpr (sizeof(Number) == sizeof(float)) {
-        if (chunk.published) {
-          Pack<Bf16, kSize> rounded;
-          rounded.set(p[j].v);
-          reinterpret_cast<Pack<Bf16, kSize>*>(global<Bf16>(chunk.published, begin))[pack] = rounded;
-        }
-      }
+      exp_avg[pack] = m[j], exp_avg_sq[pack] = v[j];
+      store_masters(master + pack * kSize, weights(pack), p[j]);
     }
   }
 }
@@ -111,19 +152,19 @@ __device__ __forceinline__ bool is_aligned(Pointer pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-template <class Number, class Moment>
+template <class Number, class Moment, class Master>
 __global__ void __launch_bounds__(kThreads, 4)
     adamw(const op_interval* __restrict__ intervals, const op_chunk* __restrict__ chunks, AdamwNumbers numbers,
           const double* __restrict__ factor, const float* __restrict__ is_bad) {
   constexpr int kSize = kPackSize<Number>;
   const bool is_good = !(*is_bad > 0);
   const op_chunk bounds = chunks[blockIdx.x];
-  const auto chunk = chunk_of<Number, Moment>(intervals[bounds.interval], bounds, numbers, *factor);
+  const auto chunk = chunk_of<Number, Moment, Master>(intervals[bounds.interval], bounds, numbers, *factor);
   if (!is_good) return;
   int done = 0;
   constexpr size_t kMomentBytes = sizeof(Moment) * kSize;
   if (is_aligned(chunk.gradient, 16) && is_aligned(chunk.exp_avg, kMomentBytes) &&
-      is_aligned(chunk.exp_avg_sq, kMomentBytes) && is_aligned(chunk.master, 16) && is_aligned(chunk.published, sizeof(Bf16) * kSize)) {
+      is_aligned(chunk.exp_avg_sq, kMomentBytes) && is_aligned(chunk.master, sizeof(Master) * kSize) && is_aligned(chunk.published, sizeof(Bf16) * kSize)) {
     update_packs<kSize>(chunk, 0, chunk.count / kSize);
     done = chunk.count / kSize * kSize;
   }
@@ -197,11 +238,13 @@ __global__ void __launch_bounds__(kThreads)
 
 int op_adamw_cuda(int dtype, const op_interval* intervals, const op_chunk* chunks, int64_t num_chunks,
                   const op_adamw_step* step, const double* factor, const float* is_bad, void* stream) {
-  if (!is_adamw_dtype(dtype, step->moments) || num_chunks < 0 || num_chunks > INT32_MAX) return OP_BAD_ARGUMENT;
+  if (!fits(dtype, *step) || num_chunks < 0 || num_chunks > INT32_MAX) return OP_BAD_ARGUMENT;
   if (num_chunks == 0) return 0;
-  const auto run = dtype == OP_F64              ? adamw<double, double>
-                   : step->moments == OP_BF16 ? adamw<float, Bf16>
-                                              : adamw<float, float>;
+  const bool is_bf16 = step->moments == OP_BF16;
+  const auto run = dtype == OP_F64  ? adamw<double, double, double>
+                   : step->is_split ? (is_bf16 ? adamw<float, Bf16, int16_t> : adamw<float, float, int16_t>)
+                   : is_bf16        ? adamw<float, Bf16, float>
+                                    : adamw<float, float, float>;
   run<<<static_cast<unsigned>(num_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       intervals, chunks, adamw_numbers(*step), factor, is_bad);
   return launch_status();

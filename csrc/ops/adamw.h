@@ -2,14 +2,16 @@
 #pragma once
 
 #include "ops.h"
+#include "split.h"
 
-inline bool is_adamw_dtype(int dtype, int64_t moments) {
-  return (dtype == OP_F64 && moments == OP_F64) || (dtype == OP_F32 && (moments == OP_F32 || moments == OP_BF16));
+inline bool fits(int dtype, const op_adamw_step& step) {
+  if (dtype == OP_F64) return step.moments == OP_F64 && !step.is_split;
+  return dtype == OP_F32 && (step.moments == OP_F32 || step.moments == OP_BF16);
 }
 
 struct AdamwNumbers {
   double gradient_share, beta2, square_share, decay, step_size, inverse_root, eps;
-  bool has_bf16_moments;
+  bool has_bf16_moments, is_split;
 };
 
 AdamwNumbers adamw_numbers(const op_adamw_step& step);

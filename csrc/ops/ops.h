@@ -127,7 +127,7 @@ OP_API int op_dropout_cuda(int dtype, const void* x, void* y, int64_t num_sample
                            int64_t num_features, const struct op_mask* mask, void* stream);
 
 // A part of one parameter that a rank updates: `count` elements of each, all of the dtype, which is OP_F64 or OP_F32; the
-// moments of OP_F32 may be OP_BF16.
+// moments of OP_F32 may be OP_BF16, and its master may be split: `master` has the low 16 bits, `published` the rest.
 struct op_interval {
   const void* gradient;
   void *exp_avg, *exp_avg_sq, *master;
@@ -145,7 +145,8 @@ struct op_chunk {
 struct op_adamw_step {
   double lr, beta1, beta2, eps, weight_decay;
   int64_t step;
-  int64_t moments;  // their dtype
+  int64_t moments;   // their dtype
+  int64_t is_split;  // whether all masters are
 };
 
 // AdamW in place on the elements of all chunks, with the gradients times `factor`; nothing is written if `is_bad` is

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from trainer.config import OptimConfig
-from trainer.ops import native
-from trainer.ops.adamw import CHUNK, Interval, IntervalTable, adamw_reference
+from trainer.ops import native, split
+from trainer.ops.adamw import CHUNK, Interval, IntervalTable, adamw_reference, with_whole_master
 
 OPTIM = OptimConfig(beta1=0.9, beta2=0.95, weight_decay=0.1)
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6}
-KINDS = [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
-of_every_kind = pytest.mark.parametrize(("dtype", "moments"), KINDS, ids=str)
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+KINDS = [(F64, F64, False), (F32, F32, False), (F32, BF16, False), (F32, F32, True), (F32, BF16, True)]
+of_every_kind = pytest.mark.parametrize(("dtype", "moments", "splits"), KINDS, ids=str)
 SIZES = (1, 3, 64, 1000, 4099, CHUNK, CHUNK + 1, 3 * CHUNK - 5)
 POISON = 77.0
 STATES = ("gradient", "exp_avg", "exp_avg_sq", "master", "published")
@@ -34,6 +35,7 @@ class Case:
         *,
         shift: int = 0,
         moments: torch.dtype | None = None,
+        splits: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(sum(sizes))
         self.buffers: list[Tensor] = []
@@ -43,13 +45,15 @@ class Case:
             values[1:3] *= 0.1
             values[2].square_()
             kept = moments or dtype
-            kinds = [dtype, kept, kept, dtype] + [torch.bfloat16] * (dtype == torch.float32)
+            kinds = [dtype, kept, kept, split.LOW if splits else dtype] + [torch.bfloat16] * (dtype == torch.float32)
             states = []
             for kind, value in zip(kinds, [*values, torch.full((size,), POISON)], strict=False):
                 self.buffers.append(torch.full((size + 16,), POISON, dtype=kind, device=device))
                 states.append(self.buffers[-1][shift : shift + size].copy_(value))
             gradient, exp_avg, exp_avg_sq, master, *published = states
-            place = published[0] if published and row % 3 else None
+            if splits:
+                split.split_into(published[0], master, values[3].float().to(device))
+            place = published[0] if published and (splits or row % 3) else None
             self.intervals.append(Interval(gradient, exp_avg, exp_avg_sq, master, place, row % 2 == 0, row))
         self.shift, self.device = shift, device
 
@@ -70,7 +74,8 @@ class Case:
         """The same values, published ones left out."""
         made = Case([], torch.float64)
         for each in self.intervals:
-            states = {name: getattr(each, name).cpu().double().clone() for name in STATES[:-1]}
+            whole = with_whole_master(each)
+            states = {name: getattr(whole, name).cpu().double().clone() for name in STATES[:-1]}
             made.intervals.append(replace(each, **states, published=None))
         return made
 
@@ -159,12 +164,14 @@ def named_states(interval: Interval) -> list[tuple[str, Tensor]]:
     return [(name, getattr(interval, name)) for name in STATES if getattr(interval, name) is not None]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_bits_do_not_depend_on_the_instruction_set(dtype: torch.dtype, every_simd: list[int]) -> None:
+@of_every_kind
+def test_bits_do_not_depend_on_the_instruction_set(
+    dtype: torch.dtype, moments: torch.dtype, splits: bool, every_simd: list[int]
+) -> None:
     found = []
     for simd in every_simd:
         native.library().op_limit_simd(simd)
-        case = Case((1, 515, 4099), dtype, shift=1)
+        case = Case((1, 515, 4099), dtype, shift=1, moments=moments, splits=splits)
         case.step(4, factor=0.3)
         found.append((case, squares(case)))
     for case, norms in found[1:]:
@@ -174,8 +181,11 @@ def test_bits_do_not_depend_on_the_instruction_set(dtype: torch.dtype, every_sim
 
 @of_every_kind
 @pytest.mark.parametrize("shift", [0, 1, 4])
-def test_the_bits_of_a_device_are_the_cpus(dtype: torch.dtype, moments: torch.dtype, shift: int, device: str) -> None:
-    case, on_cpu = Case(SIZES, dtype, device, shift=shift, moments=moments), Case(SIZES, dtype, moments=moments)
+def test_the_bits_of_a_device_are_the_cpus(
+    dtype: torch.dtype, moments: torch.dtype, splits: bool, shift: int, device: str
+) -> None:
+    case = Case(SIZES, dtype, device, shift=shift, moments=moments, splits=splits)
+    on_cpu = Case(SIZES, dtype, moments=moments, splits=splits)
     for step in range(3):
         case.step(step, factor=0.4)
         on_cpu.step(step, factor=0.4)
@@ -183,8 +193,8 @@ def test_the_bits_of_a_device_are_the_cpus(dtype: torch.dtype, moments: torch.dt
 
 
 @of_every_kind
-def test_a_bad_step_changes_no_bit(dtype: torch.dtype, moments: torch.dtype, device: str) -> None:
-    case, untouched = (Case(SIZES, dtype, device, moments=moments) for _ in range(2))
+def test_a_bad_step_changes_no_bit(dtype: torch.dtype, moments: torch.dtype, splits: bool, device: str) -> None:
+    case, untouched = (Case(SIZES, dtype, device, moments=moments, splits=splits) for _ in range(2))
     case.step(factor=float("nan"), is_bad=1.0)
     assert_same_bits(case, untouched)
     case.step(factor=0.5)
@@ -207,6 +217,46 @@ def test_bf16_moments_are_rounded_once_a_step(shift: int, device: str) -> None:
             assert torch.equal(got.master, exact.master)
             assert torch.equal(got.exp_avg, exact.exp_avg.bfloat16())
             assert torch.equal(got.exp_avg_sq, exact.exp_avg_sq.bfloat16())
+    case.assert_the_rest_is_untouched()
+
+
+def test_split_numbers_are_whole_again_but_for_those_halfway() -> None:
+    highs = torch.tensor([0, 1, 0x7F, 0x3F80, 0x3F81, 0x4049, 0x7F7F], dtype=torch.int32)
+    bits = torch.cat([highs, highs + 0x8000])[:, None] * 0x10000 + torch.arange(0x10000, dtype=torch.int32)
+    numbers = bits.flatten().view(torch.float32)
+    weights, low = torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16)
+
+    split.split_into(weights, low, numbers)
+    again = split.joined(weights, low)
+
+    is_halfway = bits.flatten() & 0xFFFF == 0x8000
+    assert torch.equal(weights, numbers.bfloat16())
+    assert torch.equal(again.bfloat16(), weights)
+    assert torch.equal(again.view(torch.int32)[~is_halfway], numbers.view(torch.int32)[~is_halfway])
+    moved = again.view(torch.int32)[is_halfway] - numbers.view(torch.int32)[is_halfway]
+    assert sorted(moved.unique().tolist()) == [-1, 1]
+    split.split_into(weights, low, again)
+    assert torch.equal(split.joined(weights, low), again), "nothing moves twice"
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_split_masters_take_the_steps_of_whole_ones(moments: torch.dtype, shift: int, device: str) -> None:
+    case = Case(SIZES, torch.float32, device, shift=shift, moments=moments, splits=True)
+    for step in range(3):
+        whole = Case([], torch.float32, device)
+        for each in case.intervals:
+            states = {name: state.clone() for name, state in named_states(with_whole_master(each))}
+            whole.intervals.append(replace(each, **(states | {"published": None})))
+        whole.step(step, factor=0.4)
+        case.step(step, factor=0.4)
+        for got, exact in zip(case.intervals, whole.intervals, strict=True):
+            want = Case((exact.master.numel(),), torch.float32, device, splits=True).intervals[0]
+            split.split_into(want.published, want.master, exact.master)
+            assert torch.equal(got.master, want.master)
+            assert torch.equal(got.published, want.published)
+            assert torch.equal(got.exp_avg, exact.exp_avg)
+            assert torch.equal(got.exp_avg_sq, exact.exp_avg_sq)
     case.assert_the_rest_is_untouched()
 
 
@@ -279,6 +329,8 @@ def test_intervals_that_do_not_fit_are_named() -> None:
     wide = Case((8,), torch.float64).intervals[0]
     with pytest.raises(UserError, match="a float64 master has float64 moments, and is published as it is"):
         IntervalTable([replace(wide, published=wide.master.bfloat16())])
+    with pytest.raises(UserError, match="the high bits of a split master are the published weight, which is not there"):
+        IntervalTable([replace(each, master=each.master.to(split.LOW), published=None)])
     halves = {name: getattr(each, name).half() for name in ("exp_avg", "exp_avg_sq")}
     with pytest.raises(UserError, match=r"moments are of torch.float32 or bfloat16, not of torch.float16"):
         IntervalTable([replace(each, **halves)])

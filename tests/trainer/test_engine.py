@@ -76,6 +76,7 @@ def train_part(
         engine.store.publish()
     own = list(batches(engine.mesh.dp.index, engine.mesh.dp.size))
     stats = [engine.train_step(step, own[step]) for step in steps]
+    engine.store.join_masters()
     return stats, copied(saved_pieces(engine.store)), table_of(engine)
 
 
@@ -149,10 +150,12 @@ def test_state_moves_between_layouts_and_training_goes_on(model: str) -> None:
         assert (back.loss, back.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-10)
 
 
-@pytest.mark.parametrize("moments", ["wide", "bf16"])
-def test_the_same_layout_continues_bit_for_bit(moments: Literal["wide", "bf16"]) -> None:
+@pytest.mark.parametrize(("moments", "master"), [("wide", "wide"), ("bf16", "wide"), ("wide", "split")])
+def test_the_same_layout_continues_bit_for_bit(
+    moments: Literal["wide", "bf16"], master: Literal["wide", "split"]
+) -> None:
     config = small_config("gpt2", ParallelLayout(), precision="bf16")
-    config = replace(config, optim=replace(config.optim, moments=moments))
+    config = replace(config, optim=replace(config.optim, moments=moments, master=master))
     whole, half = train_part(0, config, None, range(NUM_STEPS)), train_part(0, config, None, range(2))
     rest = train_part(0, config, state_of([half]), range(2, NUM_STEPS))
     assert [(s.loss, s.grad_norm) for s in rest[0]] == [(s.loss, s.grad_norm) for s in whole[0][2:]]

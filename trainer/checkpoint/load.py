@@ -48,6 +48,7 @@ def restore_step(engine: Engine, run: Run | HfFolder, step: int, exchange: Excha
     without optimizer state, and refuses them from others. CheckFailed if the step is damaged, UserError with a report
     of each tensor if it is of another model.
     """
+    engine.store.join_masters()  # where no piece is, as in vocabulary padding, they stay as they are
     with run.open(step, exchange) as reader:
         root = reader.root
         on_all(reader.exchange, lambda: refuse_another_model(engine, root, reader.url))

@@ -23,7 +23,8 @@ class Saver:
 
     A failed save is reported and training goes on: the next interval saves again. `max_failed_saves` in a row end the
     run. Without a URL to save to it does nothing. With `checkpoint.overlap` a save's copies run beside the next step's
-    forward and backward: `wait_until_copied` has to come before the state changes.
+    forward and backward: `wait_until_copied` has to come before the state changes. Split masters are put together where
+    that backward writes its gradients, so their copies do not.
 
     `due_step` is the last step after which a save was due, made or skipped; at the start the one resumed from, if the
     interval asks for it: a save at the end of a run comes besides.
@@ -45,7 +46,8 @@ class Saver:
         self._is_any_busy = False
         self._checkpointer: Checkpointer | None = None
         save = config.checkpoint
-        self._overlaps = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
+        may_overlap = save.overlap == "on" or (save.overlap == "auto" and ranks.device.type == "cuda")
+        self._overlaps = may_overlap and config.optim.master == "wide"
         # views of memory that the run keeps: made once, so that a save compares no structure again
         self._pieces, self._tensors = (
             saved_pieces(engine.store),
@@ -107,7 +109,7 @@ class Saver:
         """Stage the state, or begin to."""
         assert self._checkpointer is not None, "called only if a save is due"
         self._saved_step = progress.step
-        self._engine.store.join()  # an update may still run beside
+        self._engine.store.join_masters()  # an update may still run beside
         self._stall_s += self._checkpointer.save(
             progress.step,
             self._pieces,

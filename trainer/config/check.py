@@ -154,6 +154,12 @@ def schedule_faults(config: Config) -> list[Fault]:
     if optim.moments == "bf16" and max(optim.beta1, optim.beta2) > 0.99:
         text = f"optim.moments bf16 is too coarse for beta1 {optim.beta1:g}, beta2 {optim.beta2:g}: each 0.99 at most"
         faults.append(({"optim.moments", "optim.beta1", "optim.beta2"}, text))
+    if optim.master == "split" and config.train.precision != "bf16":
+        text = f"optim.master split is for precision bf16, not {config.train.precision}: --optim.master wide"
+        faults.append(({"optim.master", "train.precision"}, text))
+    if optim.master == "split" and save.overlap == "on":
+        text = "checkpoint.overlap on needs optim.master wide: split masters are put together in the gradients' memory"
+        faults.append(({"optim.master", "checkpoint.overlap"}, text))
     if optim.warmup_steps > decay:
         text = f"optim.warmup_steps {optim.warmup_steps} is more than the {decay} steps in all: --optim.warmup-steps 0"
         faults.append(({"optim.warmup_steps", "optim.decay_steps", "train.train_steps"}, text))

@@ -20,5 +20,8 @@ class OptimConfig:
     moments: Literal["wide", "bf16"] = option(
         "wide", "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step"
     )
+    master: Literal["wide", "split"] = option(
+        "wide", "how fp32 masters of bf16 weights are kept; split: the low 16 bits beside the weight, half the memory"
+    )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
     clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

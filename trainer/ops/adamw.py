@@ -1,15 +1,16 @@
 """AdamW over all parts of parameters that a rank updates, and the squared norms of their gradients, one pass each.
 
 A step reads gradient, moments and master once, and writes moments, master and the bf16 weight. Arithmetic has the dtype
-of the master; moments may be kept in bf16, rounded once a step. The bits of an element depend on its own numbers and
-the step alone: not on threads, on the device or on how parameters are cut. Squares are summed in float64, in an order
+of the master; moments may be kept in bf16, rounded once a step. A split master is the bf16 weight and the 16 bits below
+it. The bits of an element depend on its own numbers and the step alone: not on threads, on the device or on how
+parameters are cut. Squares are summed in float64, in an order
 that the part's length fixes on a device type.
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import adamw as torch_adamw
 from threefold.errors import UserError
 from threefold.native import DOUBLE, INT64
 from trainer.config import OptimConfig
-from trainer.ops import forms, native
+from trainer.ops import forms, native, split
 
 CHUNK = 1 << 14  # elements that one block of threads updates
 
@@ -29,7 +30,8 @@ class Interval:
     """A part of one parameter with its gradient and optimizer state: flat, of one size and one wide dtype.
 
     Both moments may be of bf16 where the others are of fp32. `published` takes the master rounded to bf16; it is None
-    if the master is the weight itself. `decays`: weight decay applies. `row` is the place of the squared norm.
+    if the master is the weight itself. If `master` is of int16, it has the low bits and `published` the high ones, as
+    `trainer.ops.split` says. `decays`: weight decay applies. `row` is the place of the squared norm.
     """
 
     gradient: Tensor
@@ -75,15 +77,19 @@ class IntervalTable:
         if not self._intervals:
             return
         if form != "csrc":
-            _FORMS[form](self._intervals, optim, lr, step, factor=factor, is_bad=is_bad)
+            whole = [with_whole_master(each) for each in self._intervals]
+            _FORMS[form](whole, optim, lr, step, factor=factor, is_bad=is_bad)
+            for each, updated in zip(self._intervals, whole, strict=True):
+                if updated is not each and each.published is not None:
+                    split.split_into(each.published, each.master, updated.master)
             return
         first = self._intervals[0]
-        moments = native.DTYPE_CODES[first.exp_avg.dtype]
-        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step, moments)
+        moments, is_split = native.DTYPE_CODES[first.exp_avg.dtype], first.master.dtype == split.LOW
+        numbers = _Step(lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, step, moments, is_split)
         factor, is_bad = factor.double(), is_bad.float()
         tables = (self._rows.data_ptr(), self._chunks.data_ptr(), len(self._chunks))
         decisions = (factor.data_ptr(), is_bad.data_ptr())
-        native.call("adamw", first.master, *tables, ctypes.byref(numbers), *decisions)
+        native.call("adamw", first.gradient, *tables, ctypes.byref(numbers), *decisions)
 
     def write_squared_norms(self, out: Tensor) -> None:
         """Write the squared norm of each interval's gradient into its row of `out`, float64; leave the other rows."""
@@ -98,6 +104,14 @@ class IntervalTable:
         intervals, chunks = (self._rows.data_ptr(), len(self._rows)), (self._chunks.data_ptr(), len(self._chunks))
         gradient = self._intervals[0].gradient
         native.call("squared_norms", gradient, *intervals, *chunks, partials.data_ptr(), out.data_ptr())
+
+
+def with_whole_master(interval: Interval) -> Interval:
+    """Return an interval itself, or with a copy of its split master put together, which is then not published."""
+    if interval.master.dtype != split.LOW:
+        return interval
+    assert interval.published is not None, "the high bits"
+    return replace(interval, master=split.joined(interval.published, interval.master), published=None)
 
 
 @torch.no_grad()
@@ -179,6 +193,7 @@ class _Step(ctypes.Structure):
         *((name, DOUBLE) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
         ("step", INT64),
         ("moments", INT64),
+        ("is_split", INT64),
     )
 
 
@@ -190,10 +205,13 @@ def _row(interval: Interval) -> list[int]:
 
 
 def _check(interval: Interval, first: Interval) -> None:
-    wide, moments, device = first.master.dtype, first.exp_avg.dtype, first.master.device
+    is_split, moments, device = first.master.dtype == split.LOW, first.exp_avg.dtype, first.master.device
+    wide = torch.float32 if is_split else first.master.dtype
     if wide == torch.float64 and (interval.published is not None or moments != wide):
         raise UserError("adamw: a float64 master has float64 moments, and is published as it is")
-    kinds = {"exp_avg": moments, "exp_avg_sq": moments, "published": torch.bfloat16}
+    if is_split and interval.published is None:
+        raise UserError("adamw: the high bits of a split master are the published weight, which is not there")
+    kinds = {"exp_avg": moments, "exp_avg_sq": moments, "master": first.master.dtype, "published": torch.bfloat16}
     for name in ("gradient", "exp_avg", "exp_avg_sq", "master", "published"):
         tensor, dtype = getattr(interval, name), kinds.get(name, wide)
         if tensor is None:

@@ -94,9 +94,8 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     held = sum(run.numel for run in runs)
     updated = sum(-(-run.numel // sizes[run.holders]) for run in runs) if parallel.zero_stage else held
     moments = 2 if config.optim.moments == "bf16" else wide.itemsize
-    states = 2 * moments + (
-        wide.itemsize if wide != dtype else 0
-    )  # the latter: a master if the parameters are narrower
+    master = 0 if wide == dtype else 2 if config.optim.master == "split" else wide.itemsize
+    states = 2 * moments + master
     return RankMemory(
         held * dtype.itemsize,
         held * wide.itemsize,

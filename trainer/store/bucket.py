@@ -6,8 +6,10 @@ parameters are gathered beside what follows; whoever reads them waits for them f
 """
 
 import torch
+from torch import Tensor
 
 from trainer.mesh.group import Group, Work
+from trainer.ops import split
 from trainer.ops.adamw import Interval
 from trainer.ops.dtypes import wide_dtype
 from trainer.store.plan import BucketPlan, Segment
@@ -20,6 +22,9 @@ class Bucket:
     updates, the moments in the dtype `moments`, the others in the wide one: the owned interval if `sharded`, else all
     of it. If the parameters have the wide dtype themselves, `master` is a view of them. Without an optimizer there are
     no gradients, no moments and no copies.
+
+    With `splits_master` only the `low` bits of masters are kept beside the parameters. Then `master` is memory of the
+    gradients, which are not in use between two steps: `join_masters` puts the masters there.
     """
 
     def __init__(
@@ -32,16 +37,23 @@ class Bucket:
         sharded: bool,
         moments: torch.dtype,
         with_optimizer: bool,
+        splits_master: bool,
     ) -> None:
         self.plan, self.group, self.sharded = plan, group, sharded
         size, wide = plan.size(group.size), wide_dtype(dtype)
         self.owned = plan.interval(group.size, group.index)
         self.updated = self.owned if sharded else (0, size)
         self.parameters = torch.zeros(size, dtype=dtype, device=device)
-        updated = self.parameters[slice(*self.updated)]
-        has_copy = with_optimizer and dtype != wide
-        self.master = torch.zeros_like(updated, dtype=wide) if has_copy else updated
         self.gradients = torch.zeros(size if with_optimizer else 0, dtype=wide, device=device)
+        self._weights = self.parameters[slice(*self.updated)]
+        self.low: Tensor | None = None
+        if not with_optimizer or dtype == wide:
+            self.master = self._weights
+        elif splits_master:
+            self.master = self.gradients[slice(*self.updated)]
+            self.low = torch.zeros_like(self._weights, dtype=split.LOW)
+        else:
+            self.master = torch.zeros_like(self._weights, dtype=wide)
         self.exp_avg = torch.zeros_like(self.master if with_optimizer else self.master[:0], dtype=moments)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self._num_contributions, self._usual = 0, dict[int, int]()  # the latter by the number of micro-batches
@@ -54,9 +66,9 @@ class Bucket:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank: the moments, and the master if it is a copy."""
-        master = self.master if self.master.dtype != self.parameters.dtype else self.master[:0]
-        return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, master))
+        """Return the bytes of optimizer state on this rank: the moments, and of the master what is kept besides."""
+        kept = () if self.master.dtype == self.parameters.dtype else (self.master if self.low is None else self.low,)
+        return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, *kept))
 
     def begin_step(self, num_microbatches: int) -> None:
         """Begin to count a step's contributions to the gradients."""
@@ -93,12 +105,20 @@ class Bucket:
         state = slice(live.start - self.updated[0], live.stop - self.updated[0])
         moments = (self.exp_avg[state], self.exp_avg_sq[state])
         published = self.parameters[live] if self.master.dtype != self.parameters.dtype else None
-        return Interval(self.gradients[live], *moments, self.master[state], published, decays, row)
+        master = self.master if self.low is None else self.low
+        return Interval(self.gradients[live], *moments, master[state], published, decays, row)
 
-    def round_masters(self) -> None:
-        """Round the masters on this rank to its parameters; an update does so itself."""
-        if self.master.dtype != self.parameters.dtype:
-            self.parameters[slice(*self.updated)].copy_(self.master)
+    def join_masters(self) -> None:
+        """Put split masters together, where the gradients are: nobody may need these any more."""
+        if self.low is not None:
+            split.joined(self._weights, self.low, out=self.master)
+
+    def publish_masters(self) -> None:
+        """Round the masters on this rank to its parameters, and split them; an update does so itself."""
+        if self.low is not None:
+            split.split_into(self._weights, self.low, self.master)
+        elif self.master.dtype != self.parameters.dtype:
+            self._weights.copy_(self.master)
 
     def start_gather(self) -> None:
         """Begin to bring the parameters of every holder up to date with those of their owners."""

@@ -26,7 +26,7 @@ from trainer.store.plan import Run, plan_buckets
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How a store keeps its state: `sharded` cuts the optimizer state over the holders.
+    """How a store keeps its state: `sharded` cuts the optimizer state over the holders, `splits_master` keeps no fp32.
 
     `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
     """
@@ -36,6 +36,7 @@ class StoreOptions:
     bucket_bytes: int
     sharded: bool
     with_optimizer: bool
+    splits_master: bool
     overlaps_reduce: bool
     overlaps_gather: bool
 
@@ -49,7 +50,8 @@ class ParameterStore:
         self.table, self.mesh, self.options = table, mesh, options
         self.buckets = [
             Bucket(plan, options.dtype, mesh.device, mesh.holders(plan.holders), sharded=options.sharded,
-                   moments=options.moments, with_optimizer=options.with_optimizer)
+                   moments=options.moments, with_optimizer=options.with_optimizer,
+                   splits_master=options.splits_master)
             for plan in plan_buckets(runs, options.bucket_bytes, options.dtype.itemsize)
         ]  # fmt: skip
         self.wgrads, self._weights = Wgrads(), dict[str, Weight]()
@@ -181,6 +183,12 @@ class ParameterStore:
         for bucket in self.buckets:
             bucket.arrive()
 
+    def join_masters(self) -> None:
+        """Put split masters together where the gradients are, for a save; without them, only wait as `join`."""
+        self.join()
+        for bucket in self.buckets:
+            bucket.join_masters()
+
     def clear_moments(self) -> None:
         """Set the moments to zero, as they are before the first step."""
         self.join()
@@ -192,7 +200,7 @@ class ParameterStore:
     def publish(self) -> None:
         """Bring the parameters of all holders up to date with the masters of their owners, after a restore."""
         for bucket in self.buckets:
-            bucket.round_masters()
+            bucket.publish_masters()
             bucket.start_gather()
         self.join()
 
@@ -211,3 +219,4 @@ class ParameterStore:
                 for segment in (each for each in bucket.updated_segments if each.name == name):
                     master = bucket.master[segment.offset :][: segment.stop - segment.start]
                     master.copy_(whole[segment.start : segment.stop])
+            bucket.publish_masters()

@@ -78,6 +78,11 @@ def test_all_faults_are_reported_together() -> None:
         ({"optim": {"lr": 1e-6}}, "optim.min_lr 3e-05 is above optim.lr 1e-06"),
         ({"optim": {"moments": "bf16"}, "train": {"precision": "fp64"}}, "optim.moments bf16 is for precisions bf16"),
         ({"optim": {"moments": "bf16", "beta2": 0.999}}, "optim.moments bf16 is too coarse for beta1 0.9, beta2 0.999"),
+        ({"optim": {"master": "split"}}, "optim.master split is for precision bf16, not fp32: --optim.master wide"),
+        (
+            {"optim": {"master": "split"}, "train": {"precision": "bf16"}, "checkpoint": {"overlap": "on"}},
+            "checkpoint.overlap on needs optim.master wide",
+        ),
         ({"optim": {"warmup_steps": 101}}, "optim.warmup_steps 101 is more than the 100 steps in all"),
         ({"checkpoint": {"save_interval": 5}}, "checkpoint.save_interval 5 needs checkpoint.save"),
         ({"checkpoint": {"save_interval_s": 9.5}}, "checkpoint.save_interval_s 9.5 needs checkpoint.save"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckptkit import Run, hash_checkpoint
+from ckptkit.check.hash import CheckpointHash
 from tests.trainer.support.training import call, curve, write_config, write_stores
 from trainer.model import op_choices
 
@@ -49,14 +50,33 @@ def test_a_form_that_the_device_has_not_is_replaced_and_named(
     assert recorded(folder, "run", 3) == {"attention": "sdpa-cpu"}
 
 
+def hashes(folder: Path, step: int) -> list[CheckpointHash]:
+    found = []
+    for run in ("whole", "run"):
+        with Run(str(folder / run)).open(step) as reader:
+            found.append(hash_checkpoint(reader))
+    return found
+
+
+def test_split_masters_are_saved_whole_and_go_on_bit_for_bit(folder: Path) -> None:
+    split = ["--bf16", "--optim.master", "split"]
+    for run, start, num_steps in (("whole", "whole", 8), ("run", "first", 4), ("run", "second", 8)):
+        assert call("train", *arguments(folder, run, start, num_steps), *split) == 0
+    assert curve(folder / "whole.jsonl") == curve(folder / "first.jsonl") | curve(folder / "second.jsonl")
+    first, second = hashes(folder, 8)
+    assert first == second
+    assert Run(str(folder / "run")).root(8).tensors["optim.master/embed.weight"].dtype == "F32"
+    assert call("train", *arguments(folder, "run", "wide", 9), "--bf16") == 0
+    assert list(curve(folder / "wide.jsonl")) == [9]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_repeats_its_bits_after_a_resume(folder: Path) -> None:
+@pytest.mark.parametrize("master", ["wide", "split"])
+def test_a_gpu_repeats_its_bits_after_a_resume(folder: Path, master: str) -> None:
     for run, start, num_steps in (("whole", "whole", 8), ("run", "first", 4), ("run", "second", 8)):
         flags = [*arguments(folder, run, start, num_steps), "--train.device", "cuda", "--bf16", "--deterministic"]
+        flags += ["--optim.master", master]
         subprocess.run([sys.executable, "-m", "trainer", "train", *map(str, flags)], check=True)
     assert curve(folder / "whole.jsonl") == curve(folder / "first.jsonl") | curve(folder / "second.jsonl")
-    hashes = []
-    for run in ("whole", "run"):
-        with Run(str(folder / run)).open(8) as reader:
-            hashes.append(hash_checkpoint(reader))
-    assert hashes[0] == hashes[1]
+    first, second = hashes(folder, 8)
+    assert first == second

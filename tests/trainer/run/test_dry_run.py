@@ -78,11 +78,12 @@ def test_what_would_end_the_run_ends_the_dry_run(job_config: Path, capsys: Captu
         {"position": "learned", "tie_embeddings": True},
     ],
 )
-@pytest.mark.parametrize("moments", ["wide", "bf16"])
-def test_the_estimate_is_what_an_engine_allocates(model: dict, moments: str) -> None:
+@pytest.mark.parametrize("optim", [{}, {"moments": "bf16"}, {"master": "split"}], ids=str)
+def test_the_estimate_is_what_an_engine_allocates(model: dict, optim: dict) -> None:
     shape = {"vocab_size": 997, "num_layers": 4, "hidden_size": 128, "num_heads": 4} | model
     train = {"micro_batch_size": 2, "seq_length": 64, "global_batch_size": 4, "device": "cpu"}
-    config = config_from({"model": shape, "train": train, "optim": {"moments": moments}}, source="")
+    train["precision"] = "bf16" if "master" in optim else "fp32"
+    config = config_from({"model": shape, "train": train, "optim": optim}, source="")
     engine = Engine(config, ProcessMesh(layout_of(config), 0, torch.device("cpu"), timeout_s=60))
     found = rank_memory(config, 0)
     assert found.parameters == pytest.approx(sum(bucket.parameters.nbytes for bucket in engine.store.buckets), rel=0.01)

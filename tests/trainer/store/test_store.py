@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -74,14 +75,19 @@ def live_parameters(rank: int, config: Config, *, network: Network | None = None
     """The parameters of a rank after a step, bucket by bucket; asserts that those it updates are its masters."""
     engine = make_engine(rank, config, network=network)
     engine.train_step(0, local_batch(config, 0, engine.mesh))
+    engine.store.join_masters()
     for bucket in engine.store.buckets:
         assert torch.equal(bucket.parameters[slice(*bucket.updated)], bucket.master.bfloat16())
     return [bucket.parameters for bucket in engine.store.buckets]
 
 
+@pytest.mark.parametrize("master", ["wide", "split"])
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_an_update_writes_the_bf16_weights_that_all_holders_have(zero_stage: int) -> None:
+def test_an_update_writes_the_bf16_weights_that_all_holders_have(
+    zero_stage: int, master: Literal["wide", "split"]
+) -> None:
     config = small(config_for("llama", ParallelLayout(dp=2), precision="bf16", zero_stage=zero_stage))
+    config = replace(config, optim=replace(config.optim, master=master))
     first, second = run_threads(2, live_parameters, config)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
