@@ -2,7 +2,7 @@
 
     python benchmarks/trainer/saves.py --output DIR [--rounds 2] [--train-steps 160]
 
-The kinds have their turns; `off` copies while the run stands still, `split` does the same with split masters. Figures
+The kinds have their turns; `off` copies while the run waits, `split` does the same with split masters. Figures
 are means over all steps after the warm-up, as a step that waits for a save is slower than the others by far; `stall` is
 what the run says that it waited, `GiB` its peak of GPU memory. Each run keeps its last checkpoint alone.
 """

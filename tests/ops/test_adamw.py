@@ -220,25 +220,6 @@ def test_bf16_moments_are_rounded_once_a_step(shift: int, device: str) -> None:
     case.assert_the_rest_is_untouched()
 
 
-def test_split_numbers_are_whole_again_but_for_those_halfway() -> None:
-    highs = torch.tensor([0, 1, 0x7F, 0x3F80, 0x3F81, 0x4049, 0x7F7F], dtype=torch.int32)
-    bits = torch.cat([highs, highs + 0x8000])[:, None] * 0x10000 + torch.arange(0x10000, dtype=torch.int32)
-    numbers = bits.flatten().view(torch.float32)
-    weights, low = torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16)
-
-    split.split_into(weights, low, numbers)
-    again = split.joined(weights, low)
-
-    is_halfway = bits.flatten() & 0xFFFF == 0x8000
-    assert torch.equal(weights, numbers.bfloat16())
-    assert torch.equal(again.bfloat16(), weights)
-    assert torch.equal(again.view(torch.int32)[~is_halfway], numbers.view(torch.int32)[~is_halfway])
-    moved = again.view(torch.int32)[is_halfway] - numbers.view(torch.int32)[is_halfway]
-    assert sorted(moved.unique().tolist()) == [-1, 1]
-    split.split_into(weights, low, again)
-    assert torch.equal(split.joined(weights, low), again), "nothing moves twice"
-
-
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_split_masters_take_the_steps_of_whole_ones(moments: torch.dtype, shift: int, device: str) -> None:
