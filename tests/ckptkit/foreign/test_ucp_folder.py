@@ -1,6 +1,11 @@
 """Universal checkpoints of DeepSpeed: masters and moments under a run's names, ZeRO-3's with their shapes."""
 
 import argparse
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit.cli import main
 from ckptkit.loading.roots import read_root
+from ckptkit.torch import DcpReader
 from threefold.storage import open_storage
 
 SHAPES = {"layers.0.weight": (4, 3), "layers.0.bias": (4,)}
@@ -76,3 +82,29 @@ def test_what_is_not_sound_is_one_error_and_nothing_is_written(
     error = capsys.readouterr().err
     assert text in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_deepspeed_made_comes_over_whole(tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment = os.environ | {"MASTER_PORT": str(probe.getsockname()[1])}
+    program = [sys.executable, "-m", "tests.ckptkit.support.deepspeed_program", str(stage), str(tmp_path / "saved")]
+    subprocess.run(program, check=True, env=environment, timeout=280)
+    folder = tmp_path / "saved" / "universal"
+    assert call("import", folder, tmp_path / "run", "--from", "ucp") == 0
+    expected = {}
+    for path in (folder / "zero").glob("*/*.pt"):
+        kind = {"fp32": "master"}.get(path.stem, path.stem)
+        value = torch.load(path, weights_only=False)
+        value = value["param"] if isinstance(value, dict) else value
+        if isinstance(value, torch.Tensor):
+            expected[f"optim.{kind}/{path.parent.name}"] = value
+    root = read_root(open_storage(tmp_path / "run"), 0)
+    assert root.tensors.keys() == expected.keys()
+    assert root.tensors["optim.master/0.weight"].shape == (16, 8)
+    found = {name: torch.zeros(root.tensors[name].shape) for name in expected}
+    dcp.load(found, storage_reader=DcpReader(tmp_path / "run"))
+    assert all(torch.equal(found[name].flatten(), each.flatten()) for name, each in expected.items())

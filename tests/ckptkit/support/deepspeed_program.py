@@ -1,0 +1,34 @@
+"""Train three steps by DeepSpeed with ZeRO, and make a universal checkpoint of that: STAGE FOLDER."""
+
+import argparse
+import os
+import sys
+
+
+def main(stage: int, folder: str) -> None:
+    import deepspeed
+    import torch
+    from deepspeed.checkpoint import ds_to_universal
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+    engine.save_checkpoint(folder, tag="step")
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=f"{folder}/step", output_folder=f"{folder}/universal", num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=False, inject_missing_state=True,
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
+    main(int(sys.argv[1]), sys.argv[2])
