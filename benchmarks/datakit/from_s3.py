@@ -25,7 +25,7 @@ from datakit import Blend, Loader, RemoteStore, TokenStore, archive, write_store
 from threefold.storage import open_storage
 from tools.s3_server import start, stop
 
-SEQ_LENGTH, ROWS_A_STEP, MIB = 4096, 64, 1 << 20
+SEQ_LENGTH, ROWS_A_STEP, MIB = 4096, 256, 1 << 20
 MAX_FETCHED, MAX_WAITING = 1.3, 0.01
 
 

@@ -11,6 +11,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -272,6 +273,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _find_faults(folder: Path, manifest: Manifest, faults: list[UserError]) -> None:
+    """Put what `check_sizes` raises into a list, on a thread that leaves processors to others."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     try:
         check_sizes(folder, manifest)
     except UserError as error:
