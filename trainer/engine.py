@@ -42,8 +42,9 @@ class Engine:
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)
         sharded, bucket_bytes = config.parallel.zero_stage > 0, config.parallel.bucket_mib << 20
         self.moments = torch.bfloat16 if config.optim.moments == "bf16" else wide_dtype(self.dtype)
+        summed = torch.bfloat16 if config.parallel.grad_reduce == "bf16" else wide_dtype(self.dtype)
         options = StoreOptions(
-            self.dtype, self.moments, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer,
+            self.dtype, self.moments, summed, bucket_bytes, sharded=sharded, with_optimizer=with_optimizer,
             splits_master=config.optim.master == "split",
             overlaps_reduce=config.parallel.overlap_grad_reduce, overlaps_gather=config.parallel.overlap_param_gather,
         )  # fmt: skip

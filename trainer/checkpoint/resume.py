@@ -199,7 +199,7 @@ def differences(root: Root, config: Config, device: torch.device) -> list[str]:
     now = dataclasses.asdict(config)
     watched = [
         ("parallel", name)
-        for name in ("tp", "pp", "virtual_stages", "pipeline_layout", "dp", "zero_stage", "bucket_mib")
+        for name in ("tp", "pp", "virtual_stages", "pipeline_layout", "dp", "zero_stage", "bucket_mib", "grad_reduce")
     ]
     watched += [("train", "precision"), ("train", "micro_batch_size"), ("train", "global_batch_size")]
     default = dataclasses.asdict(Config())  # of a key that is younger than the step

@@ -12,6 +12,7 @@ def cross_faults(config: Config, world_size: int) -> list[Fault]:
         *model_faults(config),
         *layout_faults(config, world_size),
         *data_faults(config),
+        *sum_faults(config),
         *schedule_faults(config),
         *op_faults(config),
         *tier_faults(config),
@@ -108,6 +109,14 @@ def layout_faults(config: Config, world_size: int) -> list[Fault]:
             f"(micro_batch_size {micro} * dp {dp_size}) = {batch // (micro * dp_size)}"
         )
         return [({*fields, "train.gradient_accumulation_steps"}, text)]
+    return []
+
+
+def sum_faults(config: Config) -> list[Fault]:
+    """Return faults in how gradients are summed."""
+    if config.parallel.grad_reduce == "bf16" and config.parallel.zero_stage == 0:
+        text = "parallel.grad_reduce bf16 is for gradients with one owner each: --parallel.zero-stage 1"
+        return [({"parallel.grad_reduce", "parallel.zero_stage"}, text)]
     return []
 
 

@@ -43,6 +43,12 @@ class ParallelConfig:
     overlap_grad_reduce: bool = option(
         True, "sum a bucket's gradients beside the rest of the backward", flags=["--overlap-grad-reduce"]
     )
+    grad_reduce: Literal["wide", "bf16"] = option(
+        "wide",
+        "dtype in which gradients travel to their owners, who add in the wide one; bf16 halves the traffic, rounds "
+        "each rank's part and takes 4 bytes a parameter during the sums",
+        flags=["--grad-reduce"],
+    )
     overlap_param_gather: bool = option(
         True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"]
     )

@@ -37,6 +37,7 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, source: int, *, is_async: bool) -> Handle | None: ...
     def reduce_scatter(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
     def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> Handle | None: ...
+    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> Handle | None: ...
     def send(self, tensor: Tensor, to: int) -> Handle | None: ...
     def receive(self, tensor: Tensor, source: int) -> Handle | None: ...
 
@@ -133,6 +134,13 @@ class Group:
             return Work(self, "reduce_scatter", whole if share is None else share.copy_(whole), None)
         share = torch.empty_like(self.share(whole)) if share is None else share
         return Work(self, "reduce_scatter", share, self._call("reduce_scatter", whole, share, is_async=True), whole)
+
+    def start_exchange(self, flat: Tensor) -> Work:
+        """Begin to hand each rank its share; the work's tensor is what the ranks have for this one, in their order."""
+        if self.transport is None:
+            return Work(self, "all_to_all", flat, None)
+        received = torch.empty_like(flat)
+        return Work(self, "all_to_all", received, self._call("all_to_all", received, flat, is_async=True), flat)
 
     def start(self, kind: str, tensor: Tensor, *arguments: Any) -> Work:
         """Begin `all_reduce`, `broadcast`, `reduce_scatter` or `all_gather`, with that method's arguments.

@@ -70,6 +70,9 @@ class Channel:
             share = place if flat.is_cuda else place.clone()  # NCCL takes it where it is
         return _all_gather(flat, share, group=self.handle, async_op=is_async)
 
+    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> Handle | None:
+        return dist.all_to_all_single(received, flat, group=self.handle, async_op=is_async)
+
     def send(self, tensor: Tensor, to: int) -> Handle | None:
         return dist.isend(tensor, group=self.handle, group_dst=to)
 

@@ -96,9 +96,10 @@ def rank_memory(config: Config, pp: int) -> RankMemory:
     moments = 2 if config.optim.moments == "bf16" else wide.itemsize
     master = 0 if wide == dtype else 2 if config.optim.master == "split" else wide.itemsize
     states = 2 * moments + master
+    travelling = sum(run.numel for run in runs if sizes[run.holders] > 1) if parallel.grad_reduce == "bf16" else 0
     return RankMemory(
         held * dtype.itemsize,
-        held * wide.itemsize,
+        held * wide.itemsize + 4 * travelling,  # what this rank sends and what it receives
         updated * states,
         activation_bytes(config, pp),
     )

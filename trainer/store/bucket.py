@@ -85,9 +85,11 @@ class Bucket:
         """Return whether the sum of the gradients over the holders has begun."""
         return self._reducing is not None
 
-    def start_reduce(self) -> None:
-        """Begin to sum the gradients over the holders."""
-        if self.sharded:
+    def start_reduce(self, dtype: torch.dtype) -> None:
+        """Begin to sum the gradients over the holders; where `dtype` is not theirs they are rounded to it to travel."""
+        if dtype != self.gradients.dtype and self.group.size > 1:
+            self._reducing = self.group.start_exchange(self.gradients.to(dtype))
+        elif self.sharded:
             self._reducing = self.group.start("reduce_scatter", self.gradients)
         else:
             self._reducing = self.group.start("all_reduce", self.gradients, "sum")
@@ -95,7 +97,10 @@ class Bucket:
     def finish_reduce(self) -> None:
         """Wait for the sum; at least the part that this rank updates is valid afterwards."""
         assert self._reducing is not None, "start_reduce comes first"
-        self._reducing.wait()
+        found = self._reducing.wait()
+        if found.dtype != self.gradients.dtype:  # what each rank has for this one, to be added in the wide dtype
+            owned = self.gradients[slice(*self.owned)]
+            torch.sum(found.view(self.group.size, -1), 0, dtype=owned.dtype, out=owned)
         self._reducing, self._usual[self._num_microbatches] = None, self._num_contributions
 
     def interval(self, segment: Segment, first: int, *, decays: bool, row: int) -> Interval:

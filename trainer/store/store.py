@@ -28,11 +28,13 @@ from trainer.store.plan import Run, plan_buckets
 class StoreOptions:
     """How a store keeps its state: `sharded` cuts the optimizer state over the holders, `splits_master` keeps no fp32.
 
+    `summed` is the dtype in which gradients travel to their owners, who add in the wide one.
     `overlaps_reduce` sums gradients beside the backward, `overlaps_gather` updates and gathers beside what follows.
     """
 
     dtype: torch.dtype
     moments: torch.dtype
+    summed: torch.dtype
     bucket_bytes: int
     sharded: bool
     with_optimizer: bool
@@ -104,7 +106,7 @@ class ParameterStore:
         """Begin to sum the gradients of a bucket, all of which are in."""
         for weight in self._weights_of[number]:
             weight.finish_step()
-        self.buckets[number].start_reduce()
+        self.buckets[number].start_reduce(self.options.summed)
 
     def weight(self, *names: str) -> Weight:
         """Return the handle of a parameter, or of several that were planned as one run."""

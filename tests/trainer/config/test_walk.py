@@ -158,6 +158,7 @@ def test_one_fault(tables: dict, text: str) -> None:
             2,
             "parallel.tp_overlap_parts 4 is for tokens that are cut over tp: parallel.sequence_parallel off does not",
         ),
+        ({}, {"grad_reduce": "bf16", "zero_stage": 0}, 1, "parallel.grad_reduce bf16 is for gradients with one owner"),
         ({}, {"virtual_stages": 2}, 1, "parallel.virtual_stages 2 is for several pipeline ranks, parallel.pp is 1"),
         ({}, {"tp": 2, "dp": 2}, 2, "tp 2 * pp 1 * dp 2 needs 4 processes, started are 2"),
         ({}, {"tp": 2}, 3, "tp 2 * pp 1 needs 2 processes, started are 3"),

@@ -297,7 +297,7 @@ FAULTS = [
           ParallelLayout(pp=2, virtual=2), wrapping(engine, "rank_actions", swapped), model={"num_layers": 4}),
     Fault("gradients are averaged over dp", DP, wrapping(Bucket, "finish_reduce", averaged)),
     Fault("gradients are not summed over dp, zero_stage 0", DP,
-          wrapping(Bucket, "start_reduce", lambda real, self: None), zero_stage=0),
+          wrapping(Bucket, "start_reduce", lambda real, self, dtype: None), zero_stage=0),
     Fault("the sum of gradients begins a contribution too early", DP,
           wrapping(Bucket, "count_contribution", one_too_early)),
     Fault("gradients are read before their sum is there", DP, read_at_once("reduce_scatter", "dp")),

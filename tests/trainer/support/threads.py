@@ -169,6 +169,9 @@ class ThreadTransport:
     def all_gather(self, flat: Tensor, share: Tensor | None = None, *, is_async: bool) -> "Handle | None":
         return self._join(all_gather, flat, is_async=is_async, share=share)
 
+    def all_to_all(self, received: Tensor, flat: Tensor, *, is_async: bool) -> "Handle | None":
+        return self._join(all_to_all, received, is_async=is_async, share=flat)
+
     def send(self, tensor: Tensor, to: int) -> "Handle":
         sent = Transfer(f"a send to rank {self._ranks[to]} by {self._name}", tensor)
         return self._meet(sent, self._meeting.awaited, self._meeting.sent, (self._index, to))
@@ -245,6 +248,11 @@ def all_gather(tensors: Tensors, shares: Tensors) -> None:
     whole = torch.cat([share.view(-1) for share in shares])
     for tensor in tensors:
         tensor.copy_(whole.view_as(tensor))
+
+
+def all_to_all(tensors: Tensors, shares: Tensors) -> None:
+    for index, tensor in enumerate(tensors):
+        tensor.copy_(torch.cat([flat.chunk(len(shares))[index] for flat in shares]))
 
 
 def reduced(tensors: Tensors, op: str) -> Tensor:

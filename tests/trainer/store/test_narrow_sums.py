@@ -1,0 +1,88 @@
+"""Gradients that travel as bf16: each rank's part is rounded once, and the parts are added in the wide dtype."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.model.layout import ParallelLayout
+from tests.trainer.support.parity import config_for, largest_gap, local_batch, make_engine, run_steps, small
+from tests.trainer.support.ranks import run_ranks
+from tests.trainer.support.threads import run_threads
+from tests.trainer.test_equalities import assert_equal
+from trainer.config import Config
+from trainer.config.resolve import layout_of
+from trainer.mesh.group import Network
+from trainer.run.dry_run import rank_memory
+
+
+def config(model: str, layout: str, **parallel: Any) -> Config:
+    made = small(config_for(model, ParallelLayout.parse(layout), precision="fp32"))
+    return replace(made, parallel=replace(made.parallel, **{"grad_reduce": "bf16"} | parallel))
+
+
+def gradients(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
+
+
+def summed(rank: int, config: Config, *, network: Network | None = None) -> list[tuple[int, Any, Any]]:
+    """Of each bucket its number of holders, what this rank owns of a sum, and what it should be."""
+    engine, found = make_engine(rank, config, network=network), []
+    for bucket in engine.store.buckets:
+        group = bucket.group
+        bucket.gradients.copy_(gradients(rank, len(bucket.gradients)))
+        bucket.start_reduce(torch.bfloat16)
+        bucket.finish_reduce()
+        parts = [gradients(other, len(bucket.gradients))[slice(*bucket.owned)] for other in group.ranks]
+        rounded = [part.bfloat16().float() if group.size > 1 else part for part in parts]
+        own = bucket.gradients[slice(*bucket.owned)]
+        found.append((group.size, own.numpy().copy(), torch.stack(rounded).sum(0).numpy()))
+    return found
+
+
+def assert_sums(runs: list[list[tuple[int, Any, Any]]], sizes: set[int]) -> None:
+    assert {size for run in runs for size, _, _ in run} == sizes
+    for run in runs:
+        for _, own, expected in run:
+            torch.testing.assert_close(torch.from_numpy(own), torch.from_numpy(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "sizes"), [("dp3", {3}), ("tp2-dp2", {2, 4}), ("tp2", {1, 2})])
+def test_parts_are_rounded_once_and_added_wide(layout: str, sizes: set[int]) -> None:
+    made = config("llama", layout)
+    assert_sums(run_threads(layout_of(made).world_size, summed, made), sizes)
+
+
+@pytest.mark.slow
+def test_processes_exchange_the_same_parts() -> None:
+    assert_sums(run_ranks(3, summed, config("llama", "dp3")), {3})
+
+
+def test_training_is_near_and_the_overlap_changes_no_bit() -> None:
+    narrow = config("gpt2", "dp2")
+    wide = replace(narrow, parallel=replace(narrow.parallel, grad_reduce="wide"))
+    one, other = (run_threads(2, run_steps, each, 3) for each in (narrow, wide))
+    assert 0 < largest_gap(one[0], other[0]) < 1e-3
+    assert_equal(narrow, replace(narrow, parallel=replace(narrow.parallel, overlap_grad_reduce=False)))
+
+
+def traffic(rank: int, config: Config, *, network: Network) -> dict[str, int]:
+    """Bytes by kind of call on the data-parallel group, of one step."""
+    engine = make_engine(rank, config, network=network)
+    engine.mesh.recorder.calls.clear()
+    engine.train_step(0, local_batch(config, 0, engine.mesh))
+    calls = [call for call in engine.mesh.recorder.calls if call.group == "dp"]
+    return {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in {call.kind for call in calls}}
+
+
+def test_a_dry_run_counts_what_travels() -> None:
+    narrow, wide = (rank_memory(config("llama", "dp2", grad_reduce=name), 0) for name in ("bf16", "wide"))
+    assert narrow.gradients == 2 * wide.gradients
+    assert rank_memory(config("llama", "tp1"), 0).gradients == wide.gradients
+
+
+def test_half_as_much_travels() -> None:
+    narrow, wide = (run_threads(2, traffic, config("llama", "dp2", grad_reduce=name))[0] for name in ("bf16", "wide"))
+    assert 2 * narrow.pop("all_to_all") == wide.pop("reduce_scatter") > 0
+    assert narrow == wide
