@@ -80,6 +80,7 @@ ROWS = {
     "1b-pp2-zb": Row("1b", 1, 16, pp=2, more=ZERO_BUBBLE, beside="1b-pp2"),
     "1b-pp2-vpp2": Row("1b", 1, 16, pp=2, more=TWO_STAGES, beside="1b-pp2", peers=(f"{MCORE_PP} --vpp 2",)),
     "1b-dp4": Row("1b", 8, 32, dp=4, beside="1b", peers=(f"{TITAN} --bs 8", f"{MCORE} --mbs 4 --nmb 2")),
+    "1b-dp4-bf16": Row("1b", 8, 32, dp=4, more=("--grad-reduce", "bf16"), beside="1b-dp4"),
     "1b-dp2-tp2": Row("1b", 16, 32, dp=2, tp=2, beside="1b-by-16",
                       peers=(f"{TITAN} --bs 16 --tp 2", f"{MCORE} --mbs 4 --nmb 2 --tp 2")),
     "1b-dp2-tp2-parts": Row("1b", 16, 32, dp=2, tp=2, more=IN_PARTS, beside="1b-dp2-tp2"),

@@ -29,6 +29,7 @@ LAYOUTS = {
     "pp2": Row("1b", 2, 32, pp=2),
     "pp2-zb": Row("1b", 2, 32, pp=2, more=ZERO_BUBBLE),
     "pp2-vpp2": Row("1b", 2, 32, pp=2, more=TWO_STAGES),
+    "dp2-bf16": Row("1b", 8, 32, dp=2, more=("--grad-reduce", "bf16")),
     "dp4": Row("1b", 8, 32, dp=4),
     "dp2-tp2": Row("1b", 8, 32, dp=2, tp=2),
     "dp2-pp2": Row("1b", 2, 32, dp=2, pp=2),

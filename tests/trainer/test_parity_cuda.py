@@ -150,3 +150,12 @@ def test_no_host_waits_for_its_gpu_in_a_step(layout: str, schedule: Any, num_par
     config = deep("llama", layout, schedule=schedule, tp_overlap_parts=num_parts)
     config = replace(config, train=replace(config.train, device="cuda"))
     run_ranks(layout_of(config).world_size, two_steps, config, backend="nccl")
+
+
+@needs_two
+def test_gradients_that_travel_as_bf16_train_near_one_gpu() -> None:
+    config = deep("llama", "dp2", grad_reduce="bf16")
+    config = replace(config, train=replace(config.train, device="cuda", precision="fp32"))
+    wide = replace(config, parallel=replace(config.parallel, grad_reduce="wide"))
+    one, other = (run_ranks(2, run_steps, each, 3, backend="nccl")[0] for each in (config, wide))
+    assert 0 < largest_gap(one, other) < 1e-3
