@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,13 +48,15 @@ class State:
         return {piece.name: piece.data for piece in self.pieces}
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    """Return the arguments of a benchmark of a state on a local disk."""
+def parse_arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
+    """Return the arguments of a benchmark of a state on a local disk; `more` are flags besides."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder of the disk to measure; a temporary one is made there")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
+    for name, options in more.items():
+        parser.add_argument(f"--{name}", **options)
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
 """Block I/O without the GIL: data files are written and read in whole granules, each checksummed in the same pass.
 
 A granule is 1 MiB of a file, counted from the file's first byte (the header included); the last one may be shorter. Its
-checksum is XXH3-64 with seed 0. O_DIRECT is used where the file system takes it, the page cache elsewhere. Memory is
-one reused 8 MiB block a thread and, in a reader, the last granule read. Failures of the system are OSErrors with errno
-and path.
+checksum is XXH3-64 with seed 0. O_DIRECT is used where the file system takes it, the page cache elsewhere; a read may
+also take from that the granules that it has whole. Memory is one reused 8 MiB block a thread and, in a reader, the last
+granule read. Failures of the system are OSErrors with errno and path.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
     "ck_writer_sum": (None, POINTER, POINTER),
     "ck_writer_write": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT),
     "ck_writer_end": (INT, POINTER, INT),
-    "ck_reader_open": (INT, TEXT, INT, POINTER, POINTER),
+    "ck_reader_open": (INT, TEXT, INT, INT, POINTER, POINTER),
     "ck_reader_read": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT, POINTER, POINTER),
     "ck_reader_close": (None, POINTER),
 }
@@ -183,13 +183,14 @@ class BlockWriter(Making):
 class BlockReader(Closing):
     """One file open for verified reads; ranges read in ascending order over several calls read each granule once.
 
-    `expected` are the recorded checksums (None reads unverified). Raises StorageError where the file's size is not the
-    recorded one.
+    `expected` are the recorded checksums (None reads unverified). With `from_cache` the disk is not read for what
+    the page cache has whole granules of. Raises StorageError where the file's size is not the recorded one.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], size_bytes: int, expected: Columns | None, *, direct: bool = True
-    ) -> None:
+        self, path: str | os.PathLike[str], size_bytes: int, expected: Columns | None, *, direct: bool = True,
+        from_cache: bool = False,
+    ) -> None:  # fmt: skip
         self.path = Path(path)
         self.size_bytes = size_bytes
         self.bytes_read = 0
@@ -197,7 +198,8 @@ class BlockReader(Closing):
         assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
         self._handle = ctypes.c_void_p()
         found = ctypes.c_uint64()
-        code = library().ck_reader_open(os.fsencode(path), direct, ctypes.byref(found), ctypes.byref(self._handle))
+        modes, handle = (int(direct), int(from_cache)), ctypes.byref(self._handle)
+        code = library().ck_reader_open(os.fsencode(path), *modes, ctypes.byref(found), handle)
         _check(code, self.path)
         if found.value != size_bytes:
             self.close()

@@ -1,7 +1,7 @@
 """Data files opened for verified reads and for writing, on a local disk or elsewhere: `open_reader`, `open_writer`.
 
-Local files are read and written past the page cache, others in ranges and as uploads. Failures are StorageErrors, and
-CheckFailed for bytes that do not have their checksum.
+Local files are written and read past the page cache; a load takes from it what it has. Others are read in ranges and
+written as uploads. Failures are StorageErrors, and CheckFailed for bytes that do not have their checksum.
 """
 
 import ctypes
@@ -57,16 +57,19 @@ class DataWriter(Making):
         raise NotImplementedError
 
 
-def open_reader(storage: Storage, key: str, size_bytes: int, expected: Columns | None) -> DataReader:
+def open_reader(
+    storage: Storage, key: str, size_bytes: int, expected: Columns | None, *, from_cache: bool = False
+) -> DataReader:
     """Open a data file of a recorded size for reads that are verified, or are not if `expected` is None.
 
-    `expected` are the recorded checksums of its granules. Raise StorageError if a local file has another size.
+    `expected` are the recorded checksums of its granules. With `from_cache` what the page cache has of a local file is
+    taken from there. Raise StorageError if a local file has another size.
     """
     path = storage.local_path(key)
     if path is None:
         return RemoteReader(storage, key, size_bytes, expected)
     with local_failures("read", path):
-        return _LocalReader(path, size_bytes, expected)
+        return _LocalReader(path, size_bytes, expected, from_cache=from_cache)
 
 
 def open_writer(

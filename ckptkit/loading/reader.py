@@ -5,6 +5,7 @@ calls (all passes in storage order do) read every granule once.
 """
 
 import hashlib
+import os
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,19 +38,19 @@ MAX_GROUP_BYTES = 16 << 20
 class CheckpointReader(Closing):
     """Root, part indexes and data of one step; use it in a `with`.
 
-    `num_threads` bounds the threads that read data. The part indexes are read on first use. The ranks of an `exchange`
-    open a checkpoint together and plan together: root and part indexes are then read by one of them each. `root` is
-    given where it is known and not there yet.
+    `num_threads` bounds the threads that read data, by default `usual_threads`. The part indexes are read on first use.
+    The ranks of an `exchange` open a checkpoint together and plan together: root and part indexes are then read by one
+    of them each. `root` is given where it is known and not there yet.
     """
 
     def __init__(
-        self, storage: Storage, step: int, *, num_threads: int = 4, exchange: Exchange | None = None,
+        self, storage: Storage, step: int, *, num_threads: int | None = None, exchange: Exchange | None = None,
         root: Root | None = None,
     ) -> None:  # fmt: skip
         self.storage = storage
         self.folder = step_folder(step)
         self.url = f"{storage.url}/{self.folder}"
-        self.num_threads = num_threads
+        self.num_threads = num_threads or usual_threads()
         self.exchange = exchange or Alone()
         self.root = root or read_root(storage, step, self.exchange)
         self._was_committed = root is None
@@ -114,10 +115,14 @@ class CheckpointReader(Closing):
                 for _ in pool.map(lambda job: self.read_part(*job), jobs):
                     pass
 
-    def open_part(self, number: int, expected: Columns | None) -> DataReader:
-        """Open one data file, which the caller closes; unverified if `expected` is None."""
+    def open_part(self, number: int, expected: Columns | None, *, from_cache: bool = False) -> DataReader:
+        """Open one data file, which the caller closes; unverified if `expected` is None.
+
+        Without `from_cache` the disk is read, whatever the page cache has.
+        """
         part = self.root.parts[number]
-        return open_reader(self.storage, f"{self.folder}/{part.data}", part.data_bytes, expected)
+        key = f"{self.folder}/{part.data}"
+        return open_reader(self.storage, key, part.data_bytes, expected, from_cache=from_cache)
 
     def read_part(self, number: int, source: DataReader, rows: npt.ArrayLike, num_threads: int = 1) -> None:
         """Fill memory from rows of (offset, bytes, address) of a data file that `open_part` opened, sorted by offset.
@@ -212,7 +217,7 @@ class CheckpointReader(Closing):
                 self._drop_oldest()
             part = self.root.parts[number]
             with self.loss_as_damage(part.data, part.data_bytes, part):
-                self._open[number] = self.open_part(number, self._checksums[number])
+                self._open[number] = self.open_part(number, self._checksums[number], from_cache=True)
         return self._open[number]
 
     def _drop_oldest(self) -> None:
@@ -259,6 +264,13 @@ def _size_fault(found: int | None, num_bytes: int) -> str:
     if found is None:
         return "is missing"
     return "" if found == num_bytes else f"has {found} bytes, not {num_bytes}"
+
+
+def usual_threads() -> int:
+    """Return how many threads a rank reads with: its share of the host's cores, at least 4 and at most 16."""
+    num_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = len(os.sched_getaffinity(0)) // max(int(num_ranks) if num_ranks.isdecimal() else 1, 1)
+    return min(max(share, 4), 16)
 
 
 @contextmanager

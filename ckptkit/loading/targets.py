@@ -1,4 +1,4 @@
-"""Targets: the memory that a restore fills; host memory in place, that of devices through a bounded buffer."""
+"""Targets: the memory that a restore fills; host memory in place, that of devices through two bounded buffers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +16,13 @@ BOUNCE_BYTES = 64 << 20
 Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own
 
 
+class _Buffer:
+    """Host memory on its way to devices: the next bytes are read into one while another is copied."""
+
+    def __init__(self) -> None:
+        self.memory, self.transfer = np.empty(BOUNCE_BYTES, np.uint8), Transfer()
+
+
 class Targets(Closing):
     """Arrays and tensors, one a wanted chunk of a plan; what fills them is added to `sums`. Use it in a `with`."""
 
@@ -23,8 +30,7 @@ class Targets(Closing):
         self._data, self._sums = data, sums
         self._on_host = np.array([is_on_host(each) for each in data], bool)
         self._addresses = host_addresses(data)
-        self._bounce = np.empty(0, np.uint8)
-        self._transfer = Transfer()
+        self._buffers: list[_Buffer] = []
 
     def fill(self, copies: LoadPlan, read: Read) -> None:
         """Have `read` make copies of a plan, in the plan's order, and bring what is for devices there."""
@@ -32,8 +38,12 @@ class Targets(Closing):
         here = copies.take(np.flatnonzero(on_host))
         if len(here):
             read(here, self._addresses[here.wanted] + here.target)
-        for batch in _batches(copies.take(np.flatnonzero(~on_host))):
-            self._fill_devices(batch, read)
+        for number, batch in enumerate(_batches(copies.take(np.flatnonzero(~on_host)))):
+            if number == len(self._buffers) < 2:
+                self._buffers.append(_Buffer())
+            self._fill_devices(batch, read, self._buffers[number % 2])
+        for buffer in self._buffers:
+            buffer.transfer.wait()
 
     def sum_host(self, num_threads: int) -> None:
         """Add what is in host memory to the sums, once all of it is filled."""
@@ -41,14 +51,15 @@ class Targets(Closing):
             here = np.flatnonzero(self._on_host)
             self._sums.add_whole(here, self._addresses, num_threads)
 
-    def _fill_devices(self, batch: LoadPlan, read: Read) -> None:
-        if not len(self._bounce):
-            self._bounce = np.empty(BOUNCE_BYTES, np.uint8)
+    def _fill_devices(self, batch: LoadPlan, read: Read, buffer: _Buffer) -> None:
+        """Read a batch into a buffer, and begin to copy it to the devices."""
+        buffer.transfer.wait()
+        address = buffer.memory.ctypes.data
         # what ends up side by side in a tensor is side by side in the buffer, and goes over in one copy
         order = np.lexsort([batch.target, batch.wanted])
         offset = np.empty_like(batch.size)
         offset[order] = np.cumsum(batch.size[order]) - batch.size[order]
-        read(batch, self._bounce.ctypes.data + offset)
+        read(batch, address + offset)
         wanted, target, size = batch.wanted[order], batch.target[order], batch.size[order]
         begins = np.ones(len(order), bool)
         begins[1:] = (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1])
@@ -59,13 +70,14 @@ class Targets(Closing):
             at = int(offset[order[row]])
             copies.append((part, at, num_bytes))
             if self._sums is not None:
-                self._sums.add(int(wanted[row]), int(target[row]), self._bounce.ctypes.data + at, num_bytes)
-        self._transfer.start(self._bounce, copies, to_device=True)
-        self._transfer.wait()
+                self._sums.add(int(wanted[row]), int(target[row]), address + at, num_bytes)
+        buffer.transfer.start(buffer.memory, copies, to_device=True)
 
     def close(self) -> None:
-        """Let go of the buffer."""
-        self._transfer.unlock()
+        """Let go of the buffers."""
+        for buffer in self._buffers:
+            buffer.transfer.wait()
+            buffer.transfer.unlock()
 
 
 def _batches(copies: LoadPlan) -> Iterator[LoadPlan]:

@@ -1,8 +1,11 @@
 // Reads ranges of a file: whole granules, verified before a byte of them is handed out, on several threads.
 //
-// The granules that the ranges touch are read in blocks through one aligned buffer a thread. The last granule stays with
-// the handle, so that ranges read in ascending order over several calls read every granule once.
+// The granules that the ranges touch are read in blocks through one aligned buffer a thread. Those that the page cache has
+// whole are copied from there one by one, if that is asked for: each is still in the processor's cache when it is verified.
+// The last granule stays with the handle, so that ranges read in ascending order over several calls read every granule
+// once.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -21,9 +24,50 @@
 namespace ckptkit {
 namespace {
 
+// What the page cache has of a file, known without reading: the file is mapped, and not touched through the mapping.
+class CachedPages {
+ public:
+  CachedPages(const char* path, const struct stat& status) : size_(static_cast<uint64_t>(status.st_size)) {
+    // To others than those who may write the file the system says that all of it is there.
+    if (size_ == 0 || (status.st_uid != geteuid() && access(path, W_OK) != 0)) return;
+    file_ = uninterrupted([&] { return open(path, O_RDONLY | O_CLOEXEC); });
+    if (file_ < 0) return;
+    void* const mapped = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_, 0);
+    pages_ = mapped == MAP_FAILED ? nullptr : static_cast<uint8_t*>(mapped);
+  }
+  ~CachedPages() {
+    if (pages_ != nullptr) munmap(pages_, size_);
+    if (file_ >= 0) close(file_);
+  }
+  CachedPages(const CachedPages&) = delete;
+  CachedPages& operator=(const CachedPages&) = delete;
+
+  // Copies bytes [start, stop) of the file, at most a granule from a granule's begin, if all of them are there.
+  bool copy(uint8_t* target, uint64_t start, uint64_t stop) const {
+    static const uint64_t page = sysconf(_SC_PAGESIZE);
+    unsigned char is_there[kGranule / 4096];  // no system has smaller pages
+    if (pages_ == nullptr || stop > size_ || mincore(pages_ + start, stop - start, is_there) != 0) return false;
+    const uint64_t num_pages = (stop - start + page - 1) / page;
+    if (!std::all_of(is_there, is_there + num_pages, [](unsigned char each) { return each & 1; })) return false;
+    for (uint64_t at = start; at < stop;) {
+      const auto place = static_cast<off_t>(at);
+      const ssize_t got = uninterrupted([&] { return pread(file_, target + (at - start), stop - at, place); });
+      if (got <= 0) return false;
+      at += got;
+    }
+    return true;
+  }
+
+ private:
+  uint64_t size_;
+  int file_ = -1;
+  uint8_t* pages_ = nullptr;
+};
+
 struct Reader {
   int file;
   std::atomic<bool> direct;
+  std::unique_ptr<const CachedPages> cached;  // null where the cache is not asked for, or read anyway
   uint64_t kept_granule = kNoGranule;
   std::unique_ptr<uint8_t[]> kept;
 };
@@ -80,19 +124,20 @@ std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64
 
 using namespace ckptkit;
 
-int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader) {
+int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_bytes, void** reader) {
   const int flags = O_RDONLY | O_CLOEXEC;
   int file = direct ? uninterrupted([&] { return open(path, flags | O_DIRECT); }) : -1;
   const bool is_direct = file >= 0;
   if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags); });
   if (file < 0) return -errno;
   struct stat status;
-  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, kNoGranule, nullptr} : nullptr;
+  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, {}, kNoGranule, {}} : nullptr;
   if (made == nullptr) {
     const int failure = errno ? -errno : -ENOMEM;
     close(file);
     return failure;
   }
+  if (is_direct && from_cache) made->cached.reset(new (std::nothrow) CachedPages(path, status));
   *size_bytes = static_cast<uint64_t>(status.st_size);
   *reader = made;
   return 0;
@@ -110,28 +155,36 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
   if (kept == nullptr) return -ENOMEM;
   std::atomic<uint64_t> total{0}, bad{kNoGranule};
 
-  const int result = run_jobs(blocks.size(), num_threads, [&](uint64_t index, uint8_t* buffer) {
-    const Block block = blocks[index];
-    const uint64_t start = block.first_granule * kGranule;
-    const uint64_t stop = std::min(size_bytes, start + block.num_granules * kGranule);
-    const bool is_kept = block.first_granule == reader.kept_granule;
-    const uint8_t* const data = is_kept ? reader.kept.get() : buffer;
-    if (!is_kept) {
-      if (const int failure = read_fully(reader, buffer, stop - start, start)) return failure;
-      total += stop - start;
-    }
-    const bool is_verified = is_kept || checksums == nullptr;
-    const uint64_t damaged = wanted.place(data, start, stop, is_verified ? nullptr : checksums + block.first_granule);
+  // Verifies bytes [start, stop) of the file, unless they were before, and hands them out.
+  const auto hand_out = [&](const uint8_t* data, uint64_t start, uint64_t stop, bool is_verified) {
+    const uint64_t first = start / kGranule;
+    const uint64_t damaged = wanted.place(data, start, stop, is_verified ? nullptr : checksums + first);
     if (damaged != kNoGranule) {
       for (uint64_t seen = bad; damaged < seen && !bad.compare_exchange_weak(seen, damaged);) {
       }
       return -EBADMSG;
     }
-    if (index + 1 == blocks.size()) {
-      const uint64_t tail = last_granule * kGranule;
-      std::memcpy(kept.get(), data + (tail - start), stop - tail);
-    }
+    const uint64_t tail = last_granule * kGranule;
+    if (start <= tail && tail < stop) std::memcpy(kept.get(), data + (tail - start), stop - tail);
     return 0;
+  };
+
+  const int result = run_jobs(blocks.size(), num_threads, [&](uint64_t index, uint8_t* buffer) {
+    const Block block = blocks[index];
+    uint64_t start = block.first_granule * kGranule;
+    const uint64_t stop = std::min(size_bytes, start + block.num_granules * kGranule);
+    if (block.first_granule == reader.kept_granule) return hand_out(reader.kept.get(), start, stop, true);
+    while (reader.cached != nullptr && start < stop) {
+      const uint64_t end = std::min(stop, start + kGranule);
+      if (!reader.cached->copy(buffer, start, end)) break;
+      total += end - start;
+      if (const int failure = hand_out(buffer, start, end, checksums == nullptr)) return failure;
+      start = end;
+    }
+    if (start == stop) return 0;
+    if (const int failure = read_fully(reader, buffer, stop - start, start)) return failure;
+    total += stop - start;
+    return hand_out(buffer, start, stop, checksums == nullptr);
   });
   *read_bytes += total;
   *bad_granule = bad;

@@ -69,7 +69,8 @@ CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment
 // bytes. The handle is gone whatever the result.
 CK_API int ck_writer_end(void* writer, int complete);
 
-CK_API int ck_reader_open(const char* path, int direct, uint64_t* size_bytes, void** reader);
+// O_DIRECT if `direct` and the file system agree; granules that the page cache has are then taken from it if `from_cache`.
+CK_API int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_bytes, void** reader);
 // Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole
 // granules are read and, if `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
 // first damaged granule found into `bad_granule`. The last granule is kept for the next call. `read_bytes` is increased by

@@ -166,13 +166,19 @@ def test_windows_must_be_whole_granules(tmp_path: Path) -> None:
                 writer.write(offset, segments_of(RANDOM[:size]))
 
 
-@given(data=st.data(), direct=st.booleans(), num_threads=st.integers(1, 3))
-def test_any_ranges_return_their_bytes(data: st.DataObject, direct: bool, num_threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+@given(data=st.data(), direct=st.booleans(), from_cache=st.booleans(), num_threads=st.integers(1, 3))
+def test_any_ranges_return_their_bytes(
+    data: st.DataObject, direct: bool, from_cache: bool, num_threads: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "ranges"
     size = data.draw(st.sampled_from([1, 5000, GRANULE_BYTES, 3 * GRANULE_BYTES + 77, 11 * GRANULE_BYTES + 4096]))
     content = RANDOM[:size]
     found = write_file(path, segments_of(content))
-    with BlockReader(path, size, found, direct=direct) as reader:
+    if from_cache:  # a part of it is in the page cache then
+        with path.open("rb") as file:
+            file.seek(data.draw(st.integers(0, size)))
+            file.read(data.draw(st.integers(0, size)))
+    with BlockReader(path, size, found, direct=direct, from_cache=from_cache) as reader:
         for _ in range(2):
             starts = sorted(data.draw(st.lists(st.integers(0, size), max_size=12)))
             lengths = [data.draw(st.integers(0, min(size - start, 2 << 20))) for start in starts]
@@ -197,7 +203,31 @@ def test_ascending_reads_read_each_granule_once(tmp_path: Path) -> None:
     assert np.array_equal(target, RANDOM[:size])
 
 
-def test_one_flipped_bit_is_found_and_its_granule_named(where: tuple[Path, bool]) -> None:
+def disk_bytes() -> int:
+    """The bytes that this process had the system read from disks so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def test_what_the_page_cache_has_is_not_read_from_the_disk(tmp_path: Path) -> None:
+    size = 20 * GRANULE_BYTES + 999
+    found = write_file(tmp_path / "f", segments_of(RANDOM[:size]))
+    assert (tmp_path / "f").read_bytes() == RANDOM[:size].tobytes()
+    read = []
+    for from_cache in (False, True):
+        target = np.zeros(size, np.uint8)
+        with BlockReader(tmp_path / "f", size, found, from_cache=from_cache) as reader:
+            before = disk_bytes()
+            reader.read([(0, size, target.ctypes.data)])
+            read.append(disk_bytes() - before)
+            assert reader.bytes_read == size
+        assert np.array_equal(target, RANDOM[:size])
+    assert read[1] == 0
+    assert read[0] in (0, size // 4096 * 4096 + 4096), "0 where the file system has no disk"
+
+
+@pytest.mark.parametrize("from_cache", [True, False])
+def test_one_flipped_bit_is_found_and_its_granule_named(where: tuple[Path, bool], from_cache: bool) -> None:
     folder, direct = where
     size = 3 * GRANULE_BYTES + 10
     path = folder / "f"
@@ -206,7 +236,7 @@ def test_one_flipped_bit_is_found_and_its_granule_named(where: tuple[Path, bool]
         file.seek(2 * GRANULE_BYTES + 5)
         file.write(bytes([int(RANDOM[2 * GRANULE_BYTES + 5]) ^ 1]))
     target = np.zeros(size, np.uint8)
-    with BlockReader(path, size, found, direct=direct) as reader:
+    with BlockReader(path, size, found, direct=direct, from_cache=from_cache) as reader:
         reader.read([(0, 2 * GRANULE_BYTES, target.ctypes.data)])
         with pytest.raises(DamagedGranule) as caught:
             reader.read([(2 * GRANULE_BYTES + 100, 1, target.ctypes.data)])

@@ -1,4 +1,4 @@
-"""Memory of devices is filled through the bounded buffer, with few copies; a stand-in device of numpy arrays."""
+"""Memory of devices is filled through two bounded buffers, with few copies; a stand-in device of numpy arrays."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ TENSORS = gpt_tensors(hidden=256, ffn=512, vocab=2001)
 
 
 class Device:
-    """Counts copies, and makes them as late as it may."""
+    """Counts copies, and makes them as late as it may: where the buffer that they come from is waited for."""
 
-    def __init__(self) -> None:
-        self.copies: list[int] = []
+    def __init__(self, copies: list[int]) -> None:
+        self._copies = copies
         self._started: list[tuple[np.ndarray, np.ndarray]] = []
 
     def start(self, memory: np.ndarray, copies: Sequence[tuple[np.ndarray, int, int]], *, to_device: bool) -> None:
         assert to_device
         assert len(memory) == BOUNCE_BYTES
         self._started += [(data, memory[at : at + size]) for data, at, size in copies]
-        self.copies += [size for *_, size in copies]
+        self._copies += [size for *_, size in copies]
 
     def wait(self) -> None:
         for data, held in self._started:
@@ -43,18 +43,18 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """All memory seems to be that of a device."""
-    device, module = Device(), "ckptkit.loading.targets"
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All memory seems to be that of a device; the sizes of the copies that are made to it."""
+    made, module = list[int](), "ckptkit.loading.targets"
     monkeypatch.setattr(f"{module}.BOUNCE_BYTES", BOUNCE_BYTES)
     monkeypatch.setattr(f"{module}.is_on_host", lambda data: False)
     monkeypatch.setattr(f"{module}.byte_range", lambda data, at, size: data.view(np.uint8)[at : at + size])
-    monkeypatch.setattr(f"{module}.Transfer", lambda: device)
-    return device
+    monkeypatch.setattr(f"{module}.Transfer", lambda: Device(made))
+    return made
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2"])
-def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, device: Device) -> None:
+def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, copies: list[int]) -> None:
     assert save_whole(tmp_path, 1, TENSORS).ok
     parsed = ParallelLayout.parse(layout)
     rank = parsed.world_size - 1
@@ -62,20 +62,21 @@ def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, device
     restore(str(tmp_path), 1, pieces, tensors=TENSORS, certify=True)
     assert_restored(pieces, pieces_of(TENSORS, parsed, rank, values(TENSORS)))
     needed = sum(piece.data.nbytes for piece in pieces)
-    assert sum(device.copies) == needed > BOUNCE_BYTES
+    assert sum(copies) == needed > BOUNCE_BYTES
     # also where rows of columns are gathered a tensor goes over in one copy, or two at a buffer's end
-    assert len(device.copies) <= len(pieces) + 2 * -(-needed // BOUNCE_BYTES)
+    assert len(copies) <= len(pieces) + 2 * -(-needed // BOUNCE_BYTES)
 
 
-def test_copies_that_begin_within_an_element_go_where_they_belong(device: Device) -> None:
+@pytest.mark.usefixtures("copies")
+def test_copies_that_begin_within_an_element_go_where_they_belong() -> None:
     """As those of ranks that share granules may, where a data section does not begin at a multiple of the itemsize."""
     target = np.zeros(4, np.float64)
     wanted = np.arange(32, dtype=np.uint8)
     begins = np.array([0, 13, 19], np.int64)
     zeros, sizes = np.zeros(3, np.int64), np.array([13, 6, 13], np.int64)
 
-    def read(copies: LoadPlan, addresses: Any) -> None:
-        for source, size, address in zip(copies.source, copies.size, addresses, strict=True):
+    def read(plan: LoadPlan, addresses: Any) -> None:
+        for source, size, address in zip(plan.source, plan.size, addresses, strict=True):
             memory = (ctypes.c_uint8 * int(size)).from_address(int(address))
             memory[:] = wanted[source : source + size].tolist()
 

@@ -113,7 +113,7 @@ def test_another_model_and_a_named_step_are_not_passed_over(run: Path) -> None:
 
 
 def test_a_storage_that_is_away_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(*_: object) -> None:
+    def away(*_: object, **__: object) -> None:
         raise StorageError("no answer from the server")
 
     monkeypatch.setattr(CheckpointReader, "open_part", away)
