@@ -12,7 +12,7 @@ from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 from threefold.closing import Closing
 
-BOUNCE_BYTES = 64 << 20
+BOUNCE_BYTES = 128 << 20
 Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own
 
 

@@ -101,8 +101,8 @@ int read_fully(Reader& reader, uint8_t* buffer, uint64_t size, uint64_t offset) 
   return 0;
 }
 
-// The granules that the ranges touch, ascending, each once, in runs of at most kBlock. The kept granule is a run of its own.
-std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64_t kept_granule) {
+// The granules that the ranges touch, ascending, each once, in runs of at most `most`. The kept granule is a run of its own.
+std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64_t kept_granule, uint64_t most) {
   std::vector<Block> blocks;
   uint64_t next = 0;  // no granule before this one is still to be added
   for (uint64_t i = 0; i < num_ranges; ++i) {
@@ -110,7 +110,7 @@ std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64
     const uint64_t last = (ranges[i].offset_bytes + ranges[i].size_bytes - 1) / kGranule;
     for (uint64_t g = std::max(next, ranges[i].offset_bytes / kGranule); g <= last; ++g) {
       const bool joins = !blocks.empty() && g == blocks.back().first_granule + blocks.back().num_granules &&
-                         blocks.back().num_granules < kBlock / kGranule && g != kept_granule && g - 1 != kept_granule;
+                         blocks.back().num_granules < most && g != kept_granule && g - 1 != kept_granule;
       if (joins) ++blocks.back().num_granules;
       else blocks.push_back({g, 1});
     }
@@ -148,8 +148,14 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
   auto& reader = *static_cast<Reader*>(handle);
   const Wanted wanted(ranges, num_ranges);
   if (!wanted.fits(size_bytes)) return -EINVAL;
-  const std::vector<Block> blocks = blocks_of(ranges, num_ranges, reader.kept_granule);
+  constexpr uint64_t kMost = kBlock / kGranule, kFewest = 2;
+  std::vector<Block> blocks = blocks_of(ranges, num_ranges, reader.kept_granule, kMost);
   if (blocks.empty()) return 0;
+  const uint64_t num_jobs = 2 * static_cast<uint64_t>(std::max(num_threads, 1));  // so that all threads end at once
+  if (blocks.size() < num_jobs) {
+    const uint64_t most = std::clamp(blocks.size() * kMost / num_jobs, kFewest, kMost);
+    blocks = blocks_of(ranges, num_ranges, reader.kept_granule, most);
+  }
   const uint64_t last_granule = blocks.back().first_granule + blocks.back().num_granules - 1;
   std::unique_ptr<uint8_t[]> kept(new (std::nothrow) uint8_t[kGranule]);
   if (kept == nullptr) return -ENOMEM;
