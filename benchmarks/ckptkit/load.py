@@ -1,6 +1,6 @@
 """A verified load into existing tensors, cold or warm, beside its peers and the raw limit, in one run, interleaved.
 
-    python benchmarks/ckptkit/load.py /data --repeats 5 [--warm] [--device cuda]
+    python benchmarks/ckptkit/load.py /data --repeats 5 [--warm] [--device cuda] [--peers safetensors InstantTensor]
 
 All files are taken out of the page cache before each load, or with --warm read into it. Raw is `dd` with O_DIRECT to
 nowhere, in as many streams as ckptkit has threads; warm, a copy of as many bytes in memory, to the device if that is a
@@ -11,7 +11,7 @@ existing tensors, and on a GPU InstantTensor where it is installed. Only ckptkit
 import argparse
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import ckptkit
 
 STREAMS, READ_BYTES = 4, 16 << 20
+OURS, PEERS = "ckptkit, verified", ("DCP", "safetensors", "torch.load mmap", "InstantTensor")
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
         __doc__,
         warm={"action": "store_true", "help": "have all files in the page cache"},
         device={"default": "cpu", "help": "where the tensors are"},
+        peers={"nargs": "+", "choices": PEERS, "default": PEERS, "help": "all that can run here"},
     )
     with tempfile.TemporaryDirectory(prefix="load-", dir=arguments.folder) as folder:
         measure(arguments, Path(folder))
@@ -42,10 +44,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> None:
         str(work / "run"), 1, state.pieces, tensors=state.tensors, layout=ckptkit.ParallelLayout(),
         num_layers=state.num_layers, metadata={},
     )  # fmt: skip
-    dcp.save(dict(state.by_name), storage_writer=dcp.FileSystemWriter(work / "dcp", thread_count=2), no_dist=True)
-    save_file(state.by_name, work / "state.safetensors")
-    torch.save(state.by_name, work / "state.pt")
-    ways = {"raw": raw(arguments, work, state), **loads(state, work)}
+    ways = {"raw": raw(arguments, work, state), **loads(state, work, arguments.peers)}
     expected = {name: data.clone() for name, data in state.by_name.items()}
     for name, way in list(ways.items())[1:]:
         for data in state.by_name.values():
@@ -55,13 +54,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> None:
     del expected
     timings = interleaved(ways, arguments.repeats, lambda: (read_all if arguments.warm else drop_caches)(work))
     show(timings, state.num_bytes)
-    ours = timings["ckptkit, verified"].median_s
-    for name in ("DCP", "safetensors"):
-        print(f"ckptkit over {name}: {timings[name].median_s / ours:.2f}x")
+    for name in list(ways)[2:]:
+        print(f"ckptkit over {name}: {timings[name].median_s / timings[OURS].median_s:.2f}x")
 
 
-def loads(state: State, work: Path) -> dict[str, Callable[[], object]]:
-    """Return each way to fill the state from its files below `work`."""
+def loads(state: State, work: Path, peers: Sequence[str]) -> dict[str, Callable[[], object]]:
+    """Return each way to fill the state from its files below `work`, those of the peers made here."""
     device, named = state.pieces[0].data.device, state.by_name
 
     def load_ckptkit() -> None:
@@ -87,13 +85,18 @@ def loads(state: State, work: Path) -> dict[str, Callable[[], object]]:
             for name, tensor in file.tensors():
                 named[name].copy_(tensor)
 
-    ways: dict[str, Callable[[], object]] = {
-        "ckptkit, verified": load_ckptkit,
-        "DCP": load_dcp,
-        "safetensors": load_safetensors,
-        "torch.load mmap": load_torch,
-    }
-    if device.type == "cuda" and importlib.util.find_spec("instanttensor"):
+    ways: dict[str, Callable[[], object]] = {OURS: load_ckptkit}
+    if "DCP" in peers:
+        dcp.save(dict(named), storage_writer=dcp.FileSystemWriter(work / "dcp", thread_count=2), no_dist=True)
+        ways["DCP"] = load_dcp
+    if {"safetensors", "InstantTensor"} & set(peers):
+        save_file(named, work / "state.safetensors")
+    if "safetensors" in peers:
+        ways["safetensors"] = load_safetensors
+    if "torch.load mmap" in peers:
+        torch.save(named, work / "state.pt")
+        ways["torch.load mmap"] = load_torch
+    if "InstantTensor" in peers and device.type == "cuda" and importlib.util.find_spec("instanttensor"):
         ways["InstantTensor"] = load_instanttensor
     return {name: synchronised(way) if device.type == "cuda" else way for name, way in ways.items()}
 
