@@ -54,9 +54,11 @@ from ckptkit.saving.save import write_pieces
 from ckptkit.torch.boxes import STORED, as_stored
 from ckptkit.torch.loading import TORCH_DTYPES
 from ckptkit.writer.step import StepTarget, commit_parts, discard
+from threefold.cli import log
 from threefold.errors import UserError, listed
 from threefold.storage import AlreadyExists, Storage
 
+HIDES_REASONS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # then DCP says "metadata is None"
 FILES_DEADLINE_S = 60.0  # all files are there when the first rank looks; a listing may lag behind
 WHOLE_STATE = Placement("first")
 _TOKEN = secrets.token_hex(8)
@@ -176,6 +178,14 @@ class DcpReader(StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return what the step holds: each tensor as one chunk, so that a part of it is read by one item."""
+        try:
+            return self._metadata()
+        except UserError as error:
+            if HIDES_REASONS:
+                log(f"error: {error}")
+            raise
+
+    def _metadata(self) -> Metadata:
         if self._url is None:
             raise UserError("DcpReader has no URL", hint='DcpReader("runs/a/step-000000100")')
         run = Run(self._url)
