@@ -156,10 +156,13 @@ def _made_before(storage: Storage, wanted: Root) -> Root | None:
     return there
 
 
-def _remove_hidden(storage: Storage, wanted: Root, keys: Collection[str] | None = None) -> None:
+def _remove_hidden(
+    storage: Storage, wanted: Root, keys: Collection[str] | None = None, *, is_alone: bool = False
+) -> None:  # fmt: skip
     """Remove hidden files of an earlier try: of some keys, or once the step is committed of all and of its root.
 
-    What a process that lives is writing stays. On S3 unfinished uploads, once the step is committed.
+    Unless this process alone may write, what another is writing stays. On S3 unfinished uploads, once the step is
+    committed.
     """
     if keys is None:
         try:
@@ -171,7 +174,7 @@ def _remove_hidden(storage: Storage, wanted: Root, keys: Collection[str] | None 
         with contextlib.suppress(StorageError):  # another process removed it
             if keys is None and each.key == ROOT_KEY:
                 is_ours = attempt_of_head(storage.read(each.hidden_key)) in (wanted.attempt, None)
-            if is_ours and not is_being_written(storage, each):
+            if is_ours and (is_alone or not is_being_written(storage, each)):
                 storage.delete([each.hidden_key])
 
 
@@ -201,7 +204,7 @@ class _Rewriting:
         if dry_run:
             is_kept = [self._is_there(target, sizes) for target in self.own]
         else:
-            _remove_hidden(self._storage, self._wanted, own)
+            _remove_hidden(self._storage, self._wanted, own, is_alone=self._is_alone)
             with ThreadPoolExecutor(self._source.num_threads) as pool:
                 is_kept = list(pool.map(lambda target: self._is_right(target, sizes), self.own))
         for target, is_there in zip(self.own, is_kept, strict=True):
@@ -268,7 +271,7 @@ class _Rewriting:
             certificate, self.is_certified = joined(self._source.root, sums, f"what was made of {self._source.url}")
             self._is_committing = True
             commit_root(self._storage, replace(self._wanted, parts=tuple(parts), certificate=certificate))
-            _remove_hidden(self._storage, self._wanted)
+            _remove_hidden(self._storage, self._wanted, is_alone=self._is_alone)
         return len(self._targets) - len(parts)
 
     def _sizes(self) -> dict[str, int]:
