@@ -13,7 +13,7 @@ from threefold.options import argument, option
 if TYPE_CHECKING:
     from ckptkit.foreign.folder import ForeignFolder
     from ckptkit.loading.reader import CheckpointReader
-    from ckptkit.rewrite.hf_export import ExportReport
+    from ckptkit.rewrite.folder_export import ExportReport
     from ckptkit.rewrite.reshard import ReshardReport
     from ckptkit.runs.pruning import PruneReport
     from ckptkit.runs.record import StepRecord

@@ -10,7 +10,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,17 +24,15 @@ from ckptkit.format.dcp_state import DcpState
 from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA
 from ckptkit.io.blocks import Bytes
-from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.rewrite.file_blocks import FileBlocks
-from ckptkit.rewrite.folder_claim import FolderClaim, note_of
-from ckptkit.rewrite.hf_export import MAX_SHARD_BYTES, ExportReport, Progress, advance
-from ckptkit.rewrite.room import refuse_full
+from ckptkit.rewrite.folder_claim import note_of
+from ckptkit.rewrite.folder_export import ExportReport, FolderPlan, Progress, write_folder
+from ckptkit.rewrite.hf_export import MAX_SHARD_BYTES
 from ckptkit.rewrite.source_sums import SourceSums
 from threefold.errors import UserError
 from threefold.storage import Storage
-from threefold.storage.local import keep_file
 
 BLOCK_BYTES, CHUNK_BYTES, ALIGNMENT = 64 << 20, 256 << 20, 64
 MAX_CHUNK_BYTES = 0xFFFFFFFF - (1 << 20)  # of a zip without the extension for large files
@@ -95,35 +92,23 @@ def export_dcp(
     UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
     after damage of the step. After a fault of the storage the same call goes on.
     """
-    started = time.monotonic()
+    started_s = time.monotonic()
     root = source.root
     root.check_whole(source.url)
     state = _state(root, source.url)
     beside = _files_beside(source) if kind == "torch_dist" else {}
     root = replace(root, tensors={n: info for n, info in root.tensors.items() if n.removeprefix(FILES) not in beside})
-    files = planned(root, state, max_shard_bytes)
-    small = {FILE: write_metadata(_contents(root, state, files)), **beside}
-    sizes = {file.name: file.size_bytes for file in files} | {name: len(data) for name, data in small.items()}
-    claim = FolderClaim(target, note_of(source, sizes, to=kind), sizes, {f.name: _head(f) for f in files}, small)
-    kept = claim.check()
-    total, done = sum(sizes.values()), sum(kept.values())
-    refuse_full(target, total - done)
-    sums = SourceSums(root, source.url)
-    if not dry_run and len(kept) < len(sizes):
-        with claim:
-            for file in files:
-                if file.name in kept:
-                    keep_file(target, file.name)
-                    continue
-                blocks = _Blocks(source, file, sums).blocks(partial(advance, progress, done, total))
-                write_blocks(target, file.name, file.size_bytes, blocks, is_reused=True)
-                done += file.size_bytes
-            for name, data in small.items():
-                target.write(name, data)
-    return ExportReport(
-        source.url, target.url, root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
-        time.monotonic() - started, dry_run, sums.num_certified,
-    )  # fmt: skip
+    files = {file.name: file for file in planned(root, state, max_shard_bytes)}
+    small = {FILE: write_metadata(_contents(root, state, list(files.values()))), **beside}
+    large, sums = {name: file.size_bytes for name, file in files.items()}, SourceSums(root, source.url)
+    plan = FolderPlan(
+        note=note_of(source, large | {name: len(data) for name, data in small.items()}, to=kind),
+        large=large,
+        heads={name: _head(file) for name, file in files.items()},
+        blocks=lambda name: _Blocks(source, files[name], sums),
+        small=small,
+    )
+    return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
 def _files_beside(source: CheckpointReader) -> dict[str, bytes]:

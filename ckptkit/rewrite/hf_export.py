@@ -1,55 +1,29 @@
 """Export: a committed step as a folder that `transformers` opens, in one pass and bounded memory.
 
-A note is put into the folder before any file and goes last; config.json comes last of the files. Killed, the same call
-goes on: files that are there in their full size under an equal note are kept, as a file has its name only once it is
-whole. Every byte that is read of the run is verified. Memory: two blocks of 64 MiB, a granule of each open file, and
-the largest tensor that the folder has with its dims in the other order, twice.
+config.json comes last of the files. Every byte that is read of the run is verified. Memory: two blocks of 64 MiB, a
+granule of each open file, and the largest tensor that the folder has with its dims in the other order, twice.
 """
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
 from ckptkit.io.blocks import Bytes
-from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.rewrite.file_blocks import FileBlocks
-from ckptkit.rewrite.folder_claim import FolderClaim, note_of
+from ckptkit.rewrite.folder_claim import note_of
+from ckptkit.rewrite.folder_export import ExportReport, FolderPlan, Progress, write_folder
 from ckptkit.rewrite.hf_plan import Outgoing, Shard, export_of
-from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.source_sums import SourceSums
 from threefold.errors import UserError
 from threefold.storage import Storage
-from threefold.storage.local import keep_file
 
 BLOCK_BYTES, MAX_SHARD_BYTES = 64 << 20, 5_000_000_000
 ROUNDED_AT_ONCE = 1 << 20  # elements
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What an export did, or would do; bytes_kept are those of files that an earlier try left.
-
-    `num_certified` tensors of the source were read whole and are equal to what was saved, by its certificate.
-    """
-
-    source: str
-    url: str
-    step: int
-    num_files: int
-    bytes_written: int
-    bytes_kept: int
-    seconds: float
-    dry_run: bool = False
-    num_certified: int = 0
 
 
 def export_folder(
@@ -69,39 +43,18 @@ def export_folder(
     UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
     after damage of the step. After a fault of the storage the same call goes on.
     """
-    started = time.monotonic()
+    started_s = time.monotonic()
     source.root.check_whole(source.url)
-    export = export_of(source, like, max_shard_bytes, dtype)
-    sizes = export.sizes
-    heads = {shard.name: shard.header for shard in export.shards}
-    claim = FolderClaim(target, note_of(source, sizes, dtype=dtype), sizes, heads, export.files)
-    kept = claim.check()
-    total = sum(sizes.values())
-    refuse_full(target, total - sum(kept.values()))
-    sums = SourceSums(source.root, source.url)
-    if not dry_run and len(kept) < len(sizes):
-        done = sum(kept.values())
-        with claim:
-            for name in sizes:
-                if name in kept:
-                    keep_file(target, name)
-                    continue
-                if name in export.files:
-                    target.write(name, export.files[name])
-                else:
-                    [shard] = [each for each in export.shards if each.name == name]
-                    blocks = _Blocks(source, shard, sums).blocks(partial(advance, progress, done, total))
-                    write_blocks(target, name, shard.size_bytes, blocks, is_reused=True)
-                done += sizes[name]
-    return ExportReport(
-        source.url, target.url, source.root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
-        time.monotonic() - started, dry_run, sums.num_certified,
-    )  # fmt: skip
-
-
-def advance(progress: Progress, before: int, total: int, num_bytes: int) -> None:
-    """Report so many bytes more than `before`."""
-    progress(before + num_bytes, total)
+    export, sums = export_of(source, like, max_shard_bytes, dtype), SourceSums(source.root, source.url)
+    shards = {shard.name: shard for shard in export.shards}
+    plan = FolderPlan(
+        note=note_of(source, export.sizes, dtype=dtype),
+        large={name: shard.size_bytes for name, shard in shards.items()},
+        heads={name: shard.header for name, shard in shards.items()},
+        blocks=lambda name: _Blocks(source, shards[name], sums),
+        small=export.small,
+    )
+    return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
 class _Blocks(FileBlocks):

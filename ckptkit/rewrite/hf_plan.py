@@ -71,11 +71,15 @@ class Export:
     files: Mapping[str, bytes]
 
     @property
+    def small(self) -> dict[str, bytes]:
+        """The files beside the shards, config.json last: it is written last."""
+        return {name: self.files[name] for name in sorted(self.files, key=lambda name: (name == CONFIG, name))}
+
+    @property
     def sizes(self) -> dict[str, int]:
-        """The size of each file, config.json last: it is written last."""
+        """The size of each file."""
         sizes = {shard.name: shard.size_bytes for shard in self.shards}
-        names = sorted(self.files, key=lambda name: (name == CONFIG, name))
-        return sizes | {name: len(self.files[name]) for name in names}
+        return sizes | {name: len(data) for name, data in self.small.items()}
 
 
 def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: int, dtype: str | None) -> Export:

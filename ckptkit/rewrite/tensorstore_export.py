@@ -9,24 +9,20 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ckptkit.check.slabs import fill
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import tensor_lines
 from ckptkit.io.blocks import Bytes
-from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.rewrite.file_blocks import FileBlocks
-from ckptkit.rewrite.folder_claim import FolderClaim, note_of
-from ckptkit.rewrite.hf_export import ExportReport, Progress, advance
-from ckptkit.rewrite.room import refuse_full
+from ckptkit.rewrite.folder_claim import note_of
+from ckptkit.rewrite.folder_export import ExportReport, FolderPlan, Progress, write_folder
 from ckptkit.rewrite.source_sums import SourceSums
 from threefold.errors import UserError
 from threefold.storage import Storage
-from threefold.storage.local import keep_file
 
 BLOCK_BYTES, CHUNK_BYTES = 32 << 20, 128 << 20
 ATTRIBUTES = "threefold"  # of the root: what Zarr has no word for
@@ -59,35 +55,22 @@ def export_tensorstore(
     UserError if the folder holds anything else than what the same call began or made; nothing is written then, nor left
     after damage of the step. After a fault of the storage the same call goes on.
     """
-    started = time.monotonic()
+    started_s = time.monotonic()
     root = source.root
     root.check_whole(source.url)
     held = [info for info in root.tensors.values() if info.placement.tied_to is None]
-    chunks = [chunk for info in sorted(held, key=storage_order) for chunk in chunks_of(info)]
+    chunks = {chunk.name: chunk for info in sorted(held, key=storage_order) for chunk in chunks_of(info)}
     small = {f"{info.name}/zarr.json": _array(info) for info in held} | {"zarr.json": _group(root)}
-    sizes = {chunk.name: chunk.size_bytes for chunk in chunks} | {name: len(data) for name, data in small.items()}
-    _check(sizes, source.url)
-    note = note_of(source, {}, to="tensorstore")
-    claim = FolderClaim(target, note, sizes, {chunk.name: b"" for chunk in chunks}, small)
-    kept = claim.check()
-    total, done = sum(sizes.values()), sum(kept.values())
-    refuse_full(target, total - done)
+    _check([*chunks, *small], source.url)
     sums = SourceSums(root, source.url)
-    if not dry_run and len(kept) < len(sizes):
-        with claim:
-            for chunk in chunks:
-                if chunk.name in kept:
-                    keep_file(target, chunk.name)
-                    continue
-                blocks = _Blocks(source, chunk, sums).blocks(partial(advance, progress, done, total))
-                write_blocks(target, chunk.name, chunk.size_bytes, blocks, is_reused=True)
-                done += chunk.size_bytes
-            for name, data in small.items():
-                target.write(name, data)
-    return ExportReport(
-        source.url, target.url, root.step, len(sizes), total - sum(kept.values()), sum(kept.values()),
-        time.monotonic() - started, dry_run, sums.num_certified,
-    )  # fmt: skip
+    plan = FolderPlan(
+        note=note_of(source, {}, to="tensorstore"),
+        large={name: chunk.size_bytes for name, chunk in chunks.items()},
+        heads=dict.fromkeys(chunks, b""),
+        blocks=lambda name: _Blocks(source, chunks[name], sums),
+        small=small,
+    )
+    return write_folder(source, target, plan, sums, progress=progress, dry_run=dry_run, started_s=started_s)
 
 
 def chunk_rows(info: TensorInfo) -> int:
@@ -136,13 +119,14 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def _check(sizes: dict[str, int], url: str) -> None:
+def _check(names: list[str], url: str) -> None:
     """Raise UserError if a tensor's name is not one of a folder, or makes another's array part of its own."""
-    for name in sizes:
+    files = set(names)
+    for name in names:
         words = name.split("/")
         if any(word in ("", ".", "..") for word in words):
             raise UserError(f"{url} has tensor {name.rpartition('/c')[0]!r}, whose name no folder can have")
-        above = next(("/".join(words[:n]) for n in range(1, len(words)) if "/".join(words[:n]) in sizes), None)
+        above = next(("/".join(words[:n]) for n in range(1, len(words)) if "/".join(words[:n]) in files), None)
         if above is not None:
             raise UserError(f"{url} has tensors of which one's file {above} is a folder of another", hint="--to dcp")
 
