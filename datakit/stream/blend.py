@@ -82,6 +82,8 @@ class Blend:
         self._check_tokenizers()
         self._check_packings()
         self._masks = DocumentMasks(self.stores, self.segments, seq_length)
+        self._is_packed = self.stores[0].packing != "concat"
+        self._is_plain = not self._masks and not self._is_packed
         self._digests: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,8 +190,7 @@ class Blend:
         It is made in the memory `out`, if that is given, of `num_bytes` or of HostBatch.num_bytes. Without it, and in
         memory of `num_bytes`, positions and loss masks that are the same in all rows are not written.
         """
-        is_packed = self.stores[0].packing != "concat"
-        spans = PackedSpans(self.seq_length) if is_packed else RowSpans(self.seq_length)
+        spans = PackedSpans(self.seq_length) if self._is_packed else RowSpans(self.seq_length)
         places = list(zip(*self._starts(samples)))
         for source, start in places:
             store = self.stores[source]
@@ -207,20 +208,18 @@ class Blend:
 
     def _makes_tokens_only(self, options: BatchOptions) -> bool:
         """Return whether positions and loss masks are the same in all rows."""
-        is_plain = not options.mask_eod_loss and not options.reset_positions
-        return is_plain and not self._masks and self.stores[0].packing == "concat"
+        return self._is_plain and not options.mask_eod_loss and not options.reset_positions
 
     def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
         """Return what `addresses` returns, as lists."""
         sources, numbers = self.mixture.places(_checked(samples, self.mixture.max_samples))
-        places = []
+        orders, num_rows = self._orders, self._num_rows
+        places: list[tuple[Any, int]] = []
         for source, number in zip(sources, numbers):
-            epoch, position = divmod(number, self._num_rows[source])
-            places.append((self._order(source, epoch), position))
-        return sources, [element * self.seq_length for element in self._elements(places)]
-
-    def _elements(self, places: Sequence[tuple[Any, int]]) -> list[int]:
-        return block_elements_at(places) if self._block_rows else elements_at(places)
+            epoch, position = divmod(number, num_rows[source])
+            places.append((orders.get((source, epoch)) or self._order(source, epoch), position))
+        elements = block_elements_at(places) if self._block_rows else elements_at(places)
+        return sources, [element * self.seq_length for element in elements]
 
     def _order(self, source: int, epoch: int) -> Permutation | BlockOrder:
         """Return the order of a store's rows in one epoch of it; the last few are kept."""
