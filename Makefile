@@ -14,6 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # nvcc takes minutes for the CUDA ops, and only a GPU can run them; `make wheel` and one slow test build them anyway.
 CUDA := $(if $(wildcard /dev/nvidia0),auto,OFF)
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)" --cuda $(CUDA)
+# A file's tests stay in one worker. A worker that crashes ends the run: pytest-xdist would wait for its files without end.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: help demo check test test-all lint docs setup native wheel clean
 
@@ -29,10 +31,10 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/mypy
 
 test: $(READY)  ## the fast tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=25
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=25
 
 test-all: $(READY)  ## all tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --hypothesis-profile=thorough --durations=25
+	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=thorough --durations=25
 
 lint: $(READY)  ## mend what ruff can mend, and format
 	$(BIN)/ruff check --fix .

@@ -152,7 +152,8 @@ def test_writers_of_the_same_file_take_nothing_from_each_other(where: tuple[Path
         assert not (folder / "f").exists(), "it has its name once it is whole"
         writer.write(GRANULE_BYTES, segments_of(data[GRANULE_BYTES:]))
     late = BlockWriter(NewFile(folder, "f"), len(data), direct=direct)
-    late.write(0, segments_of(data[::-1].copy()))
+    other = data[::-1].copy()  # held until it is written: segments are addresses
+    late.write(0, segments_of(other))
     assert (folder / "f").read_bytes() == data.tobytes()
     late.abort()
     assert (folder / "f").read_bytes() == data.tobytes()
