@@ -11,11 +11,12 @@ from functools import cached_property
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, read_metadata
 from ckptkit.foreign.folder import ForeignFolder
 from ckptkit.foreign.restricted_pickle import MAX_BYTES
-from ckptkit.foreign.stored_reader import STORED, Found, StoredReader, table_of
+from ckptkit.foreign.stored_reader import Found, StoredReader, table_of
 from ckptkit.foreign.torch_zip import read_tensor
 from ckptkit.format.dcp_state import METADATA, DcpState
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import shown_names
+from ckptkit.io.torch_tensors import STORED
 from ckptkit.model.box import Box
 from ckptkit.model.layout import ParallelLayout
 from threefold.cli import log

@@ -14,7 +14,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor
 from ckptkit.io.blocks import Bytes
-from ckptkit.io.torch_tensors import DTYPES
+from ckptkit.io.torch_tensors import STORED
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.placement import Placement
@@ -23,9 +23,6 @@ from ckptkit.plan.cover import Cover
 from ckptkit.plan.stored import StoredChunks
 from threefold.errors import UserError, listed
 from threefold.storage import Storage
-
-# torch's dtypes that are stored as they are; elements of others are bytes, with a dim more
-STORED = {name: stored[0] for name, stored in DTYPES.items() if name != "uint16"}
 
 
 @dataclass(frozen=True, slots=True)

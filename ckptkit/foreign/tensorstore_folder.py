@@ -18,6 +18,7 @@ from ckptkit.foreign.folder_reader import FolderReader
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor, read_tensors
 from ckptkit.io.blocks import Bytes
+from ckptkit.io.torch_tensors import STORED
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
@@ -31,10 +32,6 @@ from threefold.storage.folders import local_root
 NUM_THREADS, ROWS_BYTES = 8, 64 << 20
 OCDBT, ATTRIBUTES = "manifest.ocdbt", "threefold"
 DESCRIPTIONS = {"zarr.json": "zarr3", ".zarray": "zarr"}
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,11 @@ class TensorstoreFolder(ForeignFolder):
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""
         arrays, known = self.contents.arrays, self.contents.known
-        unknown = [f"{name}: {each.dtype.name}" for name, each in arrays.items() if each.dtype.name not in DTYPES]
+        unknown = [f"{name}: {each.dtype.name}" for name, each in arrays.items() if each.dtype.name not in STORED]
         if unknown:
             raise UserError(f"{self.url} has arrays of dtypes that no step can hold:{listed(unknown)}")
         tensors = {
-            name: TensorInfo(name, DTYPES[each.dtype.name], tuple(each.shape), Placement("first"))
+            name: TensorInfo(name, STORED[each.dtype.name], tuple(each.shape), Placement("first"))
             for name, each in arrays.items()
         }
         try:

@@ -19,6 +19,9 @@ DTYPES = {
     "int64": ("I64",), "int32": ("I32",), "int16": ("I16",), "int8": ("I8",), "bool": ("BOOL",),
     "uint8": ("U8", "F8_E4M3", "F8_E5M2"), "float8_e4m3fn": ("F8_E4M3",), "float8_e5m2": ("F8_E5M2",),
 }  # fmt: skip
+# torch's dtypes whose elements are stored as they are, as which; those of others are bytes, with a dim more
+STORED = {name: stored[0] for name, stored in DTYPES.items() if name != "uint16"}
+NAMES = {stored: name for name, stored in STORED.items()}  # the way back
 
 
 def is_tensor(data: Any) -> bool:

@@ -17,13 +17,14 @@ import numpy as np
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.hf_contents import FILES
-from ckptkit.foreign.stored_reader import STORED, Place
+from ckptkit.foreign.stored_reader import Place
 from ckptkit.foreign.torch_dist_folder import COMMON, CONFIG
 from ckptkit.foreign.torch_zip_writer import TensorZip
 from ckptkit.format.dcp_state import DcpState
 from ckptkit.format.root import Root
 from ckptkit.format.state_tree import METADATA
 from ckptkit.io.blocks import Bytes
+from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.rewrite.file_blocks import FileBlocks
@@ -36,7 +37,6 @@ from threefold.storage import Storage
 
 BLOCK_BYTES, CHUNK_BYTES, ALIGNMENT = 64 << 20, 256 << 20, 64
 MAX_CHUNK_BYTES = 0xFFFFFFFF - (1 << 20)  # of a zip without the extension for large files
-_TORCH = {stored: name for name, stored in STORED.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _shape(info: TensorInfo, start: int, stop: int, state: DcpState) -> tuple[in
 
 
 def _dtype(info: TensorInfo, state: DcpState) -> str:
-    return state.dtypes.get(info.name) or _TORCH[info.dtype]
+    return state.dtypes.get(info.name) or NAMES[info.dtype]
 
 
 def _zip(info: TensorInfo, start: int, stop: int, state: DcpState) -> TensorZip:

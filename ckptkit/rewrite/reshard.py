@@ -27,7 +27,7 @@ from ckptkit.rewrite.claimed import claimed
 from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
-from ckptkit.runs.temporaries import is_being_written, temporaries
+from ckptkit.runs.temporaries import remove_unless_written, temporaries
 from ckptkit.writer.commit import NotCommitted, commit_root
 from threefold.cli import log
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -174,8 +174,10 @@ def _remove_hidden(
         with contextlib.suppress(StorageError):  # another process removed it
             if keys is None and each.key == ROOT_KEY:
                 is_ours = attempt_of_head(storage.read(each.hidden_key)) in (wanted.attempt, None)
-            if is_ours and (is_alone or not is_being_written(storage, each)):
+            if is_ours and is_alone:
                 storage.delete([each.hidden_key])
+            elif is_ours:
+                remove_unless_written(storage, each)
 
 
 class _Rewriting:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.check.slabs import fill
+from ckptkit.foreign.tensorstore_folder import ATTRIBUTES
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import tensor_lines
 from ckptkit.io.blocks import Bytes
+from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
 from ckptkit.rewrite.file_blocks import FileBlocks
@@ -25,11 +27,6 @@ from threefold.errors import UserError
 from threefold.storage import Storage
 
 BLOCK_BYTES, CHUNK_BYTES = 32 << 20, 128 << 20
-ATTRIBUTES = "threefold"  # of the root: what Zarr has no word for
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ def chunks_of(info: TensorInfo) -> Iterator[Chunk]:
 def _array(info: TensorInfo) -> bytes:
     """Return the description of an array."""
     shape = [max(chunk_rows(info), 1), *(max(n, 1) for n in info.shape[1:])] if info.shape else []
-    kind = DTYPES[info.dtype]
+    kind = NAMES[info.dtype]
     return _json({
         "zarr_format": 3, "node_type": "array", "shape": list(info.shape), "data_type": kind,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},

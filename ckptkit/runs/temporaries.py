@@ -3,7 +3,6 @@
 A file is one only if its name says that it was to become a file of the checkpoint format. Links are not followed.
 """
 
-import contextlib
 import fcntl
 import os
 from dataclasses import dataclass
@@ -53,21 +52,20 @@ def temporaries(storage: Storage, step: int) -> list[Temporary]:
     ]
 
 
-def is_being_written(storage: Storage, each: Temporary) -> bool:
-    """Return whether a process that lives, on any machine whose locks are seen here, has a hidden file open."""
+def remove_unless_written(storage: Storage, each: Temporary) -> None:
+    """Remove a hidden file, unless a process that lives, on any machine whose locks are seen here, has it open.
+
+    It is locked until it is gone: whoever has just made it waits for that, and makes another.
+    """
     root, (inner, _, name) = local_root(storage), each.hidden_key.rpartition("/")
     assert root is not None, "found on a local disk"
-    with contextlib.suppress(FileNotFoundError), Folder(root, inner) as folder:
+    with local_failures("delete", root / each.hidden_key), Folder(root, inner) as folder:
         descriptor = folder.open(name, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # there are no locks
-            return False
+            if _lock(descriptor):
+                folder.unlink(name)
         finally:
             os.close(descriptor)
-    return False
 
 
 def empty_folders(storage: Storage, step: int) -> list[EmptyFolder]:
@@ -112,6 +110,17 @@ def _written_key(prefix: str, name: str) -> str | None:
     written = written_name(name)
     key = f"{prefix}{written}"
     return key if written and is_of_step(key) else None
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file against whoever would write it; return whether nobody does. Where there are no locks, nobody does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:

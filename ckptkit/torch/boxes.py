@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from ckptkit.io.torch_tensors import DTYPES, no_memory
+from ckptkit.io.torch_tensors import STORED, no_memory
 from ckptkit.model.box import Box
 from ckptkit.model.mesh_cut import Part, mesh_cut
 from threefold.errors import UserError
-
-# torch's dtypes -> safetensors' names; elements of other dtypes are stored as bytes, with a dim more
-STORED = {name: stored[0] for name, stored in DTYPES.items() if name != "uint16"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ckptkit.format.state_tree import Encoder, Node, part
 from ckptkit.io.blocks import xxh3_64
-from ckptkit.torch.boxes import STORED, Held, dtype_of, held, is_dtensor, local_of
+from ckptkit.io.torch_tensors import STORED
+from ckptkit.torch.boxes import Held, dtype_of, held, is_dtensor, local_of
 from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, optimizer_state, rng_state
 from threefold.errors import UserError
 

@@ -43,6 +43,7 @@ from ckptkit.format.keys import check_step, step_folder
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
 from ckptkit.format.tensor_rows import check_tensor
+from ckptkit.io.torch_tensors import STORED
 from ckptkit.loading.restore import restore_from
 from ckptkit.loading.roots import root_info
 from ckptkit.model.box import Box, Piece
@@ -51,7 +52,7 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo, tensor_table
 from ckptkit.runs.run import Run
 from ckptkit.saving.save import write_pieces
-from ckptkit.torch.boxes import STORED, as_stored
+from ckptkit.torch.boxes import as_stored
 from ckptkit.torch.loading import TORCH_DTYPES
 from ckptkit.writer.step import StepTarget, commit_parts, discard
 from threefold.cli import log

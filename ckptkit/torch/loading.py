@@ -15,16 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.format.state_tree import Encoder, Node, decoded, fields, leaves, made, part
+from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
-from ckptkit.torch.boxes import STORED, Held, as_stored, dtype_of, held, local_of, region
+from ckptkit.torch.boxes import Held, as_stored, dtype_of, held, local_of, region
 from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, own_name, set_rng_state
 from ckptkit.torch.saved import Saved, SavedKey
 from threefold.errors import UserError
 
-TORCH_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2} | {
-    stored: getattr(torch, name) for name, stored in STORED.items() if not name.startswith("float8")
-}
+TORCH_DTYPES = {stored: getattr(torch, name) for stored, name in NAMES.items()}
 # options that learning rate schedulers add to an optimizer's groups
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 OTHER_KIND = "another kind of optimizer in the checkpoint"

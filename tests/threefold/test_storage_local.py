@@ -1,6 +1,7 @@
 """Local files under real faults: full disks, killed writers, missing permission."""
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -186,6 +187,24 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
     assert len(removed) == 2
     with pytest.raises(FileNotFoundError):
         make_folders(Path("/proc/none/at/all"))
+
+
+def test_a_hidden_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, lock = list[Path](), fcntl.flock
+
+    def beside_another(descriptor: int, how: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.glob(".*"))
+            removed[0].unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr("threefold.storage.new_file.fcntl.flock", beside_another)
+    LocalStorage(tmp_path).write("key", b"content")
+    assert len(removed) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert (tmp_path / "key").read_bytes() == b"content"
 
 
 def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

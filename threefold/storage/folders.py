@@ -48,6 +48,10 @@ class Folder(Closing):
         if _is_link(name, self._descriptor):
             raise _link_in_the_way(self.path / name)
 
+    def require(self, name: str) -> None:
+        """Raise FileNotFoundError if nothing in the folder has a name."""
+        os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+
     def link(self, source: str, target: str) -> None:
         """Give a file in the folder a second name; FileExistsError if it is taken, be it by a link."""
         os.link(source, target, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor, follow_symlinks=False)

@@ -76,8 +76,13 @@ class NewFile(Closing):
         with Folder(self._root, self._inner, make=True) as folder:
             folder.refuse_link(self._name)
             descriptor = folder.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with contextlib.suppress(OSError):  # where there are no locks, nothing says that it is being written
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                with contextlib.suppress(OSError):  # where there are no locks, nothing says that it is being written
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                folder.require(self._temporary)  # until it was locked another process could remove it
+            except BaseException:
+                os.close(descriptor)
+                raise
         return descriptor
 
     def _close_descriptor(self) -> None:
