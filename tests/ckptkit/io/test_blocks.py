@@ -145,14 +145,13 @@ def test_a_file_that_is_there_is_replaced(where: tuple[Path, bool]) -> None:
 
 def test_writers_of_the_same_file_take_nothing_from_each_other(where: tuple[Path, bool]) -> None:
     folder, direct = where
-    data = RANDOM[: GRANULE_BYTES + 77]
+    data, other = RANDOM[: GRANULE_BYTES + 77], RANDOM[GRANULE_BYTES + 76 :: -1].copy()
     with BlockWriter(NewFile(folder, "f"), len(data), direct=direct) as writer:
         writer.write(0, segments_of(data[:GRANULE_BYTES]))
         BlockWriter(NewFile(folder, "f"), len(data), direct=direct).abort()
         assert not (folder / "f").exists(), "it has its name once it is whole"
         writer.write(GRANULE_BYTES, segments_of(data[GRANULE_BYTES:]))
     late = BlockWriter(NewFile(folder, "f"), len(data), direct=direct)
-    other = data[::-1].copy()  # held until it is written: segments are addresses
     late.write(0, segments_of(other))
     assert (folder / "f").read_bytes() == data.tobytes()
     late.abort()
