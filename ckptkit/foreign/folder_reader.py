@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ckptkit.format.root import Root
-from ckptkit.io.blocks import Bytes, copy_many
+from ckptkit.io.blocks import Bytes, SumPlaces, copy_many
 from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.chunk_table import ChunkTable, Ints
@@ -44,8 +44,9 @@ class FolderReader(CheckpointReader):
         """Return the copies that fill wanted chunks."""
         return self._planned(wanted, self.stored)
 
-    def fetch(self, plan: LoadPlan, addresses: Ints) -> None:
+    def fetch(self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None) -> None:
         """Make the copies of a plan, each to an address of its own."""
+        assert sums is None, "files of others have no certificate"
         rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +24,20 @@ from threefold.storage.new_file import NewFile
 
 GRANULE_BYTES = 1 << 20
 NO_GRANULE = 2**64 - 1
+NOWHERE = 2**62  # past all chunks, and so far from the end of 64 bits that offsets may be added
 PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
     "ck_xxh3_64": (UINT64, POINTER, UINT64, INT, POINTER),
     "ck_best_simd": (INT,),
     "ck_checksums": (None, POINTER, UINT64, POINTER),
     "ck_copy_many": (None, POINTER, UINT64),
     "ck_add_sums": (None, POINTER, POINTER, UINT64, UINT64, INT),
-    "ck_place": (UINT64, POINTER, UINT64, UINT64, POINTER, UINT64, POINTER),
+    "ck_place": (UINT64, POINTER, UINT64, UINT64, POINTER, UINT64, POINTER, POINTER, POINTER),
     "ck_writer_open": (INT, INT, UINT64, INT, POINTER),
     "ck_writer_sum": (None, POINTER, POINTER),
     "ck_writer_write": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT),
     "ck_writer_end": (INT, POINTER, INT),
     "ck_reader_open": (INT, TEXT, INT, INT, POINTER, POINTER),
-    "ck_reader_read": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT, POINTER, POINTER),
+    "ck_reader_read": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, POINTER, POINTER, INT, POINTER, POINTER),
     "ck_reader_close": (None, POINTER),
 }
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
@@ -90,18 +91,35 @@ def copy_many(copies: npt.ArrayLike) -> None:
     library().ck_copy_many(rows.ctypes.data, len(rows))
 
 
-def place(data: Buffer, offset_bytes: int, ranges: npt.ArrayLike, expected: Columns | None) -> int | None:
+class SumPlaces(NamedTuple):
+    """Where ranges that are read begin among chunks, whose sums they are added to.
+
+    `chunks` is the address of the `ck_chunks`, and `places` has an offset for each range; NOWHERE adds nothing.
+    """
+
+    chunks: int
+    places: Columns
+
+    def take(self, rows: npt.NDArray[np.integer | np.bool_] | slice) -> "SumPlaces":
+        """Return those of some ranges."""
+        return SumPlaces(self.chunks, self.places[rows])
+
+
+def place(
+    data: Buffer, offset_bytes: int, ranges: npt.ArrayLike, expected: Columns | None, sums: SumPlaces | None = None
+) -> int | None:
     """Verify the bytes of a file from a granule's begin, and copy out what ranges want of them.
 
     `ranges` are rows of file offset, bytes, target address, sorted by offset; `expected` are the checksums of these
-    granules, None copies unverified. Return the first damaged granule of the file, of which nothing was copied.
+    granules, None copies unverified. Return the first damaged granule of the file, of which nothing was copied. What
+    was copied is added to `sums`, if there are any.
     """
     address, size = span(data)
     rows = _rows(ranges, 3)
     assert expected is None or len(expected) == num_granules(size), "one checksum a granule"
-    sums = None if expected is None else np.ascontiguousarray(expected, np.uint64)
+    checks = None if expected is None else np.ascontiguousarray(expected, np.uint64)
     damaged = library().ck_place(
-        address, offset_bytes, size, rows.ctypes.data, len(rows), None if sums is None else sums.ctypes.data
+        address, offset_bytes, size, rows.ctypes.data, len(rows), _address(checks), *_addresses(sums, len(rows))
     )
     return None if damaged == NO_GRANULE else int(damaged)
 
@@ -205,17 +223,17 @@ class BlockReader(Closing):
             self.close()
             raise StorageError(f"{path} has {found.value} bytes, its checkpoint says {size_bytes}")
 
-    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
         """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.
 
-        Raises DamagedGranule before anything of a damaged granule is handed out.
+        What is read is added to `sums` in the same pass, if there are any. Raises DamagedGranule before anything of a
+        damaged granule is handed out.
         """
         rows = _rows(ranges, 3)
         bad, read = ctypes.c_uint64(), ctypes.c_uint64()
         code = library().ck_reader_read(
             self._handle, self.size_bytes, rows.ctypes.data, len(rows),
-            None if self._expected is None else self._expected.ctypes.data,
-            num_threads, ctypes.byref(bad), ctypes.byref(read),
+            _address(self._expected), *_addresses(sums, len(rows)), num_threads, ctypes.byref(bad), ctypes.byref(read),
         )  # fmt: skip
         self.bytes_read += read.value
         if code == -errno.EBADMSG:
@@ -232,6 +250,19 @@ class BlockReader(Closing):
 def _check(code: int, path: Path) -> None:
     if code < 0:
         raise OSError(-code, os.strerror(-code), str(path))
+
+
+def _address(columns: Columns | None) -> int | None:
+    return None if columns is None else columns.ctypes.data
+
+
+def _addresses(sums: SumPlaces | None, num_ranges: int) -> tuple[int | None, int | None]:
+    if sums is None:
+        return None, None
+    assert sums.places.dtype == np.uint64, "places are as wide as offsets"
+    assert sums.places.flags.c_contiguous, "places one after the other"
+    assert len(sums.places) == num_ranges, "a place a range"
+    return sums.chunks, sums.places.ctypes.data
 
 
 def _rows(values: npt.ArrayLike, width: int) -> Columns:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, BlockWriter, Bytes, Columns, checksums, copy_many
+from ckptkit.io.blocks import GRANULE_BYTES, BlockReader, BlockWriter, Bytes, Columns, SumPlaces, checksums, copy_many
 from ckptkit.io.remote_reader import RemoteReader
 from ckptkit.io.sums import ChunkSums
 from ckptkit.model.chunk_table import cut
@@ -36,9 +36,10 @@ class DataReader(Protocol):
     def bytes_read(self) -> int:
         """The bytes read so far."""
 
-    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
         """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.
 
+        What is read is added to `sums` in the same pass, if there are any.
         DamagedGranule is raised before anything of a damaged granule is handed out.
         """
 
@@ -101,9 +102,9 @@ def write_blocks(
 class _LocalReader(BlockReader):
     """A local file, whose failures are StorageErrors."""
 
-    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
         with local_failures("read", self.path):
-            super().read(ranges, num_threads=num_threads)
+            super().read(ranges, num_threads=num_threads, sums=sums)
 
 
 class _LocalWriter(DataWriter):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, place
+from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, SumPlaces, place
 from threefold.storage import Buffer, Storage
 
 REQUEST_BYTES = 16 << 20
@@ -30,21 +30,23 @@ class RemoteReader:
         self._kept_granule = -1
         self._kept: Buffer = b""
 
-    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2) -> None:
+    def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
         """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.
 
-        Raises DamagedGranule before anything of a damaged granule is handed out.
+        What is read is added to `sums` in the same pass, if there are any. Raises DamagedGranule before anything of a
+        damaged granule is handed out.
         """
         rows = np.ascontiguousarray(ranges, np.int64).reshape(-1, 3)
-        rows = rows[rows[:, 1] > 0]
-        if not len(rows):
+        has_bytes = rows[:, 1] > 0
+        if not has_bytes.any():
             return
+        rows, sums = rows[has_bytes], sums and sums.take(has_bytes)
         reach = np.maximum.accumulate(rows[:, 0] + rows[:, 1])
         assert reach[-1] <= self.size_bytes, f"a range leaves {self.key}"
         spans = spans_of(rows, self._kept_granule)
         requests = threading.Semaphore(REQUESTS_A_THREAD * num_threads)
         with ThreadPoolExecutor(min(BUFFERS_A_THREAD * num_threads, len(spans))) as pool:
-            reads = [pool.submit(self._read_span, first, stop, rows, reach, requests) for first, stop in spans]
+            reads = [pool.submit(self._read_span, first, stop, rows, reach, sums, requests) for first, stop in spans]
             try:
                 for read in reads:
                     last = read.result()
@@ -60,7 +62,9 @@ class RemoteReader:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _read_span(self, first: int, stop: int, rows: Rows, reach: Rows, requests: threading.Semaphore) -> Buffer:
+    def _read_span(
+        self, first: int, stop: int, rows: Rows, reach: Rows, sums: SumPlaces | None, requests: threading.Semaphore
+    ) -> Buffer:
         """Fetch granules, verify them and copy out what the ranges want; return the last one if no range goes on."""
         start, end = first * GRANULE_BYTES, min(stop * GRANULE_BYTES, self.size_bytes)
         expected = None if self._expected is None else self._expected[first:stop]
@@ -70,7 +74,7 @@ class RemoteReader:
             with requests:
                 [data] = self.storage.read_ranges(self.key, [(start, end)])
         low, high = np.searchsorted(reach, start, "right"), np.searchsorted(rows[:, 0], end, "left")
-        damaged = place(data, start, rows[low:high], expected)
+        damaged = place(data, start, rows[low:high], expected, sums and sums.take(slice(low, high)))
         if damaged is not None:
             raise DamagedGranule(f"{self.storage.url}/{self.key}", damaged)
         return bytes(memoryview(data)[(stop - 1) * GRANULE_BYTES - start :]) if end >= reach[-1] else b""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
-from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, shown_names, xxh3_64
+from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, SumPlaces, shown_names, xxh3_64
 from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_info
@@ -100,8 +100,8 @@ class CheckpointReader(Closing):
         """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
         self.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target)
 
-    def fetch(self, plan: LoadPlan, addresses: Ints) -> None:
-        """Make the copies of a plan, each to an address of its own."""
+    def fetch(self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None) -> None:
+        """Make the copies of a plan, each to an address of its own, and add them to `sums`, if there are any."""
         rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]
@@ -109,7 +109,7 @@ class CheckpointReader(Closing):
             group = slice(begin, begin + MAX_OPEN_FILES)
             sources = [self._source(part) for part in parts[group].tolist()]
             num_threads = max(self.num_threads // max(len(sources), 1), 1)
-            jobs = [(p, s, rows[a:b], num_threads) for p, s, a, b in
+            jobs = [(p, s, rows[a:b], num_threads, sums and sums.take(slice(a, b))) for p, s, a, b in
                     zip(parts[group].tolist(), sources, first[group].tolist(), ends[group], strict=True)]  # fmt: skip
             with ThreadPoolExecutor(self.num_threads) as pool:
                 for _ in pool.map(lambda job: self.read_part(*job), jobs):
@@ -124,7 +124,9 @@ class CheckpointReader(Closing):
         key = f"{self.folder}/{part.data}"
         return open_reader(self.storage, key, part.data_bytes, expected, from_cache=from_cache)
 
-    def read_part(self, number: int, source: DataReader, rows: npt.ArrayLike, num_threads: int = 1) -> None:
+    def read_part(
+        self, number: int, source: DataReader, rows: npt.ArrayLike, num_threads: int = 1, sums: SumPlaces | None = None
+    ) -> None:
         """Fill memory from rows of (offset, bytes, address) of a data file that `open_part` opened, sorted by offset.
 
         CheckFailed names the tensors of damage, or says that the file is not what it should be.
@@ -135,7 +137,7 @@ class CheckpointReader(Closing):
         name = f"{self.url}/{part.data}"
         try:
             with self.loss_as_damage(part.data, part.data_bytes, part):
-                source.read(rows, num_threads=num_threads)
+                source.read(rows, num_threads=num_threads, sums=sums)
         except DamagedGranule as damage:
             start = damage.granule * GRANULE_BYTES
             tensors = self.read_index(part).tensors_between(start, start + GRANULE_BYTES)

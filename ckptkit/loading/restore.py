@@ -2,7 +2,7 @@
 
 Everything is compared first and refused in one report, before any destination is touched; every byte that is handed out
 was verified. Ranks that restore together read what several of them want only once. Tensors that they fill whole are
-compared with the certificate of the save on request.
+compared with the certificate of the save.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ckptkit.format.root import Root
 from ckptkit.io.piece_memory import memory_misfit, way_out
 from ckptkit.io.torch_tensors import held_by, is_writable
 from ckptkit.loading.exchange import Alone, Exchange, on_all
-from ckptkit.loading.load_sums import LoadSums
+from ckptkit.loading.load_sums import LoadSums, fetching
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
@@ -28,7 +28,7 @@ from threefold.errors import UserError, listed
 
 def restore(
     url: str, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None,
-    exchange: Exchange | None = None, certify: bool = False,
+    exchange: Exchange | None = None, certify: bool = True,
 ) -> Root:  # fmt: skip
     """Fill pieces from a committed step of the run at `url` and give its root.
 
@@ -47,32 +47,35 @@ def restore(
 
 def restore_from(
     reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None,
-    certify: bool = False,
+    certify: bool = True,
 ) -> int:  # fmt: skip
     """Restore from an open checkpoint, whose `bytes_read` is then what this rank read.
 
-    With `certify` compare what the ranks of its exchange fill whole with the certificate of the save, for 0.1 to 0.13
-    CPU-seconds a GB: return how many tensors are equal to what was saved, CheckFailed names those that are not.
+    With `certify` compare what the ranks of its exchange fill whole with the certificate of the save: return how many
+    tensors are equal to what was saved, CheckFailed names those that are not.
     """
-    sums = fill_from(reader, pieces, tensors=tensors, certify=certify)
+    sums = fill_from(reader, pieces, reader.exchange if certify else None, tensors=tensors)
     return 0 if sums is None else sums.check(reader.exchange, reader.url)
 
 
 def fill_from(
-    reader: CheckpointReader, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None,
-    certify: bool = False,
+    reader: CheckpointReader, pieces: Sequence[Piece], holders: Exchange | None, *,
+    tensors: Sequence[TensorInfo] | None = None,
 ) -> LoadSums | None:  # fmt: skip
-    """Restore from an open checkpoint, and return the sums of what was filled if they can be and are to be compared."""
+    """Restore from an open checkpoint, and return the sums of what was filled; None if it cannot be compared.
+
+    `holders` are the ranks that are to compare what they fill together, None for no sums.
+    """
     exchange = reader.exchange
     wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
-    sums = LoadSums(reader.root, wanted) if certify and is_readable(reader.root.certificate) else None
-    with Targets(data, sums) as targets:
+    can_compare = holders is not None and is_readable(reader.root.certificate)
+    sums = LoadSums(reader.root, wanted, is_alone=holders.size == 1) if can_compare and holders else None
+    with Targets(data) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
-            read_together(reader, plan, targets, exchange)
+            read_together(reader, plan, targets, exchange, sums)
         else:
-            targets.fill(plan, reader.fetch)
-        targets.sum_host(reader.num_threads)
+            targets.fill(plan, fetching(reader, sums))
     return sums
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many
+from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many, place
 from ckptkit.loading.exchange import Exchange, agreed, on_all
+from ckptkit.loading.load_sums import LoadSums, fetching
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.sharing import Line, Runs, begins, clipped, common, count, share_reads, window
 from ckptkit.loading.targets import Targets
@@ -20,16 +21,18 @@ from ckptkit.plan.load_plan import LoadPlan
 ROUND_BYTES = 64 << 20
 
 
-def read_together(reader: CheckpointReader, plan: LoadPlan, targets: Targets, exchange: Exchange) -> None:
+def read_together(
+    reader: CheckpointReader, plan: LoadPlan, targets: Targets, exchange: Exchange, sums: LoadSums | None = None
+) -> None:
     """Fill the targets of this rank's plan; every rank of the exchange calls this with a plan and targets of its own.
 
-    An error of any rank is raised on all of them.
+    What fills them is added to `sums`, if there are any. An error of any rank is raised on all of them.
     """
     line = Line([part.data_bytes for part in reader.root.parts])
     sent = agreed(exchange, lambda: line.granules(plan).astype("<i8").tobytes())
     wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in sent]
     alone, shared = share_reads(wanted)
-    reading = _Reading(reader, plan, targets, exchange, line, wanted)
+    reading = _Reading(reader, plan, targets, sums, exchange, line, wanted)
     on_all(exchange, lambda: reading.read_alone(alone[exchange.rank]))
     width = max(ROUND_BYTES // exchange.size // GRANULE_BYTES, 1)  # granules
     for start in range(0, max(map(count, shared)), width):
@@ -40,10 +43,10 @@ class _Reading:
     """One rank's part in a read; `wanted` is what every rank wants."""
 
     def __init__(
-        self, reader: CheckpointReader, plan: LoadPlan, targets: Targets, exchange: Exchange, line: Line,
-        wanted: list[Runs],
+        self, reader: CheckpointReader, plan: LoadPlan, targets: Targets, sums: LoadSums | None, exchange: Exchange,
+        line: Line, wanted: list[Runs],
     ) -> None:  # fmt: skip
-        self._reader, self._plan, self._targets = reader, plan, targets
+        self._reader, self._plan, self._targets, self._sums = reader, plan, targets, sums
         self._exchange, self._line, self._wanted = exchange, line, wanted
         self._spans = line.spans(plan)
 
@@ -53,7 +56,7 @@ class _Reading:
         passed = begin - self._spans[row, 0]
         cut = self._plan.take(row)
         copies = replace(cut, source=cut.source + passed, target=cut.target + passed, size=end - begin)
-        self._targets.fill(copies, self._reader.fetch)
+        self._targets.fill(copies, fetching(self._reader, self._sums))
 
     def read_round(self, windows: list[Runs]) -> None:
         """Read one's own window, give the others what they want of it, and take what one wants of theirs."""
@@ -99,6 +102,7 @@ class _Reading:
             copies = LoadPlan(cut.part, begins(runs)[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
 
             def copy(copies: LoadPlan, addresses: Ints, data: Bytes = data) -> None:
-                copy_many(np.stack([data.ctypes.data + copies.source, addresses, copies.size], axis=1))
+                rows = np.stack([copies.source, copies.size, addresses], axis=1)
+                place(data, 0, rows, None, None if self._sums is None else self._sums.places(copies))
 
             self._targets.fill(copies, copy)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses, is_on_host
-from ckptkit.loading.load_sums import LoadSums
 from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 from threefold.closing import Closing
@@ -24,10 +23,10 @@ class _Buffer:
 
 
 class Targets(Closing):
-    """Arrays and tensors, one a wanted chunk of a plan; what fills them is added to `sums`. Use it in a `with`."""
+    """Arrays and tensors, one a wanted chunk of a plan. Use it in a `with`."""
 
-    def __init__(self, data: Sequence[Any], sums: LoadSums | None = None) -> None:
-        self._data, self._sums = data, sums
+    def __init__(self, data: Sequence[Any]) -> None:
+        self._data = data
         self._on_host = np.array([is_on_host(each) for each in data], bool)
         self._addresses = host_addresses(data)
         self._buffers: list[_Buffer] = []
@@ -45,21 +44,14 @@ class Targets(Closing):
         for buffer in self._buffers:
             buffer.transfer.wait()
 
-    def sum_host(self, num_threads: int) -> None:
-        """Add what is in host memory to the sums, once all of it is filled."""
-        if self._sums is not None:
-            here = np.flatnonzero(self._on_host)
-            self._sums.add_whole(here, self._addresses, num_threads)
-
     def _fill_devices(self, batch: LoadPlan, read: Read, buffer: _Buffer) -> None:
         """Read a batch into a buffer, and begin to copy it to the devices."""
         buffer.transfer.wait()
-        address = buffer.memory.ctypes.data
         # what ends up side by side in a tensor is side by side in the buffer, and goes over in one copy
         order = np.lexsort([batch.target, batch.wanted])
         offset = np.empty_like(batch.size)
         offset[order] = np.cumsum(batch.size[order]) - batch.size[order]
-        read(batch, address + offset)
+        read(batch, buffer.memory.ctypes.data + offset)
         wanted, target, size = batch.wanted[order], batch.target[order], batch.size[order]
         begins = np.ones(len(order), bool)
         begins[1:] = (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1])
@@ -67,10 +59,7 @@ class Targets(Closing):
         copies = []
         for row, num_bytes in zip(first.tolist(), np.add.reduceat(size, first).tolist(), strict=True):
             part = byte_range(self._data[wanted[row]], int(target[row]), num_bytes)
-            at = int(offset[order[row]])
-            copies.append((part, at, num_bytes))
-            if self._sums is not None:
-                self._sums.add(int(wanted[row]), int(target[row]), address + at, num_bytes)
+            copies.append((part, int(offset[order[row]]), num_bytes))
         buffer.transfer.start(buffer.memory, copies, to_device=True)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptkit.check.elements import narrowed, widened
 from ckptkit.check.slabs import fill
-from ckptkit.io.blocks import Bytes, Columns
+from ckptkit.io.blocks import Bytes, Columns, SumPlaces
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
@@ -79,8 +79,9 @@ class MappedReader(CheckpointReader):
         """Return how many tensors of the source were read whole and are equal to what was saved; else CheckFailed."""
         return self._sums.check()
 
-    def fetch(self, plan: LoadPlan, addresses: Ints) -> None:
+    def fetch(self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None) -> None:
         """Make the copies of a plan, each to an address of its own."""
+        assert sums is None, "what a mapping makes has no certificate yet"
         stored = np.flatnonzero(plan.part < self._num_files)
         self._inner.fetch(plan.take(stored), addresses[stored])
         for row in np.flatnonzero(plan.part >= self._num_files).tolist():

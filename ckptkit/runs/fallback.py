@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def restore_newest(
     url: str, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None, strict: bool = False,
-    exchange: Exchange | None = None, report: Callable[[str], None] = log, certify: bool = False,
+    exchange: Exchange | None = None, report: Callable[[str], None] = log, certify: bool = True,
 ) -> Root:  # fmt: skip
     """Fill pieces from the newest committed step of a run, or from the newest before it that is not damaged.
 

@@ -163,10 +163,10 @@ class DcpReader(StorageReader):
     """Reads a step for DCP: of a run's URL the newest. Every rank has one; any committed step will do.
 
     A step that DCP did not save is a flat state of its tensors, under their names. With `certify` tensors that a rank
-    loads whole are compared with the certificate of the save too; `num_certified` counts them.
+    loads whole are compared with the certificate of the save; `num_certified` counts them.
     """
 
-    def __init__(self, url: str | os.PathLike[str] | None = None, *, certify: bool = False) -> None:
+    def __init__(self, url: str | os.PathLike[str] | None = None, *, certify: bool = True) -> None:
         self._url, self._certify, self.num_certified = None if url is None else os.fspath(url), certify, 0
         self._run: tuple[Run, int] | None = None
         self._root: Root | None = None

@@ -11,7 +11,7 @@ class LoadReport:
 
     `missing` names what the program has and the checkpoint lacks, which keeps its values; `unexpected` what the
     checkpoint has under the same keys and no rank asked for. Both are empty of a strict load.
-    With `certify`, `num_certified` tensors were loaded whole, by all ranks together, and are equal to what was saved.
+    `num_certified` tensors were loaded whole, by all ranks together, and are equal to what was saved.
     `ranks_without_rng` are those that had no random state in the checkpoint and keep their own.
     """
 

@@ -144,9 +144,10 @@ int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_
 }
 
 int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
-                   const uint64_t* checksums, int num_threads, uint64_t* bad_granule, uint64_t* read_bytes) {
+                   const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places, int num_threads,
+                   uint64_t* bad_granule, uint64_t* read_bytes) {
   auto& reader = *static_cast<Reader*>(handle);
-  const Wanted wanted(ranges, num_ranges);
+  const Wanted wanted(ranges, num_ranges, chunks, places);
   if (!wanted.fits(size_bytes)) return -EINVAL;
   constexpr uint64_t kMost = kBlock / kGranule, kFewest = 2;
   std::vector<Block> blocks = blocks_of(ranges, num_ranges, reader.kept_granule, kMost);

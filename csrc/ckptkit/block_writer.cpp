@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "block_io.h"
@@ -91,12 +92,14 @@ class Sequence {
 
 // What reads the granules that are hashed: their elements go into the sums of their tensors.
 struct Summing {
-  const ck_chunks* chunks;
+  Summing(const ck_chunks& chunks, uint64_t begin) : summer(chunks, has_carryless()), offset(begin) {}
+
+  Summer summer;
   uint64_t offset;  // of the next byte in the file
 
   static void read(void* context, const uint8_t* data, size_t size) {
     auto& self = *static_cast<Summing*>(context);
-    add_sums(*self.chunks, data, self.offset, size, has_carryless());
+    self.summer.add(data, self.offset, size);
     self.offset += size;
   }
 };
@@ -107,9 +110,10 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
   const uint8_t* const whole = sequence.contiguous(start, stop);
   const bool aligned = reinterpret_cast<uintptr_t>(whole) % kDirectAlignment == 0 && size % kDirectAlignment == 0;
   const bool in_place = whole != nullptr && (aligned || !writer.direct);
-  Summing summing{writer.chunks, offset};
-  const Reader summer{Summing::read, &summing};
-  const Reader* const reader = writer.chunks != nullptr ? &summer : nullptr;
+  std::optional<Summing> summing;
+  if (writer.chunks != nullptr) summing.emplace(*writer.chunks, offset);
+  const Reader summer{Summing::read, summing ? &*summing : nullptr};
+  const Reader* const reader = summing ? &summer : nullptr;
   for (uint64_t done = 0; done < size; done += kGranule) {
     const uint64_t part = std::min(kGranule, size - done);
     const uint8_t* data = sequence.contiguous(start + done, start + done + part);

@@ -47,13 +47,14 @@ CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checks
 CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
 // Verify, if `checksums` (of these granules) is not null, and hand out bytes [offset, offset + size) of a file, from a
 // granule's begin, to ranges that are sorted by offset. Returns the first damaged granule, of which nothing is handed out,
-// or the largest number if there is none.
+// or the largest number if there is none. If `chunks` is not null, what is handed out is added to their sums: `places` has
+// where each range begins, as an offset among the chunks; one past them adds nothing.
 CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
-                         uint64_t num_ranges, const uint64_t* checksums);
+                         uint64_t num_ranges, const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places);
 
 // Add what bytes [offset, offset + size) of a file hold to the sums of its tensors: the CRC-64/NVME (register from 0, not
-// inverted) of each tensor's row-major bytes, once all is added. No element is cut. `carryless` is 0 portable, 1 by
-// carry-less multiplication, or -1 for the best that this CPU offers.
+// inverted) of each tensor's row-major bytes, once all is added. `carryless` is 0 portable, 1 by carry-less multiplication,
+// or -1 for the best that this CPU offers.
 CK_API void ck_add_sums(const ck_chunks* chunks, const void* data, uint64_t offset_bytes, uint64_t size_bytes, int carryless);
 
 // Write to a new, empty file, whose descriptor stays the caller's, and reserve its size (so that a full disk shows at once);
@@ -74,7 +75,8 @@ CK_API int ck_reader_open(const char* path, int direct, int from_cache, uint64_t
 // Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole
 // granules are read and, if `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
 // first damaged granule found into `bad_granule`. The last granule is kept for the next call. `read_bytes` is increased by
-// what was read from the file. -ENODATA: the file is shorter than `size_bytes`.
+// what was read from the file. `chunks` and `places` are those of ck_place. -ENODATA: the file is shorter than `size_bytes`.
 CK_API int ck_reader_read(void* reader, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
-                          const uint64_t* checksums, int num_threads, uint64_t* bad_granule, uint64_t* read_bytes);
+                          const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places, int num_threads,
+                          uint64_t* bad_granule, uint64_t* read_bytes);
 CK_API void ck_reader_close(void* reader);

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
 #include "block_io.h"
+#include "crc64.h"
 #include "xxh3.h"
 
 namespace ckptkit {
@@ -37,7 +39,8 @@ void copy_past_cache(uint8_t* target, const uint8_t* source, uint64_t size) {
 
 }  // namespace
 
-Wanted::Wanted(const ck_range* ranges, uint64_t num_ranges) : ranges_(ranges), num_ranges_(num_ranges) {
+Wanted::Wanted(const ck_range* ranges, uint64_t num_ranges, const ck_chunks* chunks, const uint64_t* places)
+    : ranges_(ranges), num_ranges_(num_ranges), chunks_(chunks), places_(places) {
   reach_.reserve(num_ranges);
   for (uint64_t i = 0; i < num_ranges; ++i) {
     const uint64_t end = ranges[i].offset_bytes + ranges[i].size_bytes;
@@ -55,16 +58,18 @@ bool Wanted::fits(uint64_t size_bytes) const {
 }
 
 uint64_t Wanted::place(const uint8_t* data, uint64_t start, uint64_t stop, const uint64_t* checksums) const {
+  std::optional<Summer> summer;
+  if (chunks_ != nullptr) summer.emplace(*chunks_, has_carryless());
   for (uint64_t at = start; at < stop; at += kGranule) {
     const uint64_t until = std::min(stop, at + kGranule);
     if (checksums != nullptr && xxh3_64(data + (at - start), until - at) != checksums[(at - start) / kGranule])
       return at / kGranule;
-    copy(data + (at - start), at, until);
+    copy(data + (at - start), at, until, summer ? &*summer : nullptr);
   }
   return kNoGranule;
 }
 
-void Wanted::copy(const uint8_t* data, uint64_t start, uint64_t stop) const {
+void Wanted::copy(const uint8_t* data, uint64_t start, uint64_t stop, Summer* summer) const {
   for (uint64_t i = std::upper_bound(reach_.begin(), reach_.end(), start) - reach_.begin();
        i < num_ranges_ && ranges_[i].offset_bytes < stop; ++i) {
     const uint64_t from = std::max(start, ranges_[i].offset_bytes);
@@ -72,13 +77,14 @@ void Wanted::copy(const uint8_t* data, uint64_t start, uint64_t stop) const {
     if (from >= until) continue;
     auto* const target = static_cast<uint8_t*>(ranges_[i].target) + (from - ranges_[i].offset_bytes);
     copy_past_cache(target, data + (from - start), until - from);
+    if (summer != nullptr) summer->add(data + (from - start), places_[i] + (from - ranges_[i].offset_bytes), until - from);
   }
 }
 
 }  // namespace ckptkit
 
 uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
-                  uint64_t num_ranges, const uint64_t* checksums) {
-  const ckptkit::Wanted wanted(ranges, num_ranges);
+                  uint64_t num_ranges, const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places) {
+  const ckptkit::Wanted wanted(ranges, num_ranges, chunks, places);
   return wanted.place(static_cast<const uint8_t*>(data), offset_bytes, offset_bytes + size_bytes, checksums);
 }

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier, current_thread
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,16 @@ from ckptkit.check.verify import NOT_AS_SAVED, Verification, verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import is_whole
 from ckptkit.format.root import Root
+from ckptkit.io.blocks import NOWHERE
 from ckptkit.io.sums import ChunkSums
+from ckptkit.loading.load_sums import LoadSums
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.loading.roots import read_root
-from ckptkit.loading.targets import Targets
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.certificate import KIND, TensorSums, digest
+from ckptkit.plan.load_plan import LoadPlan
 from ckptkit.rewrite.copy import copy_step
 from ckptkit.rewrite.reshard import reshard
 from ckptkit.saving.save import save
@@ -71,7 +73,6 @@ def load(storage: Storage, layouts: list[ParallelLayout]) -> list[int]:
     exchange = ThreadExchange(len(layouts))
 
     def restored(rank: int) -> int:
-        current_thread().name = f"rank {rank}"
         table = {info.name: info for info in TENSORS}
         pieces = [
             replace(piece, data=np.zeros_like(piece.data))
@@ -79,7 +80,7 @@ def load(storage: Storage, layouts: list[ParallelLayout]) -> list[int]:
             if table[piece.name].placement.tied_to is None
         ]
         with CheckpointReader(storage, 3, exchange=exchange.of(rank)) as reader:
-            return restore_from(reader, pieces, certify=True)
+            return restore_from(reader, pieces)
 
     with ThreadPoolExecutor(len(layouts)) as pool:
         return list(pool.map(restored, range(len(layouts))))
@@ -228,18 +229,41 @@ def test_ranks_that_load_together_certify_what_they_hold_together(tmp_path: Path
         load(storage, [layout] * 4)
 
 
-def test_bytes_that_change_after_they_were_verified_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by bad memory: of the four ranks one alone has another value."""
-    storage, usual = saved(tmp_path, ParallelLayout()), Targets.fill
+def test_bytes_that_change_between_ranks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a bad network: of the four ranks one alone gets another value."""
+    storage, usual = saved(tmp_path, ParallelLayout()), ThreadExchange.all_to_all
+    assert load(storage, [ParallelLayout()] * 4) == [len(EXPECTED["tensors"])] * 4  # type: ignore[arg-type]
 
-    def fill(targets: Targets, *arguments: Any) -> None:
-        usual(targets, *arguments)
-        if current_thread().name == "rank 2":
-            targets._data[0][:1] += 1
+    def all_to_all(exchange: ThreadExchange, send: Any) -> list[Any]:
+        received = [bytearray(each) for each in usual(exchange, send)]
+        if exchange.rank == 2:
+            most = max(received, key=len)
+            most[len(most) // 2 : len(most) // 2 + 1] = bytes([most[len(most) // 2] ^ 1])
+        return received
 
-    monkeypatch.setattr(Targets, "fill", fill)
-    with pytest.raises(CheckFailed, match=f"by the certificate of the save:\\s+{TENSORS[0].name}"):
+    monkeypatch.setattr(ThreadExchange, "all_to_all", all_to_all)
+    with pytest.raises(CheckFailed, match=r"by the certificate of the save:\s+\S+"):
         load(storage, [ParallelLayout()] * 4)
+
+
+def test_a_rank_alone_certifies_what_it_wants_whole_and_sums_nothing_else(tmp_path: Path) -> None:
+    storage, cut = saved(tmp_path, ParallelLayout()), {info.name for info in TENSORS if info.placement.cuts}
+    assert load(storage, [ParallelLayout(tp=2)]) == [len(set(EXPECTED["tensors"]) - cut)]  # type: ignore[call-overload]
+    wanted = ChunkTable.of_pieces(pieces_of(TENSORS, ParallelLayout(tp=2), 0, ARRAYS)[:3], TENSORS)
+    names = [wanted.names[tensor] for tensor in wanted.tensor]
+    zeros, sums = np.zeros(3, np.int64), LoadSums(root_of(storage), wanted, is_alone=True)
+    places = sums.places(LoadPlan(zeros, zeros, np.arange(3), zeros, zeros)).places
+    assert (places == NOWHERE).tolist() == [name in cut for name in names]
+
+
+def test_what_comes_from_elsewhere_is_compared_too(tmp_path: Path) -> None:
+    storage = open_storage(f"memory://{tmp_path.name}-certified")
+    with CheckpointReader(saved(tmp_path, ParallelLayout(tp=2)), 3) as reader:
+        copy_step(reader, storage)
+    assert load(storage, [ParallelLayout()]) == [len(EXPECTED["tensors"])]  # type: ignore[arg-type]
+    forge(storage, 3, with_sums=True)
+    with pytest.raises(CheckFailed, match="is not equal to what was saved, by the certificate"):
+        load(storage, [ParallelLayout()])
 
 
 def test_an_element_a_name_or_a_dtype_makes_another_certificate(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.io.blocks import checksums
-from ckptkit.io.data_files import open_writer
+from ckptkit.io.blocks import NOWHERE, SumPlaces, checksums
+from ckptkit.io.data_files import open_reader, open_writer
 from ckptkit.io.sums import ChunkSums
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
@@ -172,3 +172,27 @@ def test_a_writer_sums_what_it_writes_whatever_its_pieces(tmp_path: Path) -> Non
             found = writer.write(np.array(rows, np.uint64))
         assert found.tolist() == checksums(data).tolist()
         assert written.values.tolist() == whole.values.tolist()
+
+
+@pytest.mark.parametrize("place", ["disk", "cache", "elsewhere"])
+def test_a_reader_sums_what_it_hands_out_once_whatever_its_ranges(place: str, tmp_path: Path) -> None:
+    """Also where granules cut elements, and where a granule is kept from one call for the next."""
+    info, begin, num_bytes = TensorInfo("w", "F64", (401, 1000), Placement("first")), 13, 401 * 8000
+    half = Box((0, 0), (401, 500))
+    chunks = ChunkTable.of([(info, half, 0, 401 * 500), (info, Box((0, 500), (401, 500)), 0, 401 * 500)])
+    storage = open_storage(f"memory://{tmp_path.name}-sums" if place == "elsewhere" else tmp_path)
+    content = np.random.default_rng(1).integers(0, 256, begin + num_bytes, np.uint8)
+    storage.write("file", content.tobytes())
+    expected = ChunkSums(chunks, begin)
+    expected.add(content, 0)
+    cuts = [begin, 14, 4000, 1_048_577, 1_900_000, 1_900_008, 3_000_001, begin + num_bytes]
+    found, target = ChunkSums(chunks, 0), np.zeros(num_bytes + begin, np.uint8)
+    rows = np.array([(a, b - a, target.ctypes.data + a) for a, b in pairwise(cuts)], np.uint64)
+    places = SumPlaces(found.address, rows[:, 0] - np.uint64(begin))
+    reader = open_reader(storage, "file", len(content), checksums(content), from_cache=place == "cache")
+    for part in (slice(0, 3), slice(3, 5), slice(5, 7)):
+        reader.read(rows[part], sums=places.take(part))
+    reader.read(rows, sums=SumPlaces(found.address, np.full(len(rows), NOWHERE, np.uint64)))
+    reader.close()
+    assert np.array_equal(target[begin:], content[begin:])
+    assert found.values.tolist() == expected.values.tolist() != [0]

@@ -336,14 +336,14 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert AnyRun("own-run").root(100).metadata["val_loss"] == 2.1
 
 
-def test_a_load_is_compared_with_the_certificate_on_request(tmp_path: Path) -> None:
+def test_a_load_is_compared_with_the_certificate_by_default(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     with Run(str(tmp_path)) as run:
         run.save(1, {"model": model})
         run.wait()
-        assert run.load({"model": model}).num_certified == 0
-        assert run.load({"model": model}, certify=True).num_certified == 2
+        assert run.load({"model": model}).num_certified == 2
+        assert run.load({"model": model}, certify=False).num_certified == 0
         forge(run.storage, 1, with_sums=False, tensor="model/weight")
-        run.load({"model": model})
+        run.load({"model": model}, certify=False)
         with pytest.raises(CheckFailed, match="is not equal to what was saved, by the certificate"):
-            run.load({"model": model}, certify=True)
+            run.load({"model": model})
