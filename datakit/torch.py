@@ -50,9 +50,9 @@ class _MicroBatches:
         """Return a micro-batch, counted from the start: tensors [rows, seq_length] in one storage, and a cursor."""
         loader = self._loader
         first = self._start.num_samples + number * loader.global_batch_size
-        buffer = torch.empty(HostBatch.num_bytes(loader.shape), dtype=torch.uint8)
+        buffer = torch.empty(HostBatch.num_bytes(loader.shape_at(first)), dtype=torch.uint8)
         host = loader.step_at(first, out=buffer.numpy())
-        columns = HostBatch.split(buffer, loader.shape[1:], torch.int64, torch.float32)
+        columns = HostBatch.split(buffer, host.shape[1:], torch.int64, torch.float32)
         batch: Batch = dict(zip(("tokens", "labels", "positions", "loss_mask"), columns))
         if host.cu_seqlens is not None:
             bounds, batch["max_seqlen"] = host.documents()

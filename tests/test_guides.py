@@ -160,6 +160,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Remove a source": write_config,
     "Skip samples, mask documents": write_config,
     "Undo a change": write_config,
+    "Longer rows from a sample on": write_config,
     "Coming from Megatron": write_config,
     "Plan a curriculum": write_config,
     "Resume under another layout": write_config,

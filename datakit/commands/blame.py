@@ -54,7 +54,10 @@ def run(options: Options) -> None:
         read = {"document": document, "start": start, "stop": stop, **place, "masked": masked, "text": text}
         found[sample - samples.start]["documents"].append(read)
     if options.json:
-        print_json({"step": options.step, "seq_length": blend.seq_length, "samples": found}, masks=False)
+        print_json(
+            {"step": options.step, "seq_length": blend.sources.seq_length_at(samples.start), "samples": found},
+            masks=False,
+        )
     else:
         _print(found, options.step)
 
@@ -80,11 +83,14 @@ def _places(blend: "Blend", samples: range) -> list[dict[str, Any]]:
     """Return for each sample its store, row and epoch, and no documents yet."""
     sources, numbers = blend.locate(samples)
     _, tokens = blend.addresses(samples)
-    columns = sources, numbers // blend.rows[sources], tokens // blend.seq_length
+    columns, lengths = (sources, numbers // blend.rows[sources], tokens), blend.sources.seq_lengths
     return [
-        {"sample": sample, "store": blend.stores[source].place, "row": row, "epoch": epoch, "documents": []}
-        for sample, source, epoch, row in zip(samples, *(column.tolist() for column in columns), strict=True)
-    ]
+        {
+            "sample": sample, "store": blend.stores[source].place, "row": token // lengths[source], "epoch": epoch,
+            "documents": [],
+        }
+        for sample, source, epoch, token in zip(samples, *(column.tolist() for column in columns), strict=True)
+    ]  # fmt: skip
 
 
 def _texts(blend: "Blend", passages: "Passages", path: str | None) -> Sequence[str | None]:

@@ -26,7 +26,7 @@ def run(options: Options) -> None:
     """Count the tokens, samples and epochs that a run reads of each of its stores up to its last step, and the samples
     that repeat what was read before. It is computed from configuration and stores alone.
     """
-    from datakit.reports.shares import shares, write_plot
+    from datakit.reports.shares import shares, source_name, write_plot
     from threefold.plot import require_plot
 
     if options.plot:
@@ -43,13 +43,14 @@ def run(options: Options) -> None:
         segments = [_segment(each) for each in blend.segments]
         print_json({**totals, "stores": [asdict(share) for share in found], "segments": segments})
         return
-    print(f"{last:,} steps of {batch:,} samples of {blend.seq_length:,} tokens: {num_tokens:,} tokens")
+    lengths = ", then ".join(f"{length:,}" for length in blend.sources.lengths)
+    print(f"{last:,} steps of {batch:,} samples of {lengths} tokens: {num_tokens:,} tokens")
     rows = [
         (
             f"{share.weight:.4f}", f"{share.tokens_read:,}", f"{share.num_samples:,}", f"{share.epochs:.3f}",
-            f"{share.repeated_samples:,}", f"{share.num_tokens:,}", share.store,
+            f"{share.repeated_samples:,}", f"{share.num_tokens:,}", source_name(blend, source),
         )
-        for share in found
+        for source, share in enumerate(found)
     ]  # fmt: skip
     for segment in blend.segments[1:]:
         step = segment.from_sample // batch + 1
@@ -68,4 +69,6 @@ def _texts(segment: "Segment") -> list[str]:
     """Return what a segment changes."""
     skipped = [f"samples {first:,} to {stop:,} are skipped" for first, stop in segment.skip]
     weights = ["other weights"] if segment.weights else []
+    if segment.seq_length:
+        weights = [f"rows of {segment.seq_length:,} tokens, each store from its beginning"]
     return weights + skipped + ([] if segment.masked is None else [f"{len(segment.masked):,} documents masked"])

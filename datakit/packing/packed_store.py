@@ -58,6 +58,13 @@ class PackedStore(TokenStore):
             )
         return record.num_rows
 
+    def in_rows_of(self, seq_length: int) -> TokenStore:
+        """Return the store with the index in it that has rows of so many tokens; errors as of `of`."""
+        record = self.index.record
+        if seq_length == record.seq_length:
+            return self
+        return type(self).of(self.path, packing=record.packing, seq_length=seq_length, reading=self.reading)
+
     def pieces(self, row: int) -> list[Piece]:
         """Return the pieces of documents in a row."""
         return self.index.row(row)

@@ -24,6 +24,7 @@ from datakit.packing.packing_index import (
 from datakit.remote.remote_store import RemoteStore
 from datakit.remote.shard_tokens import twice
 from datakit.store.shard import map_open
+from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating
@@ -51,10 +52,20 @@ class PackedRemoteStore(PackedStore, RemoteStore):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as places; whoever unpickles it opens store and index there, and checks that they are the same."""
-        record = self.index.record
-        place = {"cache": str(self.cache.place.absolute()), "cache_mib": self.cache.max_bytes >> 20}
+        record, place = self.index.record, self._cache_place
         rows = {"packing": record.packing, "seq_length": record.seq_length, "index": str(self.index.folder)}
         return partial(_reopen, self._url, self.fingerprint, **place, **rows), ()
+
+    def in_rows_of(self, seq_length: int) -> TokenStore:
+        """Return the store with the index in it that has rows of so many tokens; errors as of `packed_at`."""
+        record = self.index.record
+        if seq_length == record.seq_length:
+            return self
+        return type(self).packed_at(self._url, packing=record.packing, seq_length=seq_length, **self._cache_place)
+
+    @property
+    def _cache_place(self) -> dict[str, Any]:
+        return {"cache": str(self.cache.place.absolute()), "cache_mib": self.cache.max_bytes >> 20}
 
 
 def _open_index(place: str, store: RemoteStore, *, packing: str, seq_length: int) -> PackingIndex:

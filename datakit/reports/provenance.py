@@ -55,12 +55,12 @@ class Passages:
 
 def blame(blend: Blend, samples: npt.ArrayLike) -> Passages:
     """Return the passages that one or more global samples read, those of a sample in the order of its tokens."""
-    wanted, length = np.array(samples, ndmin=1), blend.seq_length
+    wanted, seq_lengths = np.array(samples, ndmin=1), blend.sources.seq_lengths
     # of each run of a row's tokens in a shard: row, source, shard, tokens there, their size, first document, documents
     spans: list[tuple[int, ...]] = []
     pointers, lengths = [], []  # of these documents, in the shard's index
     for row, (source, start) in enumerate(zip(*(column.tolist() for column in blend.addresses(wanted)))):
-        store = blend.stores[source]
+        store, length = blend.stores[source], seq_lengths[source]
         for begin, stop in store.row_spans(start // length, length):
             while begin < stop:
                 shard, origin = store.locate_token(begin)
@@ -93,7 +93,7 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
     There are none of an empty document, or of one in the tokens at a store's end that make no row. UserError if the
     store has no such document.
     """
-    store, length = blend.stores[source], blend.seq_length
+    store, length = blend.stores[source], blend.sources.seq_lengths[source]
     if not 0 <= document < store.num_documents:
         raise UserError(
             f"{store.place} has {store.num_documents} documents, counted from 0, and none of number {document}",

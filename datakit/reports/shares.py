@@ -13,7 +13,7 @@ _MAX_NAMED = 20  # lines that a legend can hold
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the first samples of a stream read of one store.
+    """What the first samples of a stream read of one store in rows of one length.
 
     `weight` is that in force at the last of them, all weights being 1 together. Of packed rows, which differ,
     `tokens_read` is what so many read on average. `epochs` is how often its rows are read, and
@@ -24,6 +24,7 @@ class Share:
     weight: float
     num_tokens: int
     num_rows: int
+    seq_length: int
     tokens_read: int
     num_samples: int
     epochs: float
@@ -34,14 +35,20 @@ def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
     """Return the share of each store in the stream's first samples."""
     weights = blend.mixture.weights_at(max(num_samples - 1, 0))
     found = []
-    for store, weight, rows, count in zip(
-        blend.stores, weights, blend.rows.tolist(), blend.counts(num_samples).tolist()
+    for store, weight, rows, length, count in zip(
+        blend.stores, weights, blend.rows.tolist(), blend.sources.seq_lengths, blend.counts(num_samples).tolist()
     ):
-        read = count * blend.seq_length if store.packing == "concat" else round(count * store.num_tokens / rows)
+        read = count * length if store.packing == "concat" else round(count * store.num_tokens / rows)
         epochs, repeated = count / max(rows, 1), max(count - rows, 0)
         share = weight / sum(weights)
-        found.append(Share(str(store.path), share, store.num_tokens, rows, read, count, epochs, repeated))
+        found.append(Share(str(store.path), share, store.num_tokens, rows, length, read, count, epochs, repeated))
     return tuple(found)
+
+
+def source_name(blend: Blend, source: int) -> str:
+    """Return the path of a source's store, with the length of its rows if the stream has several."""
+    length = f", rows of {blend.sources.seq_lengths[source]:,}" if len(blend.sources.lengths) > 1 else ""
+    return f"{blend.stores[source].path}{length}"
 
 
 def write_plot(blend: Blend, num_steps: int, batch_size: int, path: str | os.PathLike[str]) -> None:
@@ -54,9 +61,9 @@ def write_plot(blend: Blend, num_steps: int, batch_size: int, path: str | os.Pat
     with matplotlib.rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(9, 7), layout="constrained")
         axes: Any = figure.subplots(2, sharex=True)
-        for source, store in enumerate(blend.stores):
+        for source, length in enumerate(blend.sources.seq_lengths):
             samples, rows = [count[source] for count in counts], max(int(blend.rows[source]), 1)
-            axes[0].plot(steps, [count * blend.seq_length for count in samples], label=str(store.path))
+            axes[0].plot(steps, [count * length for count in samples], label=source_name(blend, source))
             axes[1].plot(steps, [count / rows for count in samples])
         axes[0].set_ylabel("tokens read")
         axes[1].set_ylabel("epochs")

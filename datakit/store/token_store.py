@@ -191,6 +191,10 @@ class TokenStore:
         """Return how many rows of so many tokens the store's tokens make, one after the other."""
         return max(0, (self.num_tokens - 1) // seq_length)
 
+    def in_rows_of(self, seq_length: int) -> "TokenStore":
+        """Return the store to read rows of so many tokens from: itself, unless an index makes its rows."""
+        return self
+
     def row_spans(self, row: int, seq_length: int) -> list[tuple[int, int]]:
         """Return the token addresses [start, stop) that a row reads, the label of its last token included.
 

@@ -6,7 +6,7 @@ address space, S = floor((T - 1) / L), p the epoch's keyed permutation. So nothi
 history, no sample is lost or repeated, and every prefix keeps to the weights, a few samples off.
 
 Weights may change along the way, samples be skipped, documents be masked: segments are append-only, each from a sample
-on, and a store goes on where it was.
+on, and a store goes on where it was. Rows of another length begin each store again: see Sources.
 """
 
 import reprlib
@@ -32,6 +32,7 @@ from datakit.stream.gather import PackedSpans, RowSpans, gather
 from datakit.stream.gone_store import GoneStore
 from datakit.stream.mixture import MAX_SAMPLES, Mixture, Segment
 from datakit.stream.permutation import Permutation, elements_at
+from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError
 
@@ -42,7 +43,7 @@ Change = tuple[int, Sequence[float]]  # the sample from which on weights are in 
 class Blend:
     """The stream; safe to read from several threads."""
 
-    _block_rows = 0  # of blocks whose order is shuffled; 0 if that of single rows is
+    _block_tokens = 0  # of blocks whose order is shuffled; 0 if that of single rows is
 
     def __init__(
         self,
@@ -57,41 +58,41 @@ class Blend:
 
         With `block_tokens`, rows of so many tokens stay near each other: the order is a BlockOrder. A store that joins
         later has weight 0 at first. UserError if a weighted store holds no row, a weight is
-        no finite number from 0 on, or the stores were made with different tokenizers.
+        no finite number from 0 on, or the stores were made with different tokenizers. A packed store opens its index of
+        a later length by itself.
         """
         if not sources or seq_length < 1:
             raise UserError(f"a blend of {len(sources)} stores with rows of {seq_length} tokens")
         stores = [store for store, _ in sources]
-        first = Segment(0, tuple(_weight(weight) for _, weight in sources))
-        mixture = Mixture([first, *map(_segment, later)], seed)
-        if block_tokens:
-            self._block_rows = max(1, block_tokens // seq_length)
-        self._take(stores, mixture, [store.num_rows(seq_length) for store in stores], seq_length, seed)
+        segments = [Segment(0, tuple(_weight(weight) for _, weight in sources)), *map(_segment, later)]
+        made = Sources.of(stores, segments, seq_length)
+        mixture = Mixture(made.segments, seed)
+        self._given, self._block_tokens = (stores, segments), block_tokens
+        rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
+        self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
         self._orders: dict[tuple[int, int], Permutation | BlockOrder] = {}
 
-    def _take(
-        self, stores: Sequence[TokenStore], mixture: Mixture, rows: Sequence[int], seq_length: int, seed: int
-    ) -> None:
-        """Take what any order of samples has: stores, which of them a sample is of, and the rows of their epochs."""
-        self.stores, self.mixture = tuple(stores), mixture
-        self.seq_length, self.seed = seq_length, seed
+    def _take(self, sources: Sources, mixture: Mixture, rows: Sequence[int], seed: int, masks: DocumentMasks) -> None:
+        """Take what any order of samples has: sources, which of them a sample is of, and the rows of their epochs."""
+        self.sources, self.stores, self.mixture = sources, sources.stores, mixture
+        self.seq_length, self.seed, self._masks = sources.lengths[0], seed, masks
+        self._seq_lengths = sources.seq_lengths
         self.rows = np.array(rows, np.int64)
         self._num_rows: list[int] = self.rows.tolist()
         self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
         self._check_tokenizers()
         self._check_packings()
-        self._masks = DocumentMasks(self.stores, self.segments, seq_length)
         self._is_packed = self.stores[0].packing != "concat"
         self._is_plain = not self._masks and not self._is_packed
         self._digests: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""
-        first, *later = self.segments
-        sources = list(zip(self.stores, first.weights or ()))
+        stores, (first, *later) = self._given
+        sources = list(zip(stores, first.weights or ()))
         named: dict[str, Any] = {"seq_length": self.seq_length, "seed": self.seed, "later": later}
-        return partial(Blend, sources, **named, block_tokens=self._block_rows * self.seq_length), ()
+        return partial(Blend, sources, **named, block_tokens=self._block_tokens), ()
 
     @cached_property
     def caches(self) -> tuple[BlockCache, ...]:
@@ -100,7 +101,7 @@ class Blend:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What the stream is made of: the first weights, and each change."""
+        """What the stream is made of: the first weights, and each change; weights are those of its sources."""
         return self.mixture.segments
 
     def num_begun(self, num_samples: int) -> int:
@@ -118,8 +119,11 @@ class Blend:
     @cached_property
     def record(self) -> StreamRecord:
         """What a run records of its stream: its sources and its segments."""
-        sources = [Source(store.place, store.fingerprint, rows) for store, rows in zip(self.stores, self._num_rows)]
-        order = {"shuffle": f"blocks of {self._block_rows} rows"} if self._block_rows else {}
+        sources = [
+            Source(store.place, store.fingerprint, rows, seq_length)
+            for store, rows, seq_length in zip(self.stores, self._num_rows, self._seq_lengths)
+        ]
+        order = {"shuffle": f"blocks of {self._block_rows(0)} rows"} if self._block_tokens else {}
         return StreamRecord.of(sources, self.segments, dict(self._masks.digests()), order)
 
     def check(self, cursor: Cursor, recorded: StreamRecord | None = None) -> None:
@@ -165,7 +169,7 @@ class Blend:
     def addresses(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and the address of its first token there.
 
-        That is seq_length times its row, also of a packed store, whose `row_spans` knows the tokens of the row.
+        That is the tokens of a row times its row, also of a packed store, whose `row_spans` knows the row's tokens.
         """
         sources, starts = self._starts(samples)
         return np.array(sources, np.int64), np.array(starts, np.int64)
@@ -185,13 +189,16 @@ class Blend:
         return self._masks.holds(sample, source, document)
 
     def batch(self, samples: npt.ArrayLike, options: BatchOptions = PLAIN, *, out: Bytes | None = None) -> HostBatch:
-        """Return the given global samples as one batch [samples, seq_length]; UserError if there are none.
+        """Return the given samples, whose rows have one length, as a batch [samples, seq_length]; UserError if none.
 
         It is made in the memory `out`, if that is given, of `num_bytes` or of HostBatch.num_bytes. Without it, and in
         memory of `num_bytes`, positions and loss masks that are the same in all rows are not written.
         """
-        spans = PackedSpans(self.seq_length) if self._is_packed else RowSpans(self.seq_length)
         places = list(zip(*self._starts(samples)))
+        seq_length = self._seq_lengths[places[0][0]]
+        if len(self.sources.lengths) > 1 and any(self._seq_lengths[source] != seq_length for source, _ in places):
+            raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")
+        spans = PackedSpans(seq_length) if self._is_packed else RowSpans(seq_length)
         for source, start in places:
             store = self.stores[source]
             if isinstance(store, GoneStore):
@@ -218,8 +225,9 @@ class Blend:
         for source, number in zip(sources, numbers):
             epoch, position = divmod(number, num_rows[source])
             places.append((orders.get((source, epoch)) or self._order(source, epoch), position))
-        elements = block_elements_at(places) if self._block_rows else elements_at(places)
-        return sources, [element * self.seq_length for element in elements]
+        elements = block_elements_at(places) if self._block_tokens else elements_at(places)
+        lengths = self._seq_lengths
+        return sources, [element * lengths[source] for element, source in zip(elements, sources)]
 
     def _order(self, source: int, epoch: int) -> Permutation | BlockOrder:
         """Return the order of a store's rows in one epoch of it; the last few are kept."""
@@ -227,11 +235,16 @@ class Blend:
         if order is None:
             if len(self._orders) >= _MAX_KEPT_ORDERS:
                 self._orders.clear()
-            key = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}".encode()
-            size, rows = self._num_rows[source], self._block_rows
-            order = BlockOrder(size, key, rows) if rows else Permutation(size, key)
+            size, era = self._num_rows[source], self.sources.eras[source]
+            name = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}" + (f"/{era}" if era else "")
+            key, is_blocks = name.encode(), self._block_tokens > 0
+            order = BlockOrder(size, key, self._block_rows(era)) if is_blocks else Permutation(size, key)
             self._orders[source, epoch] = order
         return order
+
+    def _block_rows(self, era: int) -> int:
+        """Return the rows of a block of one length of rows."""
+        return max(1, self._block_tokens // self.sources.lengths[era])
 
     @property
     def _change_hint(self) -> str:
@@ -245,14 +258,18 @@ class Blend:
         Of the first weights, or others, that is each weighted store with its arc.
         """
         found: list[tuple[int, str, list[Any]]] = []
-        before = None
+        before, eras = None, {begin: era for era, begin in enumerate(self.sources.begins)}
         for stretch in self.mixture.stretches:
             parts: list[Any] = []
             if stretch.sequence is not before:
                 parts = [[[store.fingerprint, arc] for store, arc in zip(self.stores, stretch.sequence.arcs) if arc]]
-            if before is None and self._block_rows:
-                parts.append(["blocks", self._block_rows])
             what = "weights change" if parts else "samples are skipped"
+            era = eras.get(stretch.begin) if parts else None
+            if era:
+                what = f"rows have {self.sources.lengths[era]} tokens"
+                parts.append(["rows", self.sources.lengths[era]])
+            if era is not None and self._block_tokens:
+                parts.append(["blocks", self._block_rows(era)])
             found.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
             before = stretch.sequence
         found += [(begin, "documents are masked", ["masked", digest]) for begin, digest in self._masks.digests()]
@@ -265,7 +282,8 @@ class Blend:
         for source in np.flatnonzero(weighted & (self.rows == 0)).tolist():
             store = self.stores[source]
             raise UserError(
-                f"{store.place} holds {store.num_tokens} tokens, too few for one row of {self.seq_length} + 1",
+                f"{store.place} holds {store.num_tokens} tokens, too few for one row of "
+                f"{self._seq_lengths[source]} + 1",
                 hint=f"--seq-length {max(1, store.num_tokens - 1)}",
             )
 

@@ -18,17 +18,18 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.gone_store import GoneStore
 from datakit.stream.mixture import Segment
+from datakit.stream.sources import Sources
 from threefold.errors import UserError
 
-Documents = tuple[tuple[int, int], ...]  # the number of a store in its blend, and that of a document
+Documents = tuple[tuple[int, int], ...]  # the number of a store as the blend took it, and that of a document
 
 
 class DocumentMasks:
     """The masked documents of each segment of a blend."""
 
-    def __init__(self, stores: Sequence[TokenStore], segments: Sequence[Segment], seq_length: int) -> None:
-        """Find the documents' tokens; UserError if a store has no such document."""
-        self._stores, self._seq_length = stores, seq_length
+    def __init__(self, stores: Sequence[TokenStore], segments: Sequence[Segment], sources: Sources) -> None:
+        """Find the documents' tokens, those of `stores`; UserError if a store has no such document."""
+        self._stores, self._sources, self._seq_lengths = stores, sources, sources.seq_lengths
         masks = [(segment.from_sample, segment.masked) for segment in segments if segment.masked is not None]
         self._begins = [begin for begin, _ in masks]
         self._documents = [frozenset(documents) for _, documents in masks]
@@ -48,7 +49,7 @@ class DocumentMasks:
     def holds(self, sample: int, source: int, document: int) -> bool:
         """Return whether the loss of a document is masked in a sample."""
         at = bisect_right(self._begins, sample) - 1
-        return at >= 0 and (source, document) in self._documents[at]
+        return at >= 0 and (self._sources.owners[source], document) in self._documents[at]
 
     def apply(
         self, loss_mask: npt.NDArray[np.float32], samples: Sequence[int], places: Iterable[tuple[int, int]]
@@ -56,7 +57,8 @@ class DocumentMasks:
         """Put 0 into the loss masks [samples, seq_length] of samples, each at its place, a source and an address."""
         for mask, sample, (source, start) in zip(loss_mask, samples, places, strict=True):
             at = bisect_right(self._begins, sample) - 1
-            begins, stops = self._intervals[at].get(source, _NONE) if at >= 0 else _NONE
+            owner = self._sources.owners[source]
+            begins, stops = self._intervals[at].get(owner, _NONE) if at >= 0 else _NONE
             if not len(begins):
                 continue
             for place, label, size in self._labels(source, start):
@@ -66,10 +68,10 @@ class DocumentMasks:
 
     def _labels(self, source: int, start: int) -> list[tuple[int, int, int]]:
         """Return the runs of labels in a row: position, address and number of each; one, or one a packed document."""
-        store = self._stores[source]
+        store, seq_length = self._sources.stores[source], self._seq_lengths[source]
         if not isinstance(store, PackedStore):
-            return [(0, start + 1, self._seq_length)]
-        pieces = store.pieces(start // self._seq_length)
+            return [(0, start + 1, seq_length)]
+        pieces = store.pieces(start // seq_length)
         ends = accumulate(piece.size for piece in pieces)
         return [(end - piece.size, piece.start + 1, piece.size) for piece, end in zip(pieces, ends)]
 

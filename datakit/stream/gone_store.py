@@ -3,6 +3,7 @@
 Weights of 0 let a stream go on without it: how many rows it had, and which content, says all about the samples after.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,14 +20,20 @@ _UNKNOWN = TokenizerIdentity("", "", 0, None, None)
 class GoneStore(TokenStore):
     """A store that can be counted on and not read."""
 
-    def __init__(self, path: Path, fingerprint: str, num_tokens: int, packing: str) -> None:
-        """Take what is known of it."""
+    def __init__(self, path: Path, rows: Mapping[int, tuple[str, int]], packing: str, seq_length: int) -> None:
+        """Take what is known of its rows, by their length: the fingerprint and how many; and which of them to read."""
         super().__init__(path, Manifest("int32", _UNKNOWN, ()))
-        self.fingerprint, self.token_starts, self._packing = fingerprint, [0, num_tokens], packing
+        self._rows, self._packing, self._seq_length = dict(rows), packing, seq_length
+        self.fingerprint, num_rows = self._rows.get(seq_length, ("", 1))
+        self.token_starts = [0, num_rows * seq_length + 1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as what is known of it."""
-        return GoneStore, (self.path, self.fingerprint, self.num_tokens, self._packing)
+        return GoneStore, (self.path, self._rows, self._packing, self._seq_length)
+
+    def in_rows_of(self, seq_length: int) -> TokenStore:
+        """Return what is known of its rows of another length."""
+        return GoneStore(self.path, self._rows, self._packing, seq_length)
 
     @property
     def packing(self) -> str:
@@ -39,7 +46,7 @@ class GoneStore(TokenStore):
         self.refuse()
 
     def num_rows(self, seq_length: int) -> int:
-        """Return the rows that were recorded, which are of one length."""
+        """Return the rows that were recorded of the length that it is read in."""
         return (self.num_tokens - 1) // seq_length
 
     def shard(self, number: int) -> TokenShard:

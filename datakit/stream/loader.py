@@ -47,7 +47,10 @@ class Loader(Closing):
         cursor: Cursor | None = None,
         options: BatchOptions = PLAIN,
     ) -> None:
-        """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
+        """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it.
+
+        UserError too if the length of rows changes inside a step.
+        """
         if min(micro_batch_size, num_microbatches) < 1 or not 0 <= dp_rank < dp_size:
             raise UserError(
                 f"micro-batches of {micro_batch_size}, {num_microbatches} of them, on rank {dp_rank} of {dp_size}"
@@ -55,34 +58,39 @@ class Loader(Closing):
         if cursor is not None:
             blend.check(cursor)
         self._blend = blend
-        self._shape = num_microbatches, micro_batch_size, blend.seq_length
+        self._rows = num_microbatches, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._options = options
         self._num_samples = 0 if cursor is None else cursor.num_samples
+        blend.sources.check_steps(self._num_samples, self.global_batch_size)
         self._ahead: Future[HostBatch] | None = None
         self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
         self._start_thread()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the blend and the place in it; the step that was made ahead is made again."""
-        num_microbatches, micro_batch_size, _ = self._shape
+        num_microbatches, micro_batch_size = self._rows
         shape = micro_batch_size, num_microbatches, self._dp_rank, self._dp_size
         return partial(Loader, self._blend, *shape, self.cursor, self._options), ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of a step's arrays on this rank: [num_microbatches, micro_batch_size, seq_length]."""
-        return self._shape
+        """Shape of the next step's arrays on this rank: [num_microbatches, micro_batch_size, seq_length]."""
+        return self.shape_at(self._num_samples)
+
+    def shape_at(self, first: int) -> tuple[int, int, int]:
+        """Return the shape of the arrays of the step that begins at sample `first`."""
+        return *self._rows, self._blend.sources.seq_length_at(first)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a step's memory: without positions and loss masks, if these are the same in all rows."""
-        return self._blend.num_bytes(self._shape, self._options)
+        """Bytes of the next step's memory: without positions and loss masks, if these are the same in all rows."""
+        return self._blend.num_bytes(self.shape, self._options)
 
     @property
     def global_batch_size(self) -> int:
         """Samples a step of all ranks."""
-        return self._shape[0] * self._shape[1] * self._dp_size
+        return self._rows[0] * self._rows[1] * self._dp_size
 
     @property
     def cursor(self) -> Cursor:
@@ -110,11 +118,12 @@ class Loader(Closing):
         cursor = Cursor.from_json(state)
         recorded = state.get("stream")
         self._blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
+        self._blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
         self._num_samples, self._ahead = cursor.num_samples, None
 
     def __len__(self) -> int:
         """Raise UserError, which says what torch's DataLoader takes: it asks for the length of what it is given."""
-        micro_batch_size, ranks = self._shape[1], f"dp_rank={self._dp_rank}, dp_size={self._dp_size}"
+        micro_batch_size, ranks = self._rows[1], f"dp_rank={self._dp_rank}, dp_size={self._dp_size}"
         raise _NoLength(
             "a Loader has no length, its stream is endless; a DataLoader takes the datasets of datakit.torch",
             hint=f"DataLoader(datakit.torch.StreamDataset(blend, {micro_batch_size}, {ranks}), batch_size=None)",
@@ -126,8 +135,9 @@ class Loader(Closing):
     def next_step(self, out: Bytes | None = None) -> HostBatch:
         """Return the next step's rows of this rank, arrays of `shape`, made in the memory `out` if it is given.
 
-        `out` is an array of `num_bytes` or HostBatch.num_bytes(shape) bytes. Without it the step has memory of its own,
-        of `num_bytes`, and the next one is begun at once; with it, `prefetch` begins the next one.
+        `out` is an array of `num_bytes` or HostBatch.num_bytes(shape) bytes, which differ with the length of rows.
+        Without it the step has memory of its own, of `num_bytes`, and the next one is begun at once; with it,
+        `prefetch` begins the next one.
         """
         if self._ahead is None or self._out is not out or self._process != os.getpid():
             self.prefetch(out)
@@ -146,7 +156,7 @@ class Loader(Closing):
         use the memory until then, or until the loader is closed.
         """
         if out is not None:  # what does not fit is raised here
-            HostBatch.over(out, self._shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self._shape))
+            HostBatch.over(out, self.shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self.shape))
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
         self.read_ahead(self._num_samples)
@@ -165,7 +175,7 @@ class Loader(Closing):
         if ahead is None or known != stride or rest or number < self._num_read:
             self._end_reading()
             begin, number = first, 0
-            rows = partial(_rows, self._shape, self._dp_rank, self._dp_size)  # it may not keep the loader alive
+            rows = partial(_rows, self._rows, self._dp_rank, self._dp_size)  # it may not keep the loader alive
             ahead = ReadAhead(self._blend, lambda step: rows(begin + step * stride).ravel())
             self._reading = ahead, begin, stride
             finalize(self, ahead.close).atexit = False
@@ -179,13 +189,17 @@ class Loader(Closing):
     def sample(self, number: int) -> HostBatch:
         """Global sample `number` by itself, arrays [1, 1, seq_length]."""
         batch = self._blend.batch([number], self._options)
-        return batch.reshaped(1, 1, self._blend.seq_length, first_sample=number)
+        return batch.reshaped(1, 1, batch.shape[-1], first_sample=number)
 
     def step_at(self, first: int, out: Bytes | None = None) -> HostBatch:
-        """Return this rank's rows of the step that begins at sample `first`, made at once; the cursor stays."""
+        """Return this rank's rows of the step that begins at sample `first`, made at once; the cursor stays.
+
+        UserError if the length of rows changes inside it, or inside a later one.
+        """
+        self._blend.sources.check_steps(first, self.global_batch_size)
         batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out)
         epochs = self._blend.epochs(first + self.global_batch_size)
-        return batch.reshaped(*self._shape, first_sample=first, epochs=epochs)
+        return batch.reshaped(*self._rows, batch.shape[-1], first_sample=first, epochs=epochs)
 
     def close(self) -> None:
         """End the threads; the loader yields no further step."""
@@ -194,7 +208,7 @@ class Loader(Closing):
 
     def samples(self, first: int) -> Int64s:
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
-        return _rows(self._shape, self._dp_rank, self._dp_size, first)
+        return _rows(self._rows, self._dp_rank, self._dp_size, first)
 
     def _start_thread(self) -> None:
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
@@ -210,7 +224,7 @@ class Loader(Closing):
         self._reading = None
 
 
-def _rows(shape: tuple[int, int, int], dp_rank: int, dp_size: int, first: int) -> Int64s:
-    num_microbatches, micro_batch_size, _ = shape
+def _rows(shape: tuple[int, int], dp_rank: int, dp_size: int, first: int) -> Int64s:
+    num_microbatches, micro_batch_size = shape
     microbatches = np.arange(num_microbatches)[:, None] * dp_size + dp_rank
     return first + microbatches * micro_batch_size + np.arange(micro_batch_size)

@@ -16,10 +16,12 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
+from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.megatron_order import MAX_SEED, MAX_SOURCES, MegatronOrder, normalized
 from datakit.stream.megatron_store import MegatronStore
 from datakit.stream.mixture import Mixture, Segment
 from datakit.stream.native import megatron_library
+from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError
 
@@ -142,7 +144,9 @@ class MegatronBlend(Blend):
             raise UserError(f"the order has {size} samples, and none to start at, {order.start_sample}")
         shares = normalized(weights) if weights else num_rows  # which the mixture rounds once more, as the peer does
         mixture = GreedyMixture(shares, num_rows, size, order.start_sample)
-        self._take(made, mixture, [(store.num_tokens_read - 1) // seq_length for store in made], seq_length, seed)
+        sources = Sources.of(made, mixture.segments, seq_length)
+        rows = [(store.num_tokens_read - 1) // seq_length for store in made]
+        self._take(sources, mixture, rows, seed, DocumentMasks(made, (), sources))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""

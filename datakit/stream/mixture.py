@@ -30,7 +30,8 @@ class Segment:
 
     `weights` are those of all sources, None leaves them. `skip` are ranges [first, stop) of samples that are never
     read, in the numbers that they have without it. `masked` are the documents (source, number) whose loss is masked,
-    None leaves them. `from_step` is recorded if the change was asked for at a step.
+    None leaves them. `from_step` is recorded if the change was asked for at a step. With `seq_length`, rows have so
+    many tokens from there on, and a Blend reads each store from its beginning: to a Mixture these are new sources.
     """
 
     from_sample: int
@@ -38,6 +39,7 @@ class Segment:
     skip: tuple[tuple[int, int], ...] = ()
     masked: tuple[tuple[int, int], ...] | None = None
     from_step: int | None = None
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Mixture:
     def _check(self) -> None:
         num_sources = len(self.segments[0].weights or ())
         for previous, segment in zip((None, *self.segments), self.segments):
-            _check_weights(segment.weights, num_sources)
+            check_weights(segment.weights, num_sources)
             last = start = segment.from_sample
             if previous is not None and not previous.from_sample < start < MAX_SAMPLES:
                 raise UserError(
@@ -173,7 +175,8 @@ class Mixture:
                 last = stop
 
 
-def _check_weights(weights: tuple[float, ...] | None, num_sources: int) -> None:
+def check_weights(weights: tuple[float, ...] | None, num_sources: int) -> None:
+    """Raise UserError if weights, None for none, are not one a source, from 0 on, with a finite sum above 0."""
     if weights is None:
         return
     if len(weights) != num_sources:

@@ -6,6 +6,7 @@ A source is named by its path, as it is written where it joined the stream. Noth
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ class MixtureConfig:
     remove: tuple[str, ...] = option((), "sources that are read no more; their folders may go")
     skip: tuple[tuple[int, int], ...] = option((), "ranges [first, stop] of samples never to be read", minimum=0)
     mask_documents: str | None = option(None, "file of STORE:K lines, documents whose loss is masked; '' for none")
+    seq_length: int | None = option(
+        None, "tokens a row from there on; each source is read from its beginning", minimum=1
+    )
 
     @property
     def changes_weights(self) -> bool:
@@ -45,6 +49,11 @@ class Plan:
     def final(self) -> Mapping[str, float]:
         """The weight of each source at last."""
         return dict(zip(self.sources, self.weights[-1]))
+
+    def first_length(self, number: int, mixture: Sequence[MixtureConfig], seq_length: int) -> int:
+        """Return the tokens of the first rows that a source is read in, the stream's first ones if it is not read."""
+        lengths = accumulate((each.seq_length for each in mixture), lambda last, new: new or last, initial=seq_length)
+        return next((length for length, each in zip(lengths, self.weights) if each[number]), seq_length)
 
 
 def plan(
@@ -111,7 +120,7 @@ def segments(
         if each.mask_documents is not None:
             masked = read_documents(each.mask_documents, found.sources, f"{table}.mixture[{number}].mask_documents")
         changed = weights if each.changes_weights else None
-        result.append(Segment(start, changed, each.skip, masked, each.from_step))
+        result.append(Segment(start, changed, each.skip, masked, each.from_step, each.seq_length))
     return result
 
 

@@ -85,11 +85,11 @@ class ReadAhead:
 
     def _blocks_of(self, number: int) -> dict[str, Block]:
         places = self._blend.addresses(self._samples_of(number))
-        found, length = set(), self._blend.seq_length
+        found, lengths = set(), self._blend.sources.seq_lengths
         for source, start in zip(*(column.tolist() for column in places)):
             store = self._blend.stores[source]
             if isinstance(store, RemoteStore):
-                for begin, stop in store.row_spans(start // length, length):
+                for begin, stop in store.row_spans(start // lengths[source], lengths[source]):
                     found |= {(store, *block) for block in store.blocks(begin, stop)}
         return {block.name: block for block in (store.block(*place) for store, *place in found)}
 

@@ -206,11 +206,13 @@ class StreamConfig(BlendConfig):
         sources = list(zip(stores, found.weights[0], strict=True))
         shape = {"seq_length": steps.seq_length, "seed": steps.seed, "block_tokens": self.shuffled_tokens}
         blend = Blend(sources, later=later, **shape)
-        gone = [number for number, store in enumerate(stores) if isinstance(store, GoneStore)]
+        if not is_draft:
+            blend.sources.check_steps(known.num_samples, steps.global_batch_size)
+        gone = [number for number, store in enumerate(blend.stores) if isinstance(store, GoneStore)]
         for number in gone if not is_draft else ():
             sample = blend.mixture.reads_from(number, known.num_samples)
             if sample is not None:
-                path, first = found.sources[number], max(known.num_samples, 1)
+                path, first = found.sources[blend.sources.owners[number]], max(known.num_samples, 1)
                 raise UserError(
                     f"the token store {path} is gone, and read from sample {sample} on",
                     hint=f'bring it back, or append [[data.mixture]], from_sample = {first}, remove = ["{path}"]',
@@ -260,17 +262,16 @@ class StreamConfig(BlendConfig):
         from datakit.stream.gone_store import GoneStore
 
         path = found.sources[number]
-        source = recorded.source(path)
-        if _is_there(path) or (source is None and found.weights[-1][number]):
-            return self.open_store(number, path, steps.seq_length)
-        if source is not None:
-            return GoneStore(Path(path), source.fingerprint, source.rows * steps.seq_length + 1, self.packing)
-        if not is_draft:
+        rows = recorded.rows(path, steps.seq_length)
+        seq_length = found.first_length(number, self.mixture, steps.seq_length)
+        if _is_there(path) or (not rows and found.weights[-1][number]):
+            return self.open_store(number, path, seq_length)
+        if not rows and not is_draft:
             raise UserError(
                 f"the token store {path} is gone, and nothing here says how much of it was read",
                 hint="a checkpoint of the run does: resume it, or --recorded RUN/step-000000100/root.json for datakit",
             )
-        return GoneStore(Path(path), "", steps.seq_length + 1, self.packing)
+        return GoneStore(Path(path), rows, self.packing, seq_length)
 
     @property
     def batch_options(self) -> "BatchOptions":

@@ -5,7 +5,7 @@ what may be gone or other by then: the rows of a source that is read no more, th
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ _MAX_DIFFERENCES = 8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A store of a stream: where it was, the fingerprint of its content, its rows."""
+    """A store of a stream: where it was, the fingerprint of its content, its rows and their tokens, 0 if not known."""
 
     path: str
     fingerprint: str
     rows: int
+    seq_length: int = 0
 
     def __str__(self) -> str:
         return f"{self.path} ({self.fingerprint[:8]}, {self.rows} rows)"
@@ -38,6 +39,7 @@ class PlannedSegment:
     skip: tuple[tuple[int, int], ...]
     mask_digest: str
     from_step: int | None
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,12 @@ class StreamRecord:
     ) -> "StreamRecord":
         """Return the record of a stream; `masks` has the digests of masked documents by the sample they begin at."""
         planned = [
-            PlannedSegment(each.from_sample, each.weights, each.skip, masks.get(each.from_sample, ""), each.from_step)
+            PlannedSegment(
+                each.from_sample, each.weights, each.skip, masks.get(each.from_sample, ""), each.from_step,
+                each.seq_length,
+            )
             for each in segments
-        ]
+        ]  # fmt: skip
         return cls(tuple(sources), tuple(planned), order or {})
 
     def to_json(self) -> dict[str, Any]:
@@ -76,10 +81,11 @@ class StreamRecord:
         if not isinstance(value, Mapping) or value.get("version") != VERSION:
             raise UserError(f"this is not a stream record of version {VERSION}: {str(value)[:100]}")
         try:
-            sources = [
-                Source(str(each["path"]), str(each["fingerprint"]), int(each["rows"])) for each in value["sources"]
-            ]
-            return cls(tuple(sources), tuple(map(_segment, value["segments"])), dict(value.get("order", {})))
+            return cls(
+                tuple(map(_source, value["sources"])),
+                tuple(map(_segment, value["segments"])),
+                dict(value.get("order", {})),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"this is not a stream record: {error!r}") from None
 
@@ -108,6 +114,9 @@ class StreamRecord:
             found += [f"{which}: {text}" for text in _differences(self._shares(before), other._shares(after))]
             if before.skip != after.skip:
                 found.append(f"{which} skipped {_ranges(before.skip)}, now it does {_ranges(after.skip)}")
+            if before.seq_length != after.seq_length:
+                lengths = [each.seq_length or "none" for each in (before, after)]
+                found.append(f"{which} had a new seq_length of {lengths[0]}, now it has {lengths[1]}")
             if before.mask_digest != after.mask_digest:
                 found.append(f"{which} masked other documents")
         more = len(found) - _MAX_DIFFERENCES
@@ -144,9 +153,10 @@ class Recorded:
             raise UserError(f"{path} has no stream record of a run", hint=hint) from None
         return cls(StreamRecord.from_json(record), step, num_samples)
 
-    def source(self, path: str) -> Source | None:
-        """Return what is known of the source at a path."""
-        return next((each for each in self._sources() if each.path == path), None)
+    def rows(self, path: str, seq_length: int) -> dict[int, tuple[str, int]]:
+        """Return what is known of the rows of a store, by their tokens: fingerprint and number; `seq_length` if not."""
+        sources = self.record.sources if self.record else ()
+        return {each.seq_length or seq_length: (each.fingerprint, each.rows) for each in sources if each.path == path}
 
     def sample_of(self, step: int, global_batch_size: int) -> int:
         """Return the first sample of a step: what was recorded of it, else counted from the step that was recorded."""
@@ -155,18 +165,21 @@ class Recorded:
                 return segment.from_sample
         return self.num_samples + (step - 1 - self.step) * global_batch_size
 
-    def _sources(self) -> Iterator[Source]:
-        return iter(self.record.sources if self.record else ())
+
+def _source(value: Mapping[str, Any]) -> Source:
+    rows, seq_length = int(value["rows"]), int(value.get("seq_length", 0))
+    return Source(str(value["path"]), str(value["fingerprint"]), rows, seq_length)
 
 
 def _segment(value: Mapping[str, Any]) -> PlannedSegment:
-    weights, from_step = value["weights"], value["from_step"]
+    weights, from_step, seq_length = value["weights"], value["from_step"], value.get("seq_length")
     return PlannedSegment(
         int(value["from_sample"]),
         None if weights is None else tuple(map(float, weights)),
         tuple((int(first), int(stop)) for first, stop in value["skip"]),
         str(value["mask_digest"]),
         None if from_step is None else int(from_step),
+        None if seq_length is None else int(seq_length),
     )
 
 

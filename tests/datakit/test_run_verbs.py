@@ -134,6 +134,28 @@ def test_blend_counts_what_is_read(folder: Path, blend: Blend, cli: Cli, capsys:
     assert [row.split()[-1] for row in rows] == [str(folder / "a"), str(folder / "b")]
 
 
+def test_a_length_of_rows_that_changes_is_announced_and_found(folder: Path, cli: Cli, capsys: Capture) -> None:
+    flags = ("--data.mixture", "from_step=16,seq_length=64")
+    assert cli("blend", folder / "run.toml", *flags) == 0
+    head, announced, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == f"30 steps of 6 samples of 32, then 64 tokens: {90 * 96:,} tokens"
+    assert announced == "from sample 90, in step 16: rows of 64 tokens, each store from its beginning"
+    assert [row.split()[-4:] for row in rows] == [
+        [str(folder / name) + ",", "rows", "of", length] for length in ("32", "64") for name in "ab"
+    ]
+    found = asked(cli, capsys, "blame", folder / "run.toml", *flags, "--step", 16)
+    sample = found["samples"][0]
+    [read, *_] = sample["documents"]
+    assert (found["seq_length"], sample["sample"], sample["epoch"]) == (64, 90, 0)
+    store = TokenStore.open(sample["store"])
+    assert sample["row"] * 64 == store.first_token(read["document"]) + read["start"]
+    document = f"{sample['store']}:{read['document']}"
+    reads = asked(cli, capsys, "where", folder / "run.toml", *flags, "--document", document)["reads"]
+    assert (16, 90) in [(each["step"], each["sample"]) for each in reads]
+    assert cli("blend", folder / "run.toml", "--data.mixture", "from_sample=91,seq_length=64") == 2
+    assert "rows have 64 tokens from sample 91 on, in the middle of the step" in capsys.readouterr().err
+
+
 def test_a_blend_is_drawn(
     folder: Path, tmp_path: Path, cli: Cli, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,10 @@ def data_faults(config: Config) -> list[Fault]:
     if config.model.position == "learned" and 0 < rows < seq_length:
         text = f"model.num_positions {rows} is less than train.seq_length {seq_length}: --train.seq-length {rows}"
         faults.append(({"model.num_positions", "train.seq_length"}, text))
+    for number, each in enumerate(config.data.mixture):
+        if each.seq_length is not None:
+            name = f"data.mixture[{number}].seq_length"
+            faults.append(({name}, f"{name} is for loops of your own: the trainer's rows keep train.seq_length"))
     valid = config.data.valid
     if valid.order == "megatron" and config.data.order != "megatron":
         text = 'data.valid.order = "megatron" reads a part of data.split: it needs data.order = "megatron"'

@@ -294,6 +294,7 @@ def test_a_schedule_that_is_none(value: Any) -> None:
         ("from_sample = 9\nremove = ['a', 'b']", "the weights of all sources are 0"),
         ("from_sample = 9\nskip = [[12, 12]]", "[12, 12] is not a range [first, stop]"),
         ("from_sample = 9\nskip = [12, 13]", "skip: must be a list of a whole number"),
+        ("from_sample = 9\nseq_length = 0", "data.mixture[0].seq_length: must be at least 1, got 0"),
         ("from_sample = 9\nskip = 12", "skip: must be a list of lists"),
         ("from_sample = 9\nwieghts = { a = 1 }", "data.mixture[0].wieghts: unknown key, did you mean"),
     ],
