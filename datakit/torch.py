@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
@@ -39,6 +41,7 @@ class _MicroBatches:
         options: BatchOptions = PLAIN,
     ) -> None:
         """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
+        self._options = options
         self._loader = Loader(blend, micro_batch_size, 1, dp_rank, dp_size, cursor, options)
         self._begin_here()
 
@@ -47,11 +50,16 @@ class _MicroBatches:
         self._num_samples = self._start.num_samples  # consumed by whoever iterates here
 
     def _micro_batch(self, number: int) -> Batch:
-        """Return a micro-batch, counted from the start: tensors [rows, seq_length] in one storage, and a cursor."""
+        """Return a micro-batch, counted from the start: tensors [rows, seq_length] in one storage, and a cursor.
+
+        Rows that are cut to the longest one have memory of their own, of that size: workers send no more than that.
+        """
         loader = self._loader
         first = self._start.num_samples + number * loader.global_batch_size
-        buffer = torch.empty(HostBatch.num_bytes(loader.shape_at(first)), dtype=torch.uint8)
-        host = loader.step_at(first, out=buffer.numpy())
+        is_cut = self._options.pad_to_multiple_of > 0
+        out = None if is_cut else np.empty(HostBatch.num_bytes(loader.shape_at(first)), np.uint8)
+        host = loader.step_at(first, out)
+        buffer = torch.from_numpy(host.buffer)
         columns = HostBatch.split(buffer, host.shape[1:], torch.int64, torch.float32)
         batch: Batch = dict(zip(("tokens", "labels", "positions", "loss_mask"), columns))
         if host.cu_seqlens is not None:
@@ -64,6 +72,7 @@ class _MicroBatches:
 class StreamDataset(_MicroBatches, IterableDataset[Batch]):
     """The endless stream, a micro-batch an item: tokens, labels, positions, loss_mask, and the cursor after it.
 
+    Packed rows of a micro-batch end with the longest one, rounded up, if the options have `pad_to_multiple_of`.
     With packed stores, or bounds of documents in the options, also cu_seqlens, int32 [documents + 1], and max_seqlen.
 
     Worker w of W makes micro-batches w, w + W, w + 2W, ..., which a DataLoader returns in the stream's order. Each

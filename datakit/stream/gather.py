@@ -74,13 +74,16 @@ class PackedSpans(RowSpans):
     """The same of packed rows: `native` has for each piece also whether its document goes on, a dk_packed_piece."""
 
     fields = 5
+    longest = 0  # of the rows' tokens without padding
 
     def add(self, store: TokenStore, start: int) -> None:
         """Let the next row be row `start / seq_length` of the index; CheckFailed if a piece leaves its shard."""
         assert isinstance(store, PackedStore), "a blend's stores are all packed or none"
         row, number = self.num_rows, start // self.seq_length
         self.eod_ids.append(store.eod_or_none)
+        num_tokens = 0
         for piece in store.pieces(number):
+            num_tokens += piece.size
             if not 0 <= piece.start < store.num_tokens:
                 raise store.index.damaged(f"row {number} has token {piece.start} of {store.num_tokens}")
             place, first = store.locate_token(piece.start)
@@ -94,21 +97,24 @@ class PackedSpans(RowSpans):
             else:  # with the label after a piece whose document goes on
                 self._want(store, place, piece.start - first, piece.size + piece.goes_on)
             self.native += (row, address, piece.size, store.itemsize, piece.goes_on)
+        self.longest = max(self.longest, num_tokens)
 
 
 def gather(
     spans: RowSpans, options: BatchOptions = PLAIN, out: Bytes | None = None, *, tokens_only: bool = False
 ) -> HostBatch:
-    """Make a batch [rows, seq_length], in the memory `out` if it is given.
+    """Make a batch [rows, seq_length], in the memory `out` if it is given, or fewer columns if the options cut them.
 
     With `tokens_only` it holds tokens alone, unless that memory has room for all. UserError if bounds of documents are
     asked for, and a store's documents have no end-of-document token between them.
     """
     num_rows, seq_length, is_packed = spans.num_rows, spans.seq_length, isinstance(spans, PackedSpans)
+    if isinstance(spans, PackedSpans):
+        seq_length = options.width(spans.longest, seq_length)
     batch = (
         HostBatch.allocate(num_rows, seq_length, tokens_only=tokens_only)
         if out is None
-        else HostBatch.over(out, (num_rows, seq_length), tokens_only=tokens_only)
+        else HostBatch.over(out, (num_rows, spans.seq_length), tokens_only=tokens_only).cut(seq_length)
     )
     staged = None
     if spans.wanted:

@@ -75,7 +75,10 @@ class Loader(Closing):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the next step's arrays on this rank: [num_microbatches, micro_batch_size, seq_length]."""
+        """Shape of the next step's arrays on this rank: [num_microbatches, micro_batch_size, seq_length].
+
+        With `pad_to_multiple_of` in the options the step may have shorter rows, as its own shape says.
+        """
         return self.shape_at(self._num_samples)
 
     def shape_at(self, first: int) -> tuple[int, int, int]:
@@ -84,7 +87,7 @@ class Loader(Closing):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the next step's memory: without positions and loss masks, if these are the same in all rows."""
+        """Bytes that hold the next step: without positions and loss masks, if these are the same in all rows."""
         return self._blend.num_bytes(self.shape, self._options)
 
     @property

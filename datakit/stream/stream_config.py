@@ -136,6 +136,9 @@ class StreamConfig(BlendConfig):
     mask_eod_loss: bool = option(False, "leave the loss at end-of-document tokens out")
     reset_positions: bool = option(False, "count positions from 0 after each end of document")
     document_mask: bool = option(False, "let attention not cross documents")
+    pad_to_multiple_of: int = option(
+        0, "cut batches of packed rows to their longest one, rounded up to a multiple of this; 0: whole rows", minimum=0
+    )
     max_epochs: int = option(0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0)
     mixture: tuple[MixtureConfig, ...] = option((), "what changes from a sample on: [[data.mixture]] in the file")
     order: Literal["permuted", "megatron"] = option(
@@ -156,6 +159,9 @@ class StreamConfig(BlendConfig):
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between the fields of this table."""
         found = BlendConfig.faults(self, table) + self._order_faults(table)
+        if self.pad_to_multiple_of and self.packing == "concat":
+            text = f"{table}.pad_to_multiple_of cuts padding, and rows of {table}.packing concat have none"
+            found.append(({f"{table}.pad_to_multiple_of", f"{table}.packing"}, text))
         return found or plan(self.stores, self.weights, self.mixture, table)[1]
 
     def _order_faults(self, table: str) -> list[Fault]:
@@ -278,7 +284,9 @@ class StreamConfig(BlendConfig):
         """The options of the stream's batches."""
         from datakit.stream.batch import BatchOptions
 
-        return BatchOptions(self.mask_eod_loss, self.reset_positions, self.document_mask)
+        return BatchOptions(
+            self.mask_eod_loss, self.reset_positions, self.document_mask, pad_to_multiple_of=self.pad_to_multiple_of
+        )
 
 
 def _is_there(path: str) -> bool:

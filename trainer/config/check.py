@@ -143,6 +143,9 @@ def data_faults(config: Config) -> list[Fault]:
         if each.seq_length is not None:
             name = f"data.mixture[{number}].seq_length"
             faults.append(({name}, f"{name} is for loops of your own: the trainer's rows keep train.seq_length"))
+    if config.data.pad_to_multiple_of:
+        text = "data.pad_to_multiple_of is for loops of your own: the trainer's rows keep their length"
+        faults.append(({"data.pad_to_multiple_of"}, text))
     valid = config.data.valid
     if valid.order == "megatron" and config.data.order != "megatron":
         text = 'data.valid.order = "megatron" reads a part of data.split: it needs data.order = "megatron"'
