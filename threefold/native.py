@@ -8,7 +8,7 @@ from typing import Any
 
 from threefold.errors import UserError
 
-ABI_VERSION = 3
+HEADERS = {"datakit": "datakit/datakit.h", "ckptkit": "ckptkit/ckptkit.h", "trainer": "ops/ops.h"}  # in csrc/
 BUILD = "pip install --force-reinstall --no-deps threefold    # in a clone: make native"
 Prototypes = Mapping[str, tuple[Any, ...]]  # by C name: the ctypes type of the result (None: void), then the arguments
 # the types that prototypes are written in; a pointer is an address, whatever it points to
@@ -17,7 +17,10 @@ INT, INT64, UINT64 = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 
 
 def load_library(kit: str) -> ctypes.CDLL:
-    """Load `_native.so` of a kit ("datakit", "ckptkit", "trainer"); UserError says how to build it."""
+    """Load `_native.so` of a kit ("datakit", "ckptkit", "trainer"); UserError says how to build it.
+
+    In a clone it must be one of the header in csrc/: after a change of that, calls of an older library would crash.
+    """
     spec = importlib.util.find_spec(kit)
     assert spec is not None, f"{kit} is a package of this distribution"
     assert spec.origin is not None, f"{kit} is a package with a file of its own"
@@ -28,10 +31,23 @@ def load_library(kit: str) -> ctypes.CDLL:
             raise UserError(f"{kit}: its native library is not built", hint=BUILD)
         path = Path(installed.origin)
     library = ctypes.CDLL(str(path))
-    version = library.threefold_abi_version()
-    if version != ABI_VERSION:
-        raise UserError(f"{kit}: {path} speaks ABI {version}, this code {ABI_VERSION}", hint=BUILD)
+    header = Path(spec.origin).parents[1] / "csrc" / HEADERS[kit]
+    if header.exists() and _digest(header) != _built_of(library):
+        raise UserError(f"{kit}: {path} was built of another {header}", hint=BUILD)
     return library
+
+
+def _digest(header: Path) -> str:
+    from hashlib import sha256  # takes 3 ms, and an installed wheel has no csrc/
+
+    return sha256(header.read_bytes()).hexdigest()
+
+
+def _built_of(library: ctypes.CDLL) -> str | None:
+    if not hasattr(library, "threefold_header"):
+        return None
+    digest = bind(library, {"threefold_header": (TEXT,)}).threefold_header()
+    return str(digest, "ascii")
 
 
 def bind(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:

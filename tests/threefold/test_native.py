@@ -12,7 +12,7 @@ import datakit.store.native
 import datakit.stream.native
 import threefold
 from threefold.errors import UserError
-from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
+from threefold.native import DOUBLE, HEADERS, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 
 CSRC = Path(threefold.__file__).parents[1] / "csrc"
 TYPES = {"void": None, "int": INT, "int64_t": INT64, "uint64_t": UINT64, "double": DOUBLE, "const char*": TEXT}
@@ -73,9 +73,9 @@ def test_nothing_is_exported_beside_the_headers() -> None:
 
 
 def test_functions_get_their_types() -> None:
-    library = bind(load_library("datakit"), {"threefold_abi_version": (INT64, DOUBLE)})
-    assert library.threefold_abi_version.restype is ctypes.c_int64
-    assert library.threefold_abi_version.argtypes == [ctypes.c_double]
+    library = bind(load_library("datakit"), {"threefold_header": (INT64, DOUBLE)})
+    assert library.threefold_header.restype is ctypes.c_int64
+    assert library.threefold_header.argtypes == [ctypes.c_double]
     with pytest.raises(AttributeError, match="dk_missing"):
         bind(library, {"dk_missing": (None,)})
 
@@ -83,4 +83,14 @@ def test_functions_get_their_types() -> None:
 def test_a_library_that_is_not_built_is_named() -> None:
     with pytest.raises(UserError, match="threefold: its native library is not built") as caught:
         load_library("threefold")
+    assert "make native" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("kit", sorted(HEADERS))
+def test_a_library_of_another_header_is_refused(kit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a pull that changed C++, before the next build."""
+    load_library(kit)
+    monkeypatch.setattr("threefold.native._digest", lambda header: "0" * 64)
+    with pytest.raises(UserError, match=rf"{kit}: .*_native.so was built of another .*csrc/{HEADERS[kit]}") as caught:
+        load_library(kit)
     assert "make native" in str(caught.value.hint)
