@@ -87,9 +87,9 @@ def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int)
         return None
     ids = np.concatenate([host.tokens, host.labels[..., -1:]], -1).reshape(samples.size, -1)
     row, place = np.argwhere((ids < 0) | (ids >= vocab_size))[0].tolist()
-    sample, seq_length = int(samples.flat[row]), blend.seq_length
+    sample = int(samples.flat[row])
     (source,), (start,) = blend.addresses([sample])
-    store = blend.stores[source]
+    store, seq_length = blend.stores[source], blend.sources.seq_lengths[source]
     token, path = store.token_at(start // seq_length, place, seq_length), store.place
     whole = f"--sample {start // seq_length} --seq-length {seq_length}"
     return UserError(
@@ -136,18 +136,17 @@ class StepReader:
 
     While a step is trained, the Loader's thread makes the next one in the other buffer. That waits until the buffer's
     last copy to the GPU is done. On a CPU a step's tensors are views of its buffer, good until the next `to_device`.
+    Where rows change their length, buffers of the new size take the place of the old ones.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device, self._turn = loader, device, 0
-        is_cuda = device.type == "cuda"
-        tensors = [torch.empty(loader.num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
-        self._buffers = [tensor.numpy() for tensor in tensors]
-        self._copied = [torch.cuda.Event() for _ in tensors] if is_cuda else []
+        self._buffers: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)] * 2
+        self._copied = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else []
 
     def next_step(self) -> HostBatch:
         """Return the next step of the stream."""
-        return self._loader.next_step(out=self._buffers[self._turn])
+        return self._loader.next_step(out=self._buffer(self._turn))
 
     def to_device(self, host: HostBatch) -> Batch:
         """Return the step that `next_step` returned as tensors on the device, and let the one after it be read."""
@@ -156,6 +155,14 @@ class StepReader:
         if self._copied:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
             self._copied[other].synchronize()
-        self._loader.prefetch(out=self._buffers[other])
+        self._loader.prefetch(out=self._buffer(other))
         self._turn = other
         return batch
+
+    def _buffer(self, turn: int) -> npt.NDArray[np.uint8]:
+        """Return the memory for the next step."""
+        num_bytes = self._loader.num_bytes
+        if len(self._buffers[turn]) != num_bytes:
+            pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._buffers[turn] = pinned.numpy()
+        return self._buffers[turn]

@@ -55,11 +55,10 @@ class Engine:
             stage: Chunk(config, self.store, mesh, self.choices, stage)
             for stage in rank_stages(mesh.layout, mesh.coords.pp)
         }
-        num_tokens = config.train.micro_batch_size * config.train.seq_length
-        shape_TD = num_tokens // (mesh.tp.size if cuts_tokens(config) else 1), config.model.hidden_size
+        self._shape_TD = 0, config.model.hidden_size  # of what stages hand over, of the micro-batches in work
         self.pipeline: Executor[MicroBatch] = Executor(
             self._link_of,
-            lambda: torch.empty(shape_TD, dtype=self.dtype, device=mesh.device),
+            lambda: torch.empty(self._shape_TD, dtype=self.dtype, device=mesh.device),
             self.store.wgrads,
             max_sends=most_sends(mesh.layout.pp, mesh.layout.num_stages),
         )
@@ -141,6 +140,8 @@ class Engine:
             return lambda received_TD, batch: reduce_loss(chunk.forward(received_TD, batch), batch)
 
         layout, rank = self.mesh.layout, self.mesh.coords.pp
+        num_parts = layout.tp if cuts_tokens(self.config) else 1
+        self._shape_TD = len(batches[0].tokens_S) // num_parts, self.config.model.hidden_size
         actions = rank_actions(schedule, layout.pp, len(batches), layout.virtual, rank)
         losses = self.pipeline.run(actions, {stage: forward(chunk) for stage, chunk in self.chunks.items()}, batches)
         return sum(losses, torch.zeros((), dtype=torch.float64, device=self.mesh.device))
@@ -159,7 +160,7 @@ class Engine:
         wide = wide_dtype(self.dtype)
         key = DropoutKey(p, train.seed, step) if p else None
         rows = zip(batch.tokens, batch.labels, batch.positions, batch.loss_mask, strict=True)
-        microbatches = []
+        microbatches, seq_length = [], batch.tokens.shape[-1]
         for number, parts in enumerate(rows):
             place = number * self.mesh.dp.size + self.mesh.dp.index
             first_sample = batch.first_sample + place * train.micro_batch_size
@@ -168,6 +169,6 @@ class Engine:
             weights = None if scale is None else loss_mask.to(wide) * scale.to(wide)
             arrays = tokens, labels, positions, loss_mask
             microbatches.append(
-                MicroBatch(*arrays, train.seq_length, first_sample, key, weights_S=weights, documents=documents)
+                MicroBatch(*arrays, seq_length, first_sample, key, weights_S=weights, documents=documents)
             )
         return microbatches

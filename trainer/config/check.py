@@ -3,7 +3,7 @@
 from threefold.errors import UserError
 from threefold.options import Fault
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, layers_by_hand, tiers_of
+from trainer.config.resolve import cuts_tokens, layers_by_hand, row_lengths, tiers_of
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
@@ -50,7 +50,8 @@ def model_faults(config: Config) -> list[Fault]:
     if kv_heads % tp and tp % kv_heads and kv_heads != heads:  # several ranks may hold the same one; one fault, not two
         text = f"model.num_kv_heads {kv_heads} and parallel.tp {tp}: one must divide the other"
         faults.append(({"model.num_kv_heads", "parallel.tp"}, text))
-    num_tokens = config.train.micro_batch_size * config.train.seq_length
+    sizes_of_batch = [config.train.micro_batch_size * length for length in row_lengths(config)]
+    num_tokens = next((size for size in sizes_of_batch if size % tp), sizes_of_batch[0])
     if config.parallel.sequence_parallel == "on" and num_tokens % tp:
         names = {"parallel.sequence_parallel", "parallel.tp", "train.micro_batch_size", "train.seq_length"}
         text = f"parallel.sequence_parallel cuts the {num_tokens} tokens of a micro-batch over parallel.tp {tp}"
@@ -135,14 +136,15 @@ def data_faults(config: Config) -> list[Fault]:
                     "is not masked by document: --data.document-mask true, or --model.position learned"
                 )
                 faults.append(({name, "data.document_mask", "model.position"}, text))
-    rows, seq_length = config.model.num_positions, config.train.seq_length
+    rows, seq_length, longest = config.model.num_positions, config.train.seq_length, max(row_lengths(config))
     if config.model.position == "learned" and 0 < rows < seq_length:
         text = f"model.num_positions {rows} is less than train.seq_length {seq_length}: --train.seq-length {rows}"
         faults.append(({"model.num_positions", "train.seq_length"}, text))
-    for number, each in enumerate(config.data.mixture):
-        if each.seq_length is not None:
-            name = f"data.mixture[{number}].seq_length"
-            faults.append(({name}, f"{name} is for loops of your own: the trainer's rows keep train.seq_length"))
+    elif config.model.position == "learned" and (rows or seq_length) < longest:
+        text = f"data.mixture has a seq_length of {longest}, and there are {rows or seq_length} learned positions"
+        faults.append(
+            ({"model.num_positions", "data.mixture"}, f"{text}: --model.num-positions {longest} from the run's start")
+        )
     if config.data.pad_to_multiple_of:
         text = "data.pad_to_multiple_of is for loops of your own: the trainer's rows keep their length"
         faults.append(({"data.pad_to_multiple_of"}, text))

@@ -64,10 +64,15 @@ def layers_by_hand(pipeline_layout: str) -> list[int]:
     return [] if pipeline_layout in ("even", "cost") else [int(number) for number in pipeline_layout.split(",")]
 
 
+def row_lengths(config: Config) -> list[int]:
+    """Return how many tokens rows have: train.seq_length, then each length that a [[data.mixture]] begins."""
+    return [config.train.seq_length, *(each.seq_length for each in config.data.mixture if each.seq_length)]
+
+
 def cuts_tokens(config: Config) -> bool:
-    """Return whether tokens are cut over tp between the cut linears: sequence parallel."""
+    """Return whether tokens are cut over tp between the cut linears: sequence parallel, of rows of any length."""
     parallel, train = config.parallel, config.train
-    divides = train.micro_batch_size * train.seq_length % parallel.tp == 0
+    divides = all(train.micro_batch_size * length % parallel.tp == 0 for length in row_lengths(config))
     return parallel.tp > 1 and divides and parallel.sequence_parallel != "off"
 
 

@@ -54,10 +54,10 @@ def count_parameters(config: Config) -> ParameterCount:
     return ParameterCount(sum(sizes.values()), sum(sizes.get(name, 0) for name in looked_up))
 
 
-def token_flops(config: Config) -> TokenFlops:
-    """Return the operations a token of a resolved configuration's model."""
+def token_flops(config: Config, seq_length: int) -> TokenFlops:
+    """Return the operations a token of a resolved configuration's model, in rows of so many tokens."""
     count, model = count_parameters(config), config.model
-    attention = 12.0 * model.num_layers * model.num_heads * model.head_size * config.train.seq_length
+    attention = 12.0 * model.num_layers * model.num_heads * model.head_size * seq_length
     standard = 6.0 * (count.total - count.looked_up) + attention
     return TokenFlops(standard, 6.0 * count.total + attention, standard - attention / 2)
 

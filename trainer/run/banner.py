@@ -6,7 +6,7 @@ from ckptkit import Retention, Tier, Tiers
 from datakit import Blend
 from threefold import __version__
 from trainer.config import CheckpointConfig, Config
-from trainer.config.resolve import cuts_tokens
+from trainer.config.resolve import cuts_tokens, row_lengths
 from trainer.model.stages import stage_ranges
 from trainer.model.table import parameter_table
 from trainer.observe.flops import count_parameters
@@ -19,7 +19,7 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
     heads = f"{model.num_heads} heads"
     if model.num_kv_heads != model.num_heads:
         heads += f" ({model.num_kv_heads} of keys and values)"
-    num_tokens = train.global_batch_size * train.seq_length
+    num_tokens, later = train.global_batch_size * train.seq_length, row_lengths(config)[1:]
     stored = sum(store.num_tokens for store in blend.stores)
     num_ranks = parallel.tp * parallel.pp * parallel.dp
     pp = f"{parallel.pp} of {parallel.virtual_stages} stages" if parallel.virtual_stages > 1 else f"{parallel.pp}"
@@ -42,7 +42,12 @@ def banner(config: Config, device: torch.device, blend: Blend, tiers: Tiers | No
         (
             "step",
             f"{train.global_batch_size} samples of {train.seq_length} = {num_tokens:,} tokens; "
-            f"{train.train_steps:,} steps = {num_tokens * train.train_steps:,} tokens",
+            f"{train.train_steps:,} steps"
+            + (
+                f", later with rows of {', '.join(map(str, later))}"
+                if later
+                else f" = {num_tokens * train.train_steps:,} tokens"
+            ),
         ),
         ("data", f"{stored:,} tokens in {', '.join(str(store.path) for store in blend.stores)}"),
         ("device", f"{device_name(device)}, {train.precision}"),

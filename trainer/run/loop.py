@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from datakit import HostBatch
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
 from trainer.checkpoint.progress import Progress, Validation
@@ -18,7 +19,7 @@ from trainer.checkpoint.resume import resume
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens
+from trainer.config.resolve import cuts_tokens, row_lengths
 from trainer.data import StepReader, open_blend, open_loader, spoilt, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
@@ -89,7 +90,8 @@ class Run:
         self._evaluation = (
             ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None
         )
-        self._flops = token_flops(config)
+        self._flops = {length: token_flops(config, length) for length in row_lengths(config)}
+        self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
@@ -124,13 +126,13 @@ class Run:
         validation = None if self._saver.due_step == self.progress.step else self.progress.validation
         self.progress = Progress(
             self.progress.step + 1,
-            self.progress.tokens + self.config.train.global_batch_size * self.config.train.seq_length,
+            self.progress.tokens + self.config.train.global_batch_size * host.shape[-1],
             self._loader.cursor.to_json(),
             validation,
             self._record,
         )
         self._report()
-        self._started = _Started(self.progress, stats, fault, data_wait_s)
+        self._started = _Started(self.progress, stats, fault, data_wait_s, host.shape[-1])
         if not self._reads_late:
             self._report()
         evaluates = self._evaluation is not None and self.progress.step % self.config.train.eval_interval == 0
@@ -141,7 +143,7 @@ class Run:
             self._evaluate()
         if saves:
             self._saver.save(self.progress, self._loss)
-        self._announce(host.epochs)
+        self._announce(host)
 
     def finish(self) -> int:
         """Save the last step, wait for it, close everything, and return the exit code."""
@@ -191,11 +193,11 @@ class Run:
                 checkpoint_stall_s=stall_s,
                 memory_gib=memory_gib,
                 **throughput(
-                    num_tokens=train.global_batch_size * train.seq_length,
+                    num_tokens=train.global_batch_size * started.seq_length,
                     num_samples=train.global_batch_size,
                     step_s=step_s,
                     world_size=ranks.world_size,
-                    flops=self._flops,
+                    flops=self._flops[started.seq_length],
                     peak=self._peak,
                 ),
             )
@@ -234,13 +236,18 @@ class Run:
             active=self.ranks.rank == 0,
         )
 
-    def _announce(self, epochs: tuple[int, ...]) -> None:
-        """Report that stores were read whole once more."""
-        for path, before, after in zip(self.config.data.plan.sources, self._epochs, epochs, strict=True):
+    def _announce(self, host: HostBatch) -> None:
+        """Report that rows have another length, and that stores were read whole once more."""
+        step, length = self.progress.step, host.shape[-1]
+        if length != self._seq_length:
+            self._log.event("seq_length", step, seq_length=length)
+            self._log.say(f"step {step}: rows of {length} tokens, was {self._seq_length}; new epochs of all stores")
+            self._seq_length = length
+        for store, before, after in zip(self._blend.stores, self._epochs, host.epochs, strict=True):
             if after > before:
-                self._log.event("epoch", self.progress.step, store=path, epochs=after)
-                self._log.say(f"step {self.progress.step}: epoch {after} of {path} is read")
-        self._epochs = epochs
+                self._log.event("epoch", step, store=store.place, epochs=after)
+                self._log.say(f"step {step}: epoch {after} of {store.place} is read")
+        self._epochs = host.epochs
 
     def _evaluate(self) -> None:
         assert self._evaluation is not None, "called only if an evaluation is due"
@@ -262,6 +269,7 @@ class _Started:
     stats: PendingStats
     fault: UserError | None
     data_wait_s: float
+    seq_length: int
 
 
 def peak_memory_gib(device: torch.device) -> float:

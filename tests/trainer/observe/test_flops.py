@@ -20,7 +20,7 @@ def test_a_known_model() -> None:
     count = count_parameters(config)
     assert count.total == 1_140_918_272
     assert count.looked_up == 32768 * 2048
-    flops = token_flops(config)
+    flops = token_flops(config, config.train.seq_length)
     assert flops.standard == 6 * (count.total - count.looked_up) + 12 * 16 * 2048 * 4096
     assert flops.with_embeddings - flops.standard == 6 * count.looked_up
     assert flops.standard - flops.causal == 6 * 16 * 2048 * 4096

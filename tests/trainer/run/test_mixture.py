@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from datakit import Recorded, RunStream, blame
-from tests.trainer.support.training import CONFIG, Job, call, curve, write_stores
+from tests.trainer.support.training import CONFIG, Job, call, curve, lines, write_stores
 from trainer.engine import Engine
 from trainer.model.microbatch import Batch
 from trainer.verdict import PendingStats
@@ -88,6 +88,67 @@ def test_a_run_goes_on_with_another_mixture(
         assert (np.concatenate(read).reshape(16, 33)[:, :32] == wanted.tokens).all()
     assert masked > 0
     assert {source for _, source, *_ in passages} == {1}
+
+
+LONGER = """
+[[data.mixture]]
+from_step = 3
+seq_length = 64
+add = {{ "{folder}/more/train" = 2.0 }}
+[[data.mixture]]
+from_step = 6
+seq_length = 48
+"""
+
+
+def test_rows_of_a_run_change_their_length(
+    folder: Path, batches: list[Batch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, metrics = folder / "run", folder / "m.jsonl"
+    flags = ("--metrics", metrics, "--data.document-mask", "true", "--model.position", "rope")
+    assert call("train", config(folder), "--train-steps", 2, "--save", run, *flags) == 0
+    assert call("train", config(folder, LONGER), "--train-steps", 4, "--save", run, *flags) == 0
+    assert "rows of 64 tokens, was 32; new epochs of all stores" in capsys.readouterr().err
+    assert call("train", config(folder, LONGER), "--train-steps", 7, "--save", run, *flags) == 0
+    stream = RunStream.read(str(folder / "job.toml"))
+    blend = stream.open()
+    for step, batch in enumerate(batches, 1):
+        wanted = blend.batch(stream.samples(step), stream.data.batch_options)
+        assert (batch.tokens.numpy().reshape(wanted.shape) == wanted.tokens).all()
+        assert (batch.loss_mask.numpy().reshape(wanted.shape) == wanted.loss_mask).all()
+    lengths = [batch.tokens.shape[-1] for batch in batches]
+    assert lengths == [32, 32, 64, 64, 64, 48, 48]
+    assert list(curve(metrics, "tokens").values()) == [16 * sum(lengths[:step]) for step in range(1, 8)]
+    assert [(line["step"], line["seq_length"]) for line in lines(metrics, "seq_length")] == [(3, 64), (6, 48)]
+    edited = config(folder, LONGER.replace("seq_length = 64", "seq_length = 96"))
+    assert call("train", edited, "--train-steps", 8, "--save", run, *flags) == 2
+    assert "segment 1 had a new seq_length of 64, now it has 96" in capsys.readouterr().err
+
+
+def test_learned_positions_are_as_many_as_the_longest_row_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model.position", "learned", "--train-steps", 3)
+    assert call("train", config(folder, LONGER), *flags) == 2
+    message = capsys.readouterr().err
+    assert "data.mixture has a seq_length of 64, and there are 32 learned positions" in message
+    assert call("train", config(folder, LONGER), *flags, "--model.num-positions", 64) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [(4, ("--tp", 2, "--pp", 2)), (4, ("--pp", 2, "--vpp", 1, "--schedule", "zb-h1")), (2, ())],
+)
+def test_with_other_ranks_rows_of_several_lengths_have_the_loss_of_one_process(
+    folder: Path, num_ranks: int, layout: tuple
+) -> None:
+    flags = (config(folder, LONGER), "--train.precision", "fp64", "--optim.decay-steps", 7, "--train.eval-interval", 3)
+    Job(1, *flags, "--train-steps", 7, metrics=folder / "one.jsonl").run()
+    words = (*flags, "--save", folder / "run")
+    Job(num_ranks, *words, *layout, "--train-steps", 4, metrics=folder / "many.jsonl").run()
+    Job(1, *words, "--train-steps", 5, metrics=folder / "many.jsonl").run()
+    Job(num_ranks, *words, *layout, "--train-steps", 7, metrics=folder / "many.jsonl").run()
+    for key in ("loss", "grad_norm", "tokens"):
+        assert curve(folder / "many.jsonl", key) == pytest.approx(curve(folder / "one.jsonl", key), rel=1e-9)
 
 
 @pytest.mark.slow
