@@ -22,8 +22,13 @@ class Peer:
 
 def rank_tables(reader: CheckpointReader, layout: ParallelLayout) -> list[ChunkTable]:
     """Return what each rank of a layout holds, each element once."""
+    return [rank_table(reader, layout, rank) for rank in range(layout.world_size)]
+
+
+def rank_table(reader: CheckpointReader, layout: ParallelLayout, rank: int) -> ChunkTable:
+    """Return what one rank holds."""
     partition = Partition(list(reader.root.tensors.values()), reader.root.num_layers, layout)
-    return [partition.table(layout.coords(rank)) for rank in range(layout.world_size)]
+    return partition.table(layout.coords(rank))
 
 
 def boxes_of(table: ChunkTable) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

@@ -26,7 +26,7 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
-from peer_layouts import PEERS, rank_tables
+from peer_layouts import PEERS, rank_table
 
 from ckptkit import ParallelLayout, Piece, Run, restore_from
 
@@ -130,7 +130,7 @@ def load_ours(place: Path, run: Path, layout: ParallelLayout) -> int:
     step = source.resolve()
     for rank in range(layout.world_size):
         with source.open(step) as reader:
-            wanted = rank_tables(reader, layout)[rank]
+            wanted = rank_table(reader, layout, rank)
             memory = np.empty(int(wanted.size_bytes.sum()), np.uint8)
             begins = np.cumsum(wanted.size_bytes) - wanted.size_bytes
             reader.execute(reader.plan(wanted), memory.ctypes.data + begins)
@@ -147,7 +147,7 @@ def load_together(place: Path, run: Path, layout: ParallelLayout) -> int:
 
     def restored(ranks: Threads) -> int:
         with source.open(step, ranks) as reader:
-            table = rank_tables(reader, layout)[ranks.rank]
+            table = rank_table(reader, layout, ranks.rank)
             pieces = [
                 Piece(table.names[tensor], table.box(row), start, stop, np.empty(stop - start, np.float32))
                 for row, (tensor, start, stop) in enumerate(

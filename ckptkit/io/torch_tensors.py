@@ -4,6 +4,7 @@ bfloat16 has no numpy dtype: in numpy arrays it travels as uint16, and float8 as
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def is_tensor(data: Any) -> bool:
     return hasattr(data, "data_ptr")
 
 
+@cache
 def held_by(dtype: Any) -> tuple[str, ...]:
     """Return the safetensors dtypes whose elements memory of a numpy or torch dtype can hold."""
     return DTYPES.get(str(dtype).removeprefix("torch."), ())

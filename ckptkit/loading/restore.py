@@ -132,4 +132,5 @@ def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
 
 def _untied(piece: Piece, table: Mapping[str, TensorInfo]) -> Piece:
     """Return the piece of the tensor that holds the values."""
-    return replace(piece, name=table[piece.name].placement.tied_to or piece.name)
+    tied_to = table[piece.name].placement.tied_to
+    return piece if tied_to is None else replace(piece, name=tied_to)

@@ -1,8 +1,9 @@
 """A read that several ranks make together: each granule is read and verified once, and passed on to all who want it.
 
 Every rank sends which granules it wants. What one rank alone wants it reads straight into place; the rest is read in
-rounds, in which each rank reads a window of its share and sends every other rank what that one wants of it. Memory of a
-round: a window, what is sent of it and what comes in, ROUND_BYTES each (or a granule a rank, past 64 of them).
+rounds, in which each rank reads a window of its share and sends every other rank what that one wants of it, while the
+next window is read. Memory: two windows, what is sent of one and what comes in, ROUND_BYTES each of all ranks together
+(or a granule a rank, past 64 of them).
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 from ckptkit.io.blocks import GRANULE_BYTES, Bytes, copy_many, place
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.load_sums import LoadSums, fetching
-from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.sharing import Line, Runs, begins, clipped, common, count, share_reads, window
 from ckptkit.loading.targets import Targets
 from ckptkit.model.chunk_table import Ints
@@ -35,8 +36,8 @@ def read_together(
     reading = _Reading(reader, plan, targets, sums, exchange, line, wanted)
     on_all(exchange, lambda: reading.read_alone(alone[exchange.rank]))
     width = max(ROUND_BYTES // exchange.size // GRANULE_BYTES, 1)  # granules
-    for start in range(0, max(map(count, shared)), width):
-        reading.read_round([window(runs, start, start + width) for runs in shared])
+    starts = range(0, max(map(count, shared)), width)
+    reading.read_rounds([[window(runs, start, start + width) for runs in shared] for start in starts])
 
 
 class _Reading:
@@ -58,10 +59,22 @@ class _Reading:
         copies = replace(cut, source=cut.source + passed, target=cut.target + passed, size=end - begin)
         self._targets.fill(copies, fetching(self._reader, self._sums))
 
-    def read_round(self, windows: list[Runs]) -> None:
-        """Read one's own window, give the others what they want of it, and take what one wants of theirs."""
+    def read_rounds(self, rounds: list[list[Runs]]) -> None:
+        """Make rounds, each of a window for each rank; the next window is read beside the exchange of this one."""
+        own = [windows[self._exchange.rank] for windows in rounds]
+        most = max((count(runs) for runs in own), default=0) * GRANULE_BYTES
+        buffers = [np.empty(most, np.uint8) for _ in rounds[:2]]  # nobody needs a round's once the next one begins
+        with reading_threads(1, self._reader) as pool:
+            ahead = [pool.submit(self._read_window, runs, memory) for runs, memory in zip(own[:1], buffers)]
+            for number, windows in enumerate(rounds):
+                memory = on_all(self._exchange, ahead.pop().result)
+                if number + 1 < len(rounds):
+                    ahead.append(pool.submit(self._read_window, own[number + 1], buffers[(number + 1) % 2]))
+                self._share(windows, memory)
+
+    def _share(self, windows: list[Runs], memory: Bytes) -> None:
+        """Give the others what they want of one's own window, and take what one wants of theirs."""
         own = self._exchange.rank
-        memory = self._read_window(windows[own])
         give = [self._packed(memory, windows[own], runs) for runs in self._wanted]
         kept, give[own] = give[own], memory[:0]
         received = self._exchange.all_to_all([each.data for each in give])
@@ -70,12 +83,11 @@ class _Reading:
         runs = [self._line.bytes_of(common(window, self._wanted[own])) for window in windows]
         on_all(self._exchange, lambda: self._place(runs, arrived))
 
-    def _read_window(self, runs: Runs) -> Bytes:
-        """Return the bytes of runs of granules, verified."""
+    def _read_window(self, runs: Runs, memory: Bytes) -> Bytes:
+        """Return the bytes of runs of granules, verified, at the begin of some memory."""
         reads, offset = self._line.reads(runs)
-        memory = np.empty(int(reads.size.sum()), np.uint8)
-        on_all(self._exchange, lambda: self._reader.fetch(reads, memory.ctypes.data + offset))
-        return memory
+        self._reader.fetch(reads, memory.ctypes.data + offset)
+        return memory[: int(reads.size.sum())]
 
     def _packed(self, memory: Bytes, held: Runs, wanted: Runs) -> Bytes:
         """Return what is wanted of the granules in memory, run after run; not copied if it is there like that."""
@@ -92,17 +104,22 @@ class _Reading:
         return packed
 
     def _place(self, runs_of_ranks: list[Runs], arrived: list[Bytes]) -> None:
-        """Copy what came in to where it is wanted."""
-        for runs, data in zip(runs_of_ranks, arrived, strict=True):
-            assert len(data) == (runs[:, 1] - runs[:, 0]).sum(), "what was sent is what is wanted"
-            row, run, begin, end = clipped(self._spans, runs)
-            cut = self._plan.take(row)
-            target = cut.target + begin - self._spans[row, 0]
-            # `source` of these copies is where the bytes lie in what came in
-            copies = LoadPlan(cut.part, begins(runs)[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
+        """Copy what came in to where it is wanted, and add it to the sums."""
+        for each, data in zip(runs_of_ranks, arrived, strict=True):
+            assert len(data) == (each[:, 1] - each[:, 0]).sum(), "what was sent is what is wanted"
+        runs, begun = np.concatenate(runs_of_ranks), np.concatenate([begins(each) for each in runs_of_ranks])
+        sender = np.repeat(np.arange(len(arrived)), [len(each) for each in runs_of_ranks])
+        row, run, begin, end = clipped(self._spans, runs)
+        cut = self._plan.take(row)
+        target = cut.target + begin - self._spans[row, 0]
+        # the "files" of these copies are what came in from each rank
+        copies = LoadPlan(sender[run], begun[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
+        self._targets.fill(copies, lambda copies, addresses: self._copy(copies, addresses, arrived))
 
-            def copy(copies: LoadPlan, addresses: Ints, data: Bytes = data) -> None:
-                rows = np.stack([copies.source, copies.size, addresses], axis=1)
-                place(data, 0, rows, None, None if self._sums is None else self._sums.places(copies))
-
-            self._targets.fill(copies, copy)
+    def _copy(self, copies: LoadPlan, addresses: Ints, arrived: list[Bytes]) -> None:
+        """Make copies of what came in."""
+        rows = np.stack([copies.source, copies.size, addresses], axis=1)
+        sums = None if self._sums is None else self._sums.places(copies)
+        edges = np.searchsorted(copies.part, np.arange(len(arrived) + 1)).tolist()
+        for data, own in zip(arrived, map(slice, edges, edges[1:]), strict=True):
+            place(data, 0, rows[own], None, sums and sums.take(own))

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
+import xxhash
 
 from ckptkit.format.root import Root
-from ckptkit.io.blocks import Columns, xxh3_64
+from ckptkit.io.blocks import Columns
 from ckptkit.model.chunk_table import Ints, TensorColumns
 from ckptkit.model.tensor import TensorInfo
 from threefold.errors import CheckFailed, listed
@@ -48,7 +49,7 @@ def digest(info: TensorInfo, value: int) -> str:
     """Return the digest of a tensor whose elements have a sum."""
     shape = ",".join(map(str, info.shape))
     said = "\0".join((info.name, info.dtype, shape, f"{value:016x}"))
-    return f"{xxh3_64(said.encode()):016x}"
+    return xxhash.xxh3_64_hexdigest(said.encode())
 
 
 def is_readable(certificate: Certificate | None) -> TypeGuard[Certificate]:

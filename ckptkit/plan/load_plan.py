@@ -92,7 +92,7 @@ def _runs(wanted: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored
     num_runs = np.prod(outer, axis=1, dtype=np.int64)
     a_base, b_base = ((low - a.offset) * a.strides).sum(axis=1), ((low - b.offset) * b.strides).sum(axis=1)
 
-    def positions(rows: Ints | slice, run: Ints) -> tuple[Ints, Ints]:
+    def positions(rows: Ints, run: Ints) -> tuple[Ints, Ints]:
         """Where a run begins in both boxes."""
         a_at, b_at, rest = a_base[rows].copy(), b_base[rows].copy(), run.copy()
         for dim in range(num_dims - 1, -1, -1):
@@ -101,17 +101,20 @@ def _runs(wanted: ChunkTable, rows_wanted: Ints, stored: ChunkTable, rows_stored
             b_at += index * b.strides[rows, dim]
         return a_at, b_at
 
+    some = np.flatnonzero(a.are_cut | b.are_cut)  # all runs of the others are inside
+
     def reaches_in(run: Ints) -> npt.NDArray[np.bool_]:
-        a_at, b_at = positions(slice(None), run)
-        reached: npt.NDArray[np.bool_] = (a_at + length > a.start) & (b_at + length > b.start)
+        a_at, b_at = positions(some, run)
+        reached: npt.NDArray[np.bool_] = (a_at + length[some] > a.start[some]) & (b_at + length[some] > b.start[some])
         return reached
 
     def is_past(run: Ints) -> npt.NDArray[np.bool_]:
-        a_at, b_at = positions(slice(None), run)
-        past: npt.NDArray[np.bool_] = (a_at >= a.stop) | (b_at >= b.stop)
+        a_at, b_at = positions(some, run)
+        past: npt.NDArray[np.bool_] = (a_at >= a.stop[some]) | (b_at >= b.stop[some])
         return past
 
-    begin, end = _bisect(reaches_in, num_runs), _bisect(is_past, num_runs)
+    begin, end = np.zeros_like(num_runs), num_runs.copy()
+    begin[some], end[some] = _bisect(reaches_in, num_runs[some]), _bisect(is_past, num_runs[some])
     counts = np.maximum(end - begin, 0)
     row = np.repeat(np.arange(len(pairs)), counts)
     a_at, b_at = positions(row, ramps(begin, counts))
@@ -129,6 +132,12 @@ class _Boxes:
         self.shape = left_padded(chunks.shape, num_dims, 1)
         self.start, self.stop = chunks.start, chunks.stop
         self.strides = row_major_strides(self.shape)
+
+    @property
+    def are_cut(self) -> npt.NDArray[np.bool_]:
+        """Whether a range is not all of its box."""
+        cut: npt.NDArray[np.bool_] = (self.start > 0) | (self.stop < np.prod(self.shape, axis=1, dtype=np.int64))
+        return cut
 
     def take(self, rows: Ints) -> "_Boxes":
         taken = object.__new__(_Boxes)
