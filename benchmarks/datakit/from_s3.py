@@ -1,14 +1,17 @@
 """Read stores from S3 with a cache of a tenth of the store: fetched bytes beside used ones, and the time steps wait.
 
-SeaweedFS serves a store of random tokens, and an archive of it, on this machine. The rate of GETs is that of 8 threads,
-each fetching ranges of 1 MiB. Then one epoch is read with `shuffle = "blocks"`, at half that rate of tokens: a step is
-taken when it is due, and what it takes then is waiting. The same store, mapped from the disk and read at the rate of
-the archive, shows how much of that is the machine's. With `--ranks` several processes share the cache.
+SeaweedFS serves a store of random tokens, and an archive of it, on this machine. Two rates are those of 8 threads on
+the windows of 8 MiB that the stream reads: bare GETs, whose bytes are dropped, and fetches, which are checked and kept
+in a cache of the same size. Both have the machine for themselves. Then one epoch is read with `shuffle = "blocks"`, at
+half the rate of fetches: a step is taken when it is due, and what it takes then is waiting. The same store, mapped from
+the disk and read at the rate of the archive, shows how much of that is the machine's. With `--ranks` several processes
+share the cache.
 
     PYTHONPATH=. python benchmarks/datakit/from_s3.py
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -16,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +30,7 @@ from datakit import Blend, Loader, RemoteStore, TokenStore, archive, write_store
 from threefold.storage import open_storage
 from tools.s3_server import start, stop
 
-SEQ_LENGTH, ROWS_A_STEP, MIB = 4096, 256, 1 << 20
+SEQ_LENGTH, ROWS_A_STEP, MIB, WINDOW_BYTES = 4096, 256, 1 << 20, 8 << 20
 MAX_FETCHED, MAX_WAITING = 1.3, 0.01
 
 
@@ -33,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the store")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--of-rate", type=float, default=0.5, help="part of the rate of GETs that is consumed")
+    parser.add_argument("--of-rate", type=float, default=0.5, help="part of the rate of fetches that is consumed")
     parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.read:
@@ -50,14 +55,17 @@ def main() -> int:
             upload(store, f"s3://{server.bucket}/store")
             archive(store.path, f"s3://{server.bucket}/archive")
             print(
-                "| read from | MiB | asked, MB/s | consumed, MB/s | fetched / used | first step s | waits | longest s |"
+                "| read from | bare GETs, MB/s | fetches, MB/s | asked, MB/s | consumed, MB/s | fetched / used "
+                "| first step s | waits | longest s |\n|---|---|---|---|---|---|---|---|---|"
             )
-            print("|---|---|---|---|---|---|---|---|")
             for kind in ("store", "archive"):
                 url = f"s3://{server.bucket}/{kind}"
-                rate = get_rate(url) * arguments.of_rate
-                met &= measure(url, folder / f"cache-{kind}", arguments.mib, arguments.ranks, rate)
-            measure(str(store.path), folder, arguments.mib, arguments.ranks, rate)
+                bare = get_rate(url)
+                fetched = fetch_rate(url, folder / f"fetched-{kind}", arguments.mib)
+                rate = fetched * arguments.of_rate
+                rates = f"{bare / 1e6:,.0f} | {fetched / 1e6:,.0f}"
+                met &= measure(url, folder / f"cache-{kind}", arguments, rate, rates)
+            measure(str(store.path), folder, arguments, rate, " | ")
         finally:
             stop(folder / "s3")
     return 0 if met else 1
@@ -79,8 +87,9 @@ def upload(store: TokenStore, url: str) -> None:
         storage.write(path.name, path.read_bytes())
 
 
-def measure(url: str, cache: Path, mib: int, num_ranks: int, rate: float) -> bool:
+def measure(url: str, cache: Path, arguments: argparse.Namespace, rate: float, rates: str) -> bool:
     """Print a line of one place; whether the targets are met."""
+    mib, num_ranks = arguments.mib, arguments.ranks
     command = [sys.executable, __file__, "--mib", str(mib), "--read", url, str(cache), str(rate / num_ranks)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(num_ranks)], stdout=subprocess.PIPE, text=True)
@@ -92,25 +101,49 @@ def measure(url: str, cache: Path, mib: int, num_ranks: int, rate: float) -> boo
     consumed = sum(each["consumed"] for each in found) / 1e6
     what = f"{'S3, ' * ('://' in url)}{url.rpartition('/')[2]}"
     print(
-        f"| {what} | {mib} | {rate / 1e6:,.0f} | {consumed:,.0f} | {fetched:.2f} | {first:.2f} | {waiting:.2%} "
+        f"| {what} | {rates} | {rate / 1e6:,.0f} | {consumed:,.0f} | {fetched:.2f} | {first:.2f} | {waiting:.2%} "
         f"| {longest:.2f} |", flush=True,
     )  # fmt: skip
     return bool(fetched <= MAX_FETCHED and waiting <= MAX_WAITING)
 
 
 def get_rate(url: str) -> float:
-    """Return bytes a second of 8 threads, the median of three tries, over ranges of 1 MiB of all token files."""
+    """Return bytes a second of bare GETs of a window, 8 threads, the median of three tries over all token files."""
     storage = open_storage(url)
     objects = [each for each in storage.list() if ".bin" in each.key]
-    ranges = [(each.key, at) for each in objects for at in range(0, each.size_bytes - MIB, MIB)]
+    ranges = [
+        (each.key, at, min(at + WINDOW_BYTES, each.size_bytes))
+        for each in objects
+        for at in range(0, each.size_bytes, WINDOW_BYTES)
+    ]
+    return median_rate(ranges, lambda one: len(storage.read_ranges(one[0], [one[1:]])[0]))
+
+
+def fetch_rate(url: str, cache: Path, mib: int) -> float:
+    """Return bytes a second that 8 threads fetch into a cache, checked and written, of all windows, likewise."""
+    store = RemoteStore.at(url, cache=str(cache), cache_mib=mib // 10)
+    num_tokens = WINDOW_BYTES // store.itemsize
+    runs: list[list[Any]] = []
+    for first in range(0, store.num_tokens, num_tokens):
+        blocks = store.blocks(np.array([[first, min(first + num_tokens, store.num_tokens)]]))
+        by_shard = itertools.groupby(blocks, key=lambda block: block[0])
+        runs += [[store.block(*block) for block in run] for _, run in by_shard]
+
+    def fetch(run: list[Any]) -> int:
+        store.fetch_run(run)
+        return sum(block.size_bytes for block in run)
+
+    return median_rate(runs, fetch)
+
+
+def median_rate(things: list[Any], get: Callable[[Any], int]) -> float:
+    """Return bytes a second of 8 threads that get things, each a window or its rest, the median of thirds of them."""
     rates = []
     with ThreadPoolExecutor(8) as pool:
         for part in range(3):
             started_s = time.perf_counter()
-            wanted = ranges[part::3]
-            for _ in pool.map(lambda one: storage.read_ranges(one[0], [(one[1], one[1] + MIB)]), wanted):
-                pass
-            rates.append(len(wanted) * MIB / (time.perf_counter() - started_s))
+            num_bytes = sum(pool.map(get, things[part::3]))
+            rates.append(num_bytes / (time.perf_counter() - started_s))
     return statistics.median(rates)
 
 

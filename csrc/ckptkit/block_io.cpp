@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ckptkit.h"
-#include "xxh3.h"
+#include "../hashing/xxh3.h"
 
 namespace ckptkit {
 namespace {
@@ -78,16 +78,16 @@ int run_jobs(uint64_t num_jobs, int num_threads, const std::function<int(uint64_
 }  // namespace ckptkit
 
 uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* target) {
-  using namespace ckptkit;
+  using namespace hashing;
   return xxh3_64(data, size_bytes, simd < 0 ? best_simd() : static_cast<Simd>(simd), target);
 }
 
-int ck_best_simd() { return static_cast<int>(ckptkit::best_simd()); }
+int ck_best_simd() { return static_cast<int>(hashing::best_simd()); }
 
 void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums) {
   using namespace ckptkit;
   for (uint64_t start = 0; start < size_bytes; start += kGranule)
-    *checksums++ = xxh3_64(static_cast<const uint8_t*>(data) + start, std::min(kGranule, size_bytes - start));
+    *checksums++ = hashing::xxh3_64(static_cast<const uint8_t*>(data) + start, std::min(kGranule, size_bytes - start));
 }
 
 void ck_copy_many(const ck_copy* copies, uint64_t num_copies) {

@@ -18,7 +18,7 @@
 #include "ckptkit.h"
 #include "crc64.h"
 #include "sums.h"
-#include "xxh3.h"
+#include "../hashing/xxh3.h"
 
 namespace ckptkit {
 namespace {
@@ -112,8 +112,8 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
   const bool in_place = whole != nullptr && (aligned || !writer.direct);
   std::optional<Summing> summing;
   if (writer.chunks != nullptr) summing.emplace(*writer.chunks, offset);
-  const Reader summer{Summing::read, summing ? &*summing : nullptr};
-  const Reader* const reader = summing ? &summer : nullptr;
+  const hashing::Reader summer{Summing::read, summing ? &*summing : nullptr};
+  const hashing::Reader* const reader = summing ? &summer : nullptr;
   for (uint64_t done = 0; done < size; done += kGranule) {
     const uint64_t part = std::min(kGranule, size - done);
     const uint8_t* data = sequence.contiguous(start + done, start + done + part);
@@ -122,7 +122,7 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
       sequence.gather(start + done, start + done + part, target);
       data = target, target = nullptr;
     }
-    checksums[done / kGranule] = xxh3_64(data, part, best_simd(), target, reader);
+    checksums[done / kGranule] = hashing::xxh3_64(data, part, hashing::best_simd(), target, reader);
   }
   if (in_place) return write_fully(writer, whole, size, offset);
   if (!writer.direct) return write_fully(writer, buffer, size, offset);

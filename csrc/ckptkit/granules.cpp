@@ -8,8 +8,8 @@
 #endif
 
 #include "block_io.h"
+#include "../hashing/xxh3.h"
 #include "crc64.h"
-#include "xxh3.h"
 
 namespace ckptkit {
 namespace {
@@ -62,7 +62,7 @@ uint64_t Wanted::place(const uint8_t* data, uint64_t start, uint64_t stop, const
   if (chunks_ != nullptr) summer.emplace(*chunks_, has_carryless());
   for (uint64_t at = start; at < stop; at += kGranule) {
     const uint64_t until = std::min(stop, at + kGranule);
-    if (checksums != nullptr && xxh3_64(data + (at - start), until - at) != checksums[(at - start) / kGranule])
+    if (checksums != nullptr && hashing::xxh3_64(data + (at - start), until - at) != checksums[(at - start) / kGranule])
       return at / kGranule;
     copy(data + (at - start), at, until, summer ? &*summer : nullptr);
   }

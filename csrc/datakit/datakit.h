@@ -53,6 +53,11 @@ struct dk_shard {  // a shard as a manifest has it: places in its text, counts, 
 DK_API int64_t dk_scan_shards(const char* text, int64_t start, int64_t num_bytes, int64_t most, dk_shard* shards,
                               char* sorted, char* content, int64_t* lengths);
 
+// Makes the checks of documents: the low 32 bits of XXH3-64 over a document's origin (offset u64, source u32, line u32) and
+// its tokens. These are sizes[i] bytes each, one after the other.
+DK_API void dk_check_documents(const uint8_t* tokens, const int64_t* sizes, int64_t num_documents, const uint64_t* offsets,
+                               const uint32_t* sources, const uint32_t* lines, uint32_t* checks);
+
 // Returns the first shard with a file that has not its size, or num_shards; a negative errno if the folder cannot be opened.
 DK_API int64_t dk_find_misfit(const char* folder, const char* text, const dk_shard* shards, int64_t num_shards);
 

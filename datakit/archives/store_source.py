@@ -103,10 +103,10 @@ class StoreSource:
             raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
         return info.size_bytes
 
-    def read_plain(self, file: SourceFile, start: int, stop: int) -> bytes:
+    def read_plain(self, file: SourceFile, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) of a file that is not compressed, as they come: who reads them must check."""
         assert not file.packed, f"{file.name} is compressed"
-        return bytes(self.storage.read_ranges(_key(file), [(start, stop)])[0])
+        return memoryview(self.storage.read_ranges(_key(file), [(start, stop)])[0])
 
     def _packed_blocks(self, file: SourceFile) -> Iterator[bytes]:
         assert file.packed

@@ -15,7 +15,7 @@ import shutil
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ import xxhash
 from datakit.store.shard_file import ShardFile
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
-from threefold.storage import is_temporary, temporary_name
+from threefold.storage import Buffer, is_temporary, temporary_name
 
 PATIENCE_S = 60.0
 ROOM_PART = 16  # an eviction frees this part of the cache beyond what is asked for, so that few look through it
@@ -52,13 +52,31 @@ class BlockCache:
             self._in_use = _hold(self._folder / _IN_USE, fcntl.LOCK_SH)
             self._remove_former()
 
-    def get(self, name: str, size_bytes: int, make: Callable[[], bytes]) -> ShardFile:
+    def get(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> ShardFile:
         """Return the open file of a block; if it is not there, `make` fetches it, in one process at a time."""
         file = self._open(name, size_bytes)
         if file is None:
-            with self._locked(1 + xxhash.xxh3_64_intdigest(name.encode()) % (1 << 60)):
-                file = self._open(name, size_bytes) or self._add(name, size_bytes, make())
+            with self._locked(_lock_of(name)):
+                file = self._open(name, size_bytes) or self._add([(name, size_bytes)], [make()])[0]
         return file
+
+    def fill(self, blocks: Sequence[tuple[str, int]], make: Callable[[int, int], Sequence[Buffer]]) -> None:
+        """Fetch those of some blocks, names with sizes, that are not there; `make(i, j)` returns blocks [i, j)."""
+        if not self._missing(blocks):
+            return
+        places = sorted(_lock_of(name) for name, _ in blocks)  # in one order, so no two wait for each other
+        with self._locked(*places):
+            for first, stop in self._missing(blocks):
+                self._add(blocks[first:stop], make(first, stop))
+
+    def _missing(self, blocks: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
+        """Return which of the blocks are not there, as ranges [first, stop); the others count as used."""
+        found: list[tuple[int, int]] = []
+        for number, block in enumerate(blocks):
+            if self._open(*block) is None:
+                first = found.pop()[0] if found and found[-1][1] == number else number
+                found.append((first, number + 1))
+        return found
 
     def _open(self, name: str, size_bytes: int) -> ShardFile | None:
         path = self._folder / name
@@ -77,8 +95,9 @@ class BlockCache:
                 os.utime(file.descriptor)
         return file
 
-    def _add(self, name: str, size_bytes: int, content: bytes) -> ShardFile:
-        assert len(content) == size_bytes, "a block has the size that its name says"
+    def _add(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> list[ShardFile]:
+        assert [len(content) for content in contents] == [size for _, size in blocks], "a block's name says its size"
+        size_bytes = sum(size for _, size in blocks)
         if size_bytes > self.max_bytes:
             raise UserError(
                 f"a block of {size_bytes} bytes does not fit into the cache {self.place} of {self.max_bytes} bytes",
@@ -86,11 +105,11 @@ class BlockCache:
             )
         with self._writing():
             self._make_room(size_bytes)
-            file = self._write(self._folder / name, content)
+            files = [self._write(self._folder / name, content) for (name, _), content in zip(blocks, contents)]
         self.bytes_added += size_bytes
-        return file
+        return files
 
-    def _write(self, path: Path, content: bytes) -> ShardFile:
+    def _write(self, path: Path, content: Buffer) -> ShardFile:
         """Write a block without a name, then name it: nobody sees a part of one."""
         temporary = None
         try:
@@ -116,7 +135,7 @@ class BlockCache:
         return file
 
     def _make_room(self, size_bytes: int) -> None:
-        """Count a block that is about to come, and remove others if the cache would be too large."""
+        """Count blocks that are about to come, and remove others if the cache would be too large."""
         with self._locked(0) as descriptor:
             found = os.pread(descriptor, _COUNT.size, 0)
             used = (_COUNT.unpack(found)[0] if len(found) == _COUNT.size else 0) + size_bytes
@@ -146,26 +165,28 @@ class BlockCache:
         return total
 
     @contextmanager
-    def _locked(self, byte: int) -> Iterator[int]:
-        """Hold the lock of one byte; the descriptor of the file of locks. The kernel frees it if this process dies."""
+    def _locked(self, *places: int) -> Iterator[int]:
+        """Lock bytes of the file of locks, and yield its descriptor. The kernel frees them if this process dies."""
         with self._writing():
             descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             backoff = Backoff(0.001, max_s=0.01, within_s=PATIENCE_S)
-            wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-            while True:
-                try:
-                    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
-                    break
-                except BlockingIOError:
-                    if (pause_s := backoff.next_s()) is None:
-                        break
+            for place in places:
+                while not self._lock(descriptor, place) and (pause_s := backoff.next_s()) is not None:
                     time.sleep(pause_s)
-                except OSError as error:
-                    raise self._failure(error) from error
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def _lock(self, descriptor: int, place: int) -> bool:
+        """Lock a byte; False if another holds it."""
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._failure(error) from error
+        return True
 
     def _remove_former(self) -> None:
         """Remove what other starts of the machine left, if no process holds it: another node's it may be."""
@@ -195,6 +216,11 @@ class BlockCache:
 def shared_cache(folder: str, max_bytes: int) -> BlockCache:
     """Return the cache in a folder, the same for all stores of the process; errors as of BlockCache."""
     return BlockCache(Path(folder), max_bytes)
+
+
+def _lock_of(name: str) -> int:
+    """Return the byte of the file of locks that a block has; byte 0 is the count's."""
+    return 1 + xxhash.xxh3_64_intdigest(name.encode()) % (1 << 60)
 
 
 def _hold(path: Path, how: int) -> int:

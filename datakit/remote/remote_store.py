@@ -6,7 +6,7 @@ a local folder.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from datakit.remote.shard_tokens import ArchivedTokens, PlainTokens, ShardTokens
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME
 from datakit.store.origins import Origins
-from datakit.store.shard import ShardIndex, Tokens, TokenShard, map_open
+from datakit.store.shard import Int64s, ShardIndex, Tokens, TokenShard, map_open
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed
@@ -70,6 +70,7 @@ class RemoteStore(TokenStore):
         """Wrap what was read already; `RemoteStore.at` is the usual way."""
         super().__init__(Path(source.storage.url), source.manifest, "pread")
         self.source, self.cache, self._url = source, cache, url
+        self._edges = np.array(self.token_starts)
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
         self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
         self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
@@ -93,14 +94,18 @@ class RemoteStore(TokenStore):
         """The store's URL as it was named, without a password."""
         return masked(self._url)
 
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks that hold the tokens at addresses [start, stop) of the store: shard, and number in it."""
-        while start < stop:
-            number, first = self.locate_token(start)
-            end = min(stop, self.token_starts[number + 1])
-            for block in self._blocks(number, (start - first) * self.itemsize, (end - first) * self.itemsize):
-                yield number, block
-            start = end
+    def blocks(self, spans: Int64s) -> list[tuple[int, int]]:
+        """Return the blocks that hold tokens at some spans of addresses, [spans, 2]: shard and number in it, sorted."""
+        starts, stops = spans[spans[:, 0] < spans[:, 1]].T
+        found: list[tuple[int, int]] = []
+        for number in _touched(self._edges, starts, stops):
+            begin, end = self._edges[number : number + 2]
+            inside = (starts < end) & (stops > begin)
+            firsts, lasts = (np.clip(edge[inside], begin, end) - begin for edge in (starts, stops))
+            bounds = np.array(self._tokens.get(number, self._open_tokens).bounds)
+            touched = _touched(bounds, firsts * self.itemsize, lasts * self.itemsize)
+            found += [(number, block) for block in touched]
+        return found
 
     def block(self, shard: int, number: int) -> Block:
         """Return what names a block in the cache."""
@@ -110,7 +115,14 @@ class RemoteStore(TokenStore):
     def fetch(self, block: Block) -> ShardFile:
         """Return the open file of a block, out of the cache or fetched into it."""
         tokens = self._tokens.get(block.shard, self._open_tokens)
-        return self.cache.get(block.name, block.size_bytes, partial(tokens.fetch, block.number))
+        return self.cache.get(block.name, block.size_bytes, lambda: tokens.fetch(block.number, block.number + 1)[0])
+
+    def fetch_run(self, run: Sequence[Block]) -> None:
+        """Fetch blocks of a shard that follow each other into the cache, in one request if none of them is there."""
+        [shard], first = {block.shard for block in run}, run[0].number
+        tokens = self._tokens.get(shard, self._open_tokens)
+        blocks = [(block.name, block.size_bytes) for block in run]
+        self.cache.fill(blocks, lambda start, stop: tokens.fetch(first + start, first + stop))
 
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
@@ -196,6 +208,15 @@ class RemoteStore(TokenStore):
 def is_store(url: str) -> bool:
     """Return whether there is a store or an archive at a URL; StorageError if nobody answers."""
     return open_repeating(url).info(FILE_NAME) is not None
+
+
+def _touched(bounds: Int64s, starts: Int64s, stops: Int64s) -> list[int]:
+    """Return which of the parts between bounds hold something of the ranges [starts[i], stops[i]), sorted."""
+    changes = np.zeros(len(bounds) + 1, np.int64)
+    np.add.at(changes, np.searchsorted(bounds, starts, side="right") - 1, 1)
+    np.subtract.at(changes, np.searchsorted(bounds, stops - 1, side="right"), 1)
+    found: list[int] = np.flatnonzero(np.cumsum(changes)).tolist()
+    return found
 
 
 def _content(digest: FileDigest) -> str:

@@ -7,6 +7,7 @@ A block whose check fails is read once more, as bits also flip on the way.
 
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.store.origins import Origins
 from datakit.store.shard import ShardIndex, damaged
 from threefold.errors import CheckFailed
+from threefold.storage import Buffer
 
 BLOCK_BYTES = 1 << 20
 Value = TypeVar("Value")
@@ -26,8 +28,11 @@ class ShardTokens(Protocol):
 
     bounds: list[int]
 
-    def fetch(self, block: int) -> bytes:
-        """Return the bytes of a block; CheckFailed, which names the object, if they are damaged."""
+    def fetch(self, first: int, stop: int) -> list[Buffer]:
+        """Return the bytes of the blocks [first, stop), in one request, of an archive one for 8 MiB.
+
+        CheckFailed, which names the object, if they are damaged.
+        """
 
 
 class PlainTokens:
@@ -48,15 +53,16 @@ class PlainTokens:
         self._firsts: list[int] = [*firsts.tolist(), len(ends)]
         self.bounds: list[int] = [*index.pointers[firsts].tolist(), size_bytes]
 
-    def fetch(self, block: int) -> bytes:
-        """Return the bytes of a block."""
-        start, stop = self.bounds[block : block + 2]
-        first, last = self._firsts[block : block + 2]
+    def fetch(self, first: int, stop: int) -> list[Buffer]:
+        """Return the bytes of the blocks [first, stop), in one request."""
+        begin, end = self.bounds[first], self.bounds[stop]
+        first_document, last = self._firsts[first], self._firsts[stop]
         index, origins = self._open_others()
-        sizes: list[int] = (index.lengths[first:last].astype(np.int64) * index.dtype.itemsize).tolist()
-        return twice(lambda: self._checked(start, stop, first, sizes, origins))
+        sizes: list[int] = (index.lengths[first_document:last].astype(np.int64) * index.dtype.itemsize).tolist()
+        content = twice(lambda: self._checked(begin, end, first_document, sizes, origins))
+        return [content[start - begin : after - begin] for start, after in pairwise(self.bounds[first : stop + 1])]
 
-    def _checked(self, start: int, stop: int, first: int, sizes: list[int], origins: Origins) -> bytes:
+    def _checked(self, start: int, stop: int, first: int, sizes: list[int], origins: Origins) -> memoryview:
         content = self._source.read_plain(self._file, start, stop)
         number = origins.first_damaged(first, content, sizes)
         if number is not None:
@@ -76,9 +82,10 @@ class ArchivedTokens:
         self._reader = twice(lambda: source.open_packed(file))
         self.bounds = self._reader.bounds
 
-    def fetch(self, block: int) -> bytes:
-        """Return the content of a frame."""
-        return twice(lambda: self._reader.read(*self.bounds[block : block + 2]))
+    def fetch(self, first: int, stop: int) -> list[Buffer]:
+        """Return the content of the frames [first, stop)."""
+        unpack, packed_frames = self._reader.unpack, self._reader.packed_frames
+        return twice(lambda: [unpack(number, packed) for number, packed in packed_frames(first, stop)])
 
 
 def block_at(tokens: ShardTokens, byte: int) -> int:

@@ -8,6 +8,7 @@ from threefold.native import INT64, POINTER, TEXT, Prototypes, bind, load_librar
 PROTOTYPES: Prototypes = {
     "dk_scan_shards": (INT64, TEXT, INT64, INT64, INT64, POINTER, POINTER, POINTER, POINTER),
     "dk_find_misfit": (INT64, TEXT, TEXT, POINTER, INT64),
+    "dk_check_documents": (None, POINTER, POINTER, INT64, POINTER, POINTER, POINTER, POINTER),
 }
 
 

@@ -1,15 +1,18 @@
 """ReadAhead: what the coming steps of a rank read of remote stores, fetched into the cache before they are made.
 
-The order of samples is known, so nothing is guessed: one thread walks through the coming steps, and others fetch each
-block that they read. The blocks of steps that are over are let go. Those of the others are at most a part of the cache,
-which spares them when it makes room. A failure is left to whoever reads the block, who tries again.
+The order of samples is known, so nothing is guessed: one thread walks through the coming steps, and others fetch the
+blocks that they read. Blocks that follow each other are one request, as each costs a server what a MiB or two of
+content do. The blocks of steps that are over are let go. Those of the others are at most a part of the cache, which
+spares them when it makes room. A failure is left to whoever reads the block, who tries again.
 """
 
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+
+import numpy as np
 
 from datakit.remote.remote_store import Block, RemoteStore
 from datakit.store.shard import Int64s
@@ -17,8 +20,9 @@ from datakit.stream.blend import Blend
 from threefold.errors import UserError
 
 NUM_THREADS = 8
-AHEAD_PART = 0.5  # of the cache, the rest is for indices and for what other ranks still need
+AHEAD_PART = 0.65  # of the cache, the rest is for indices and for what other ranks still need
 MAX_STEPS = 1 << 14
+RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 
 
 class ReadAhead:
@@ -32,7 +36,8 @@ class ReadAhead:
         self._num_over, self._is_closed, self._ahead_bytes = 0, False, 0
         self._needed: dict[str, tuple[int, Block]] = {}  # by name, with the last step that needs it
         self._steps: deque[tuple[int, list[str]]] = deque()
-        self._wanted: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+        self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
+        self._wanted: queue.SimpleQueue[list[Block] | None] = queue.SimpleQueue()
         for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS):
             threading.Thread(target=work, name="datakit-read-ahead", daemon=True).start()
 
@@ -75,23 +80,26 @@ class ReadAhead:
                 if self._is_closed:
                     return
                 self._steps.append((number, list(blocks)))
-                for name, block in blocks.items():
-                    if name not in self._needed:
-                        block.store.cache.needed.add(name)
-                        self._ahead_bytes += block.size_bytes
-                        self._wanted.put(block)
-                    self._needed[name] = number, block
+                new = [block for name, block in blocks.items() if name not in self._needed]
+                for block in new:
+                    block.store.cache.needed.add(block.name)
+                    self._ahead_bytes += block.size_bytes
+                self._needed |= {name: (number, block) for name, block in blocks.items()}
+            for run in _runs(new, self._run_bytes):
+                self._wanted.put(run)
             number += 1
 
     def _blocks_of(self, number: int) -> dict[str, Block]:
-        places = self._blend.addresses(self._samples_of(number))
-        found, lengths = set(), self._blend.sources.seq_lengths
-        for source, start in zip(*(column.tolist() for column in places)):
-            store = self._blend.stores[source]
+        sources, starts = self._blend.addresses(self._samples_of(number))
+        lengths, found = self._blend.sources.seq_lengths, dict[str, Block]()
+        for source in np.unique(sources).tolist():
+            store, length = self._blend.stores[source], lengths[source]
             if isinstance(store, RemoteStore):
-                for begin, stop in store.row_spans(start // lengths[source], lengths[source]):
-                    found |= {(store, *block) for block in store.blocks(begin, stop)}
-        return {block.name: block for block in (store.block(*place) for store, *place in found)}
+                rows = (starts[sources == source] // length).tolist()
+                spans = np.array([span for row in rows for span in store.row_spans(row, length)], np.int64)
+                blocks = (store.block(*place) for place in store.blocks(spans.reshape(-1, 2)))
+                found |= {block.name: block for block in blocks}
+        return found
 
     def _has_room(self, number: int, blocks: dict[str, Block]) -> bool:
         """Return whether a step may be planned: the one that is made now always may."""
@@ -101,7 +109,20 @@ class ReadAhead:
         return self._ahead_bytes + new_bytes <= self._most_bytes and number < self._num_over + MAX_STEPS
 
     def _fetch_blocks(self) -> None:
-        while (block := self._wanted.get()) is not None:
-            if block.name in self._needed:  # it may be over by now
+        while (run := self._wanted.get()) is not None:
+            if any(block.name in self._needed for block in run):  # it may be over by now
                 with suppress(UserError):
-                    block.store.fetch(block)
+                    run[0].store.fetch_run(run)
+
+
+def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:
+    """Yield blocks in stretches of a shard, one block or `most_bytes` at most; they are sorted."""
+    run: list[Block] = []
+    for block in blocks:
+        follows = run and (block.store, block.shard, block.number) == (run[-1].store, run[-1].shard, run[-1].number + 1)
+        if run and (not follows or sum(each.size_bytes for each in run) + block.size_bytes > most_bytes):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run

@@ -76,6 +76,30 @@ def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
     assert len(made) > 50
 
 
+def test_runs_of_several_threads_wait_for_each_other_and_fetch_what_is_missing(tmp_path: Path) -> None:
+    cache, made = BlockCache(tmp_path, 100 * SIZE), list[str]()
+    names = list(map(str, range(20)))
+
+    def fill(first: int, stop: int) -> None:
+        def make(start: int, after: int) -> list[bytes]:
+            found = names[first + start : first + after]
+            made.extend(found)
+            time.sleep(0.01)
+            return [content(name) for name in found]
+
+        cache.fill([(name, SIZE) for name in names[first:stop]], make)
+
+    get(cache, "5")
+    threads = [threading.Thread(target=fill, args=place) for place in ((0, 12), (4, 16), (8, 20), (0, 20))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == sorted(set(names) - {"5"})
+    assert all(get(cache, name) == content(name) for name in names)
+    assert cache.bytes_added == 20 * SIZE
+
+
 def test_kills_leave_whole_blocks_within_the_bound(tmp_path: Path) -> None:
     folder, rng = tmp_path / "cache", random.Random(5)
     for _ in range(4):

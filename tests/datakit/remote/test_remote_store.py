@@ -3,7 +3,8 @@
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     sizes = [0, 0, 3000, 1, *rng.integers(0, 90, 200), 0]
     path = tmp_path_factory.mktemp("remote") / "store"
     return write_store(path, [rng.integers(0, 300, size) for size in sizes], vocab_size=300, shard_documents=40)
+
+
+@pytest.fixture(scope="module")
+def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteStore]:
+    """The store behind a URL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
+        yield RemoteStore.at(f"file://{store.path}", cache=str(tmp_path_factory.mktemp("cache")), cache_mib=64)
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +101,34 @@ def test_any_cache_has_the_same_batches(
     assert (stream(remote).batch(samples).buffer == stream(store).batch(samples).buffer).all()
     blocks = [path for path in cache.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert sum(path.stat().st_size for path in blocks) <= cache_bytes
+
+
+@given(data=st.data())
+def test_the_blocks_of_spans_are_those_that_hold_their_tokens(remote: RemoteStore, data: st.DataObject) -> None:
+    place = st.integers(0, remote.num_tokens)
+    spans = [sorted(pair) for pair in data.draw(st.lists(st.tuples(place, place), max_size=5))]
+    inside = {token for start, stop in spans for token in range(start, stop)}
+    expected = set()
+    for token in inside:
+        shard, first = remote.locate_token(token)
+        bounds = remote._tokens.get(shard, remote._open_tokens).bounds
+        expected.add((shard, bisect_right(bounds, (token - first) * remote.itemsize) - 1))
+    assert remote.blocks(np.array(spans, np.int64).reshape(-1, 2)) == sorted(expected)
+
+
+def test_blocks_that_follow_each_other_are_one_request(
+    store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy
+) -> None:
+    remote = opened(put(store, "store", s3_url))
+    places = [place for place in remote.blocks(np.array([[0, store.num_tokens]])) if place[0] == 0]
+    run = [remote.block(*place) for place in places]
+    remote.fetch(run[3])
+    s3_proxy.fault = Fault("delay", method="GET", target=".bin", delay_s=0)
+    remote.fetch_run(run)
+    assert len(run) > 6
+    assert s3_proxy.num_faults == 2  # before the block that was there, and after it
+    remote.fetch_run(run)
+    assert s3_proxy.num_faults == 2
 
 
 def test_a_loader_resumes_and_reads_ahead(store: TokenStore, opened: Opener) -> None:

@@ -1,4 +1,5 @@
-// XXH3, 64 bits, seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md): the checksum of every granule.
+// XXH3, 64 bits, seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md): the checksum of granules
+// and documents.
 //
 // Inputs up to 240 bytes are hashed by scalar code; longer ones by a loop over 64-byte stripes that exists once for
 // each instruction set. All variants give the same value.
@@ -7,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ckptkit {
+namespace hashing {
 
 enum class Simd { base = 0, avx2 = 1, avx512 = 2 };
 
@@ -50,4 +51,4 @@ inline constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87ULL, kPrime64_2 = 0xC2B
                           kPrime64_3 = 0x165667B19E3779F9ULL, kPrime64_4 = 0x85EBCA77C2B2AE63ULL,
                           kPrime64_5 = 0x27D4EB2F165667C5ULL;
 
-}  // namespace ckptkit
+}  // namespace hashing

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-namespace ckptkit {
+namespace hashing {
 namespace {
 
 constexpr size_t kPiece = 256 * kBlockBytes;  // that a reader gets at once: a part of a core's L2 cache
@@ -129,4 +129,4 @@ uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target, const R
 
 uint64_t xxh3_64(const void* data, size_t size) { return xxh3_64(data, size, best_simd()); }
 
-}  // namespace ckptkit
+}  // namespace hashing
