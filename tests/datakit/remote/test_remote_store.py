@@ -1,5 +1,6 @@
 """RemoteStore: the stream of a store behind a URL is that of the local one, and every damage is named or mended."""
 
+import itertools
 import os
 import pickle
 import shutil
@@ -195,6 +196,44 @@ def test_damage_of_an_index_is_named(store: TokenStore, tmp_path: Path, opened: 
     path.write_bytes(content)
     with pytest.raises(CheckFailed, match=rf"shard-000001-000\.{suffix} is damaged"):
         stream(opened(f"file://{tmp_path / 'there'}")).batch(range(300))
+
+
+@pytest.mark.parametrize("suffix", ["origin", "idx"])
+def test_an_index_that_is_cut_or_missing_is_named(
+    store: TokenStore, tmp_path: Path, opened: Opener, suffix: str
+) -> None:
+    shutil.copytree(store.path, tmp_path / "there")
+    path = tmp_path / "there" / f"shard-000001-000.{suffix}"
+    os.truncate(path, path.stat().st_size - 4)
+    with pytest.raises(CheckFailed, match=rf"shard-000001-000\.{suffix} has \d+ bytes, manifest.json says \d+"):
+        stream(opened(f"file://{tmp_path / 'there'}")).batch(range(300))
+    path.unlink()
+    with pytest.raises(CheckFailed, match=rf"shard-000001-000\.{suffix} is missing"):
+        stream(opened(f"file://{tmp_path / 'there'}")).batch(range(300))
+
+
+def test_bits_that_flip_in_a_manifest_are_named(
+    store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy
+) -> None:
+    put(store, "store", s3_url)
+    size = (store.path / "manifest.json").stat().st_size
+    for place in range(0, size, size // 7):
+        s3_proxy.fault = Fault("flip", method="GET", target="manifest.json", times=1, after_bytes=place)
+        with pytest.raises(UserError, match=r"manifest\.json"):
+            opened(s3_url)
+    s3_proxy.fault = Fault("503", target="manifest.json", times=2)
+    assert opened(s3_url).fingerprint == store.fingerprint
+
+
+def test_a_store_that_vanishes_is_named_by_the_step_that_needs_it(
+    store: TokenStore, tmp_path: Path, opened: Opener
+) -> None:
+    there = tmp_path / "there"
+    shutil.copytree(store.path, there)
+    with Loader(stream(opened(f"file://{there}")), 2, 1) as loader:
+        shutil.rmtree(there)
+        with pytest.raises(UserError, match=r"there/shard-\S+ (is missing|does not exist)"):
+            list(itertools.islice(loader, 300))
 
 
 def test_what_cannot_be_opened(store: TokenStore, tmp_path: Path) -> None:
