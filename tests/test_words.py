@@ -20,7 +20,7 @@ AREAS = {
     "docs": ["*.md", "docs/**/*.md"],
     "threefold": ["threefold/**/*.py"],
     "datakit": ["datakit/**/*.py", "csrc/datakit/*"],
-    "ckptkit": ["ckptkit/**/*.py", "csrc/ckptkit/*"],
+    "ckptkit": ["ckptkit/**/*.py", "csrc/ckptkit/*", "csrc/hashing/*"],
     "trainer": ["trainer/**/*.py", "csrc/ops/*"],
     "programs": ["tools/**/*.py", "examples/**/*.py", "benchmarks/**/*.py"],
 }

@@ -104,7 +104,9 @@ def test_kills_leave_whole_blocks_within_the_bound(tmp_path: Path) -> None:
     folder, rng = tmp_path / "cache", random.Random(5)
     for _ in range(4):
         running = processes(folder, 20 * SIZE, 2, 10**6)
-        time.sleep(0.4 + rng.random() / 4)
+        while not blocks(folder) and all(process.poll() is None for process in running):
+            time.sleep(0.01)  # until they have begun
+        time.sleep(rng.random() / 2)
         for process in running:
             process.send_signal(signal.SIGKILL)
             process.communicate(timeout=30)
