@@ -7,6 +7,7 @@ moves too.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -134,8 +135,8 @@ def swapped(real: Any, name: str, *sizes: int) -> Any:
 
 
 def one_buffer(real: Any, self: Executor[Any], link_of: Any, new_buffer: Any, *rest: Any, **options: Any) -> None:
-    buffer = new_buffer()
-    real(self, link_of, lambda: buffer.data, *rest, **options)  # whose version counter is its own
+    buffer = cache(new_buffer)
+    real(self, link_of, lambda: buffer().data, *rest, **options)  # whose version counter is its own
 
 
 def stages_2_and_4_swapped(real: Any, *arguments: Any) -> list[range]:
