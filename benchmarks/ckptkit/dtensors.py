@@ -58,17 +58,14 @@ def rank_main(rank: int, arguments: argparse.Namespace, work: Path) -> None:
     dist.destroy_process_group()
 
 
-def ways(run: Run, work: Path, state: dict[str, DTensor], turn: int) -> dict[str, Callable[[], float]]:
-    """Return each way to copy, save or load, which returns the seconds that count of it."""
+def ways(run: Run, work: Path, state: dict[str, DTensor], turn: int) -> dict[str, Callable[[], object]]:
+    """Return each way to copy, save or load, in the order in which they are timed."""
     copies = [each.to_local().clone() for each in state.values()]
     place = work / f"dcp-{turn}"
 
     def copy() -> None:
         for target, each in zip(copies, state.values(), strict=True):
             target.copy_(each.to_local())
-
-    def wait() -> None:
-        run.wait()
 
     def save_by_dcp() -> None:
         dcp.save(dict(state), checkpoint_id=place)
@@ -78,7 +75,7 @@ def ways(run: Run, work: Path, state: dict[str, DTensor], turn: int) -> dict[str
     found: dict[str, Callable[[], object]] = {
         "raw copy": copy,
         "ckptkit stall": lambda: run.save(turn + 1, {"model": state}),
-        "ckptkit rest of save": wait,
+        "ckptkit rest of save": run.wait,
         "DCP save": save_by_dcp,
         "ckptkit load": lambda: run.load({"model": state}, turn + 1),
         "DCP load": lambda: dcp.load(dict(state), checkpoint_id=place),

@@ -6,12 +6,11 @@ handed out, right after they were verified. Cost: one small exchange a load, and
 """
 
 from collections.abc import Callable
-from functools import cached_property
 
 import numpy as np
 
 from ckptkit.format.root import Root
-from ckptkit.io.blocks import NOWHERE, Columns, SumPlaces
+from ckptkit.io.blocks import NOWHERE, SumPlaces
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.exchange import Exchange, agreed
 from ckptkit.loading.reader import CheckpointReader
@@ -39,8 +38,13 @@ class LoadSums:
         self._sums = ChunkSums(wanted, 0)
         numbers = {info.name: number for number, info in enumerate(self._tensors)}
         self._numbers = np.array([numbers[name] for name in wanted.names], np.int64)
-        num_dims = max((len(info.shape) for info in self._tensors), default=0) or 1
-        self._held = np.zeros((len(wanted.names), 2), np.uint64)  # elements and weight of each tensor
+        boxes = [(info, Box((0,) * len(info.shape), info.shape), 0, info.numel) for info in self._tensors]
+        whole = ChunkTable.of(boxes)
+        num_dims = max(whole.offset.shape[1], 1)
+        # elements and weight of each tensor: of all of it, and of what is held here
+        weight = box_weights(whole.with_dims(num_dims), KEYS[:num_dims])
+        self._whole = np.column_stack([whole.stop.astype(np.uint64), weight])
+        self._held = np.zeros((len(wanted.names), 2), np.uint64)
         np.add.at(self._held[:, 0], wanted.tensor, (wanted.stop - wanted.start).astype(np.uint64))
         np.add.at(self._held[:, 1], wanted.tensor, weights(wanted.with_dims(num_dims), KEYS[:num_dims]))
         begins = np.cumsum(wanted.size_bytes) - wanted.size_bytes
@@ -82,15 +86,6 @@ class LoadSums:
             )
             raise CheckFailed(text, hint=f"ckptkit verify {url}")
         return num_certified
-
-    @cached_property
-    def _whole(self) -> Columns:
-        """What `_held` is of each tensor of the root if nothing is missing."""
-        boxes = [(info, Box((0,) * len(info.shape), info.shape), 0, info.numel) for info in self._tensors]
-        whole = ChunkTable.of(boxes)
-        num_dims = max(whole.offset.shape[1], 1)
-        weight = box_weights(whole.with_dims(num_dims), KEYS[:num_dims])
-        return np.column_stack([whole.stop.astype(np.uint64), weight])
 
 
 def fetching(reader: CheckpointReader, sums: LoadSums | None) -> Callable[[LoadPlan, Ints], None]:
