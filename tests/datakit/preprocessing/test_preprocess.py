@@ -290,12 +290,12 @@ def test_killed_at_any_moment_and_rerun_gives_the_same_bytes(
     for attempt in range(5):
         words = command(large_corpus, tmp_path / "killed", tokenizer_path, *flags)
         process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        time.sleep(1.0)
-        while attempt and num_shard_files(tmp_path / "killed") < 12 * attempt:  # two files an item, of 70
+        while not (workers := psutil.Process(process.pid).children()) or (
+            num_shard_files(tmp_path / "killed") < 12 * attempt  # of two files for each of 70 items
+        ):
             assert process.poll() is None
             time.sleep(0.02)
-        workers = psutil.Process(process.pid).children()
-        chosen = process.pid if victim == "parent" or not workers else workers[attempt % len(workers)].pid
+        chosen = process.pid if victim == "parent" else workers[attempt % len(workers)].pid
         os.kill(chosen, signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
         psutil.wait_procs(workers, timeout=20)
