@@ -86,7 +86,7 @@ class Encoder:
             return {"bytes": base64.b64encode(value).decode()}
         if kind is complex:
             return {"complex": [value.real, value.imag]}
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        if _is_plain_array(value):
             if isinstance(value, np.generic):
                 return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
             self.arrays[path] = value
@@ -124,9 +124,16 @@ class Encoder:
             hint = f"pass it as a plain {next(b.__name__ for b in (int, float, str) if isinstance(value, b))}"
         elif hasattr(kind, "__dataclass_fields__"):
             hint = "pass dataclasses.asdict(...) of it"
+        elif isinstance(value, np.ma.MaskedArray):
+            hint = "pass its data and its mask as two arrays"
         elif hasattr(value, "dtype"):
             hint = "an array of objects or of fields is not stored: pass its columns, or a list"
         return UserError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint holds", hint=hint)
+
+
+def _is_plain_array(value: Any) -> bool:
+    is_array = isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray)
+    return is_array and not value.dtype.hasobject and value.dtype.names is None
 
 
 def groups_of(value: dict[Any, Any]) -> list[dict[str, Any]] | None:
@@ -162,7 +169,8 @@ def decoded(path: str, node: Node, array: Callable[[str, Node], Any]) -> Any:
     if tag == "complex":
         return complex(*body)
     if tag == "scalar":
-        return np.frombuffer(base64.b64decode(body[1]), np.dtype(body[0]))[0]
+        dtype = np.dtype(body[0])
+        return np.frombuffer(base64.b64decode(body[1]), dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
     return array(path, node)
 
 
@@ -178,6 +186,13 @@ def made(value: Any) -> Any:
 def fields(node: Node) -> dict[Any, Node] | None:
     """Return the items of a tree that is a dict, else None."""
     return dict(map(tuple, node["dict"])) if isinstance(node, dict) and "dict" in node else None
+
+
+def items_of(node: Node) -> list[Node] | None:
+    """Return the items of a tree that is a list or tuple, else None."""
+    if isinstance(node, dict):
+        node = node.get("tuple")
+    return node if isinstance(node, list) else None
 
 
 def leaves(path: str, node: Node) -> Iterator[str]:

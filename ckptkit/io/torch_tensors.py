@@ -54,6 +54,8 @@ def no_memory(data: Any) -> tuple[str, str] | None:
         if kind.__name__ == "FakeTensor":
             return "a FakeTensor, which has no memory", "make the tensor outside of FakeTensorMode"
         return f"a {kind.__name__}, which wraps other tensors", "pass the torch.Tensor that holds the elements"
+    if data.is_nested:
+        return "a nested tensor", "pass tensor.unbind(), a tuple of its parts"
     if data.is_meta:
         return "a meta tensor, which has no memory", 'materialise it first: module.to_empty(device="cpu")'
     if data.layout != torch.strided:

@@ -59,8 +59,7 @@ def as_stored(local: torch.Tensor) -> torch.Tensor:
     if str(local.dtype).removeprefix("torch.") in STORED:
         return local
     if local.is_complex():
-        local = torch.view_as_real(local).contiguous()
-        return local.view(torch.uint8).reshape(*local.shape[:-1], -1)
+        return torch.view_as_real(local).contiguous().view(torch.uint8)
     return local.contiguous().unsqueeze(-1).view(torch.uint8)
 
 

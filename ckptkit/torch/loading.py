@@ -7,6 +7,7 @@ filled from which tensor, and what is to be done once it is.
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.format.state_tree import Encoder, Node, decoded, fields, leaves, made, part
+from ckptkit.format.state_tree import Encoder, Node, decoded, fields, items_of, leaves, made, part
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
 from ckptkit.torch.boxes import Held, as_stored, dtype_of, held, local_of, region
-from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, own_name, set_rng_state
+from ckptkit.torch.objects import (
+    RNG,
+    ParameterNames,
+    extra_state_owner,
+    give_state,
+    holds_objects,
+    is_of_kind,
+    is_stateful,
+    made_on_request,
+    module_state,
+    set_rng_state,
+)
 from ckptkit.torch.saved import Saved, SavedKey
 from threefold.errors import UserError
 
 TORCH_DTYPES = {stored: getattr(torch, name) for stored, name in NAMES.items()}
-# options that learning rate schedulers add to an optimizer's groups
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 OTHER_KIND = "another kind of optimizer in the checkpoint"
 
 
@@ -94,16 +104,26 @@ class Match:
             self._fill_stateful(path, target, node)
         elif isinstance(target, dict) and target:
             self._fill_dict(path, target, node)
-        elif isinstance(target, list) and isinstance(node, list) and _holds_objects(target):
-            if len(target) != len(node):
-                self.faults.append(f"{path}: {len(node)} items in the checkpoint, {len(target)} here")
-            for number, (each, its) in enumerate(zip(target, node, strict=False)):
-                self._put(f"{path}/#{number}", target, number, its, each)
-            self.wanted.add(path)
+        elif isinstance(target, list | tuple) and (its := items_of(node)) is not None and holds_objects(target):
+            return self._fill_items(path, target, its)
         else:
             self.wanted |= {path, *leaves(path, node)}
             value = decoded(path, node, self._new)
             return lambda: made(value)
+        return target
+
+    def _fill_items(self, path: str, target: Any, nodes: list[Node]) -> Any:
+        """Fill a list in place, and what a tuple holds; return a function that makes the tuple if it has values."""
+        if len(target) != len(nodes):
+            self.faults.append(f"{path}: {len(nodes)} items in the checkpoint, {len(target)} here")
+        self.wanted.add(path)
+        pairs = enumerate(zip(target, nodes, strict=False))
+        filled = [self._fill(f"{path}/#{number}", each, node) for number, (each, node) in pairs]
+        values = {number: value for number, value in enumerate(filled) if value is not target[number]}
+        if isinstance(target, tuple):
+            made_of = lambda: tuple(values[n]() if n in values else each for n, each in enumerate(target))  # noqa: E731
+            return made_of if values else target
+        self._after += [partial(_replace, target, number, value) for number, value in values.items()]
         return target
 
     def _set(self, parent: Any, key: Any, value: Any) -> None:
@@ -128,23 +148,27 @@ class Match:
 
     def _fill_module(self, path: str, module: nn.Module, node: Node) -> None:
         items = fields(node) or {}
-        for name, live in module_state(path, module).items():
+        live = module_state(path, module)
+        computed = made_on_request(path, module, live)
+        given: dict[str, Any] = {}
+        for name, each in live.items():
             inner = f"{path}/{part(name)}"
             if name not in items:
                 self.missing.append(inner)
-            elif isinstance(live, torch.Tensor):
-                self._fill_tensor(inner, live, items[name])
+                continue
+            owner = extra_state_owner(module, name)
+            if isinstance(each, torch.Tensor) and (owner is None or self._fits(inner, each, items[name])):
+                self._fill_tensor(inner, each, items[name])
+                value = each
             else:
-                self._fill_extra(inner, module, name, items[name])
-
-    def _fill_extra(self, path: str, module: nn.Module, name: str, node: Node) -> None:
-        """Set a module's extra state, which is not a tensor."""
-        owner = next(
-            each for inner, each in module.named_modules() if own_name(module, inner) == name.rpartition(".")[0]
-        )
-        self.wanted |= {path, *leaves(path, node)}
-        value = decoded(path, node, self._new)
-        self._after.append(lambda: owner.set_extra_state(made(value)))
+                self.wanted |= {inner, *leaves(inner, items[name])}
+                value = decoded(inner, items[name], self._new)
+            if owner is not None:
+                self._after.append(partial(_call_made, owner.set_extra_state, value))
+            else:
+                given[name] = value
+        if computed & given.keys():  # filling what a state_dict made does not change the module
+            self._after.append(lambda: give_state(path, module, made(given)))
 
     def _fill_optimizer(self, path: str, optimizer: Optimizer, node: Node) -> None:
         items = fields(node) or {}
@@ -166,7 +190,7 @@ class Match:
             if found and not absent:
                 members, options = saved_groups[found.pop()]
                 inner = f"{path}/param_groups/{part(members[0])}"
-                if not _is_of_kind(optimizer, fields(options) or {}):
+                if not is_of_kind(optimizer, fields(options) or {}):
                     kept = [f"/{part(key)}" for key in fields(states.get(own[0])) or {} if key != "step"][:1]
                     what = f"{path}/state/{part(own[0])}{''.join(kept)}"
                     self.faults.append(f"{what}: {type(optimizer).__name__} here, {OTHER_KIND}")
@@ -175,6 +199,11 @@ class Match:
             for name, parameter in zip(own, group["params"], strict=True):
                 if name in group_of:
                     self._fill_state(f"{path}/state/{part(name)}", optimizer, group, parameter, states.get(name))
+        for key, each in states.items() if group_of else ():
+            if key not in group_of:  # of no parameter
+                inner = f"{path}/state/{part(key)}"
+                self.wanted |= set(leaves(inner, each))
+                self._set(optimizer.state, key, decoded(inner, each, self._new))
 
     def _fill_options(self, path: str, group: dict[str, Any], node: Node) -> None:
         for key, each in (fields(node) or {}).items():
@@ -245,6 +274,10 @@ class Match:
     def _fill_tensor(self, path: str, tensor: torch.Tensor, node: Node) -> None:
         """Note what of a tensor is here to be filled; one that is tied to another is filled once."""
         self.wanted |= {path, *leaves(path, node)}
+        stored, local = held(path, tensor), local_of(tensor)
+        if any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True)):
+            self.faults.append(f"{path}: its elements here share memory, as those of an expanded tensor; clone() it")
+            return
         if not self._fits(path, tensor, node):
             dtype = node.get("tensor") if isinstance(node, dict) else None
             shape = None if dtype is None else self._shape(path, dtype)
@@ -252,7 +285,6 @@ class Match:
             wanted = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             self.faults.append(f"{path}: {found} in the checkpoint, {wanted} here")
             return
-        stored, local = held(path, tensor), local_of(tensor)
         memory = (local.data_ptr(), local.stride(), stored) if local.numel() else id(tensor)
         if memory in self._filled:
             return
@@ -291,20 +323,12 @@ class Match:
         return lambda: np.frombuffer(data.numpy().tobytes(), kind, math.prod(shape)).reshape(shape).copy()
 
 
-def _is_of_kind(optimizer: Optimizer, saved: Mapping[Any, Node]) -> bool:
-    """Return whether a group's options may be of this kind of optimizer: other versions of it have more or fewer."""
-    here = optimizer.defaults.keys()
-    return not here - saved.keys() or not saved.keys() - here - OF_SCHEDULERS
+def _replace(items: list[Any], number: int, value: Callable[[], Any]) -> None:
+    items[number] = value()
 
 
-def _holds_objects(values: list[Any]) -> bool:
-    """Return whether a list has what is filled in place: tensors, modules and the like, at any depth of dicts."""
-    return any(
-        isinstance(each, torch.Tensor | nn.Module | Optimizer)
-        or is_stateful(each)
-        or (isinstance(each, dict) and _holds_objects(list(each.values())))
-        for each in values
-    )
+def _call_made(act: Callable[[Any], object], value: Any) -> None:
+    act(made(value))
 
 
 def _but_last(each: Part) -> Part:

@@ -12,11 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ckptkit.torch.boxes import local_of
 from threefold.errors import UserError
 
 RNG = "rng"
+EXTRA_STATE = "_extra_state"  # what torch names the extra state of a module
+# options that learning rate schedulers add to an optimizer's groups
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -24,6 +29,17 @@ def is_stateful(value: Any) -> bool:
     """Return whether an object saves and loads itself by state_dict and load_state_dict."""
     kind = type(value)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def holds_objects(values: Iterable[Any]) -> bool:
+    """Return whether values have what is filled in place: tensors, modules and the like, at any depth."""
+    return any(
+        isinstance(each, torch.Tensor | nn.Module | Optimizer)
+        or is_stateful(each)
+        or (isinstance(each, dict) and holds_objects(each.values()))
+        or (isinstance(each, list | tuple) and holds_objects(each))
+        for each in values
+    )
 
 
 def own_name(module: nn.Module, name: str) -> str:
@@ -45,7 +61,46 @@ def module_state(path: str, module: nn.Module) -> dict[str, Any]:
             hint="shard it by torch.distributed.fsdp.fully_shard",
         )
     state = module.state_dict(keep_vars=True)
+    if lazy := next((name for name, value in state.items() if is_lazy(value)), None):
+        raise UserError(f"{path}/{lazy} has no shape yet", hint="run the module on a batch first")
     return {own_name(module, name): value for name, value in state.items()}
+
+
+def extra_state_owner(module: nn.Module, name: str) -> nn.Module | None:
+    """Return whose extra state a name of a module's state is, None if it is not one."""
+    owner, _, last = name.rpartition(".")
+    if last != EXTRA_STATE:
+        return None
+    return next((each for inner, each in module.named_modules() if own_name(module, inner) == owner), None)
+
+
+def made_on_request(path: str, module: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Return which names of a module's state are not its memory but what it or a hook makes at each `state_dict()`."""
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    others = {name: value for name, value in state.items() if id(value) not in own}
+    again = module_state(path, module) if others else {}
+    return {name for name, value in others.items() if not _is_same_memory(value, again.get(name))}
+
+
+def give_state(path: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Have a module take a state by load_state_dict; UserError if it does not take all of it."""
+    names = {own_name(module, name): name for name in module.state_dict(keep_vars=True)}
+    try:
+        left = module.load_state_dict({names[name]: value for name, value in state.items()}, strict=False)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not load the state that it made: {error}") from None
+    if left.unexpected_keys:
+        raise UserError(
+            f"{path} does not load what its state_dict has: {', '.join(left.unexpected_keys)}",
+            hint="let load_state_dict take the names that state_dict makes",
+        )
+
+
+def _is_same_memory(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    first, second = local_of(one), local_of(other)
+    return first.numel() == 0 or first.data_ptr() == second.data_ptr()
 
 
 class ParameterNames:
@@ -85,8 +140,15 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     """Return an optimizer's state and groups by the names of its parameters: the live tensors themselves."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
-    state = {names[id(each)]: dict(optimizer.state[each]) for each in parameters if optimizer.state.get(each)}
+    state: dict[Any, Any] = {key: each for key, each in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    state |= {names[id(each)]: dict(optimizer.state[each]) for each in parameters if optimizer.state.get(each)}
     return {"state": state, "param_groups": groups}
+
+
+def is_of_kind(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
+    """Return whether a group's options may be of this kind of optimizer: other versions of it have more or fewer."""
+    here = optimizer.defaults.keys()
+    return not here - saved.keys() or not saved.keys() - here - OF_SCHEDULERS
 
 
 def optimizers_in(state: Mapping[str, Any]) -> list[Optimizer]:

@@ -102,7 +102,13 @@ class Run(AnyRun, Closing):
         exchange = self._opened_exchange()
         if self._checkpointer is not None:
             self._keep(self._checkpointer.wait())
-        on_all(exchange, lambda: check_keys(state))
+
+        def check() -> None:
+            check_keys(state)
+            if step is not None:
+                check_step(step)
+
+        on_all(exchange, check)
         candidates: Iterable[tuple[str, int]] = (
             committed_candidates(self._address(), exchange) if step is None else [(self.url, step)]
         )
@@ -246,6 +252,8 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
 def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as plain numbers; UserError for what is not a number."""
     found: dict[str, Any] = {}
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"metrics are a dict of numbers, not {metrics!r}", hint='metrics={"val_loss": 2.1}')
     for name, value in metrics.items():
         number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
         if type(name) is not str or name == METADATA or not isinstance(number, Real):

@@ -45,12 +45,12 @@ VALUES: dict[str, Any] = {
     "bytes": b"\0\xff", "complex": 1 - 2j, "tuple": (1, (2.5, [])), "empty": {}, "": "no name",
     "keys": {0: "int", "0": "text", 1.5: "float", None: "none", "#0": "sign", "@1": "at", "a/b": 1, "a%2Fb": 2},
     "url": "s3://user:password@host/run",
-    "scalars": [np.float32(1.5), np.int16(-3), np.bool_(True), np.str_("x")],
+    "scalars": [np.float32(1.5), np.int16(-3), np.bool_(True), np.str_("x"), np.str_("")],
     "arrays": [np.arange(6, dtype=np.int32).reshape(2, 3), np.array(7.0), np.arange(3, dtype=np.uint64),
                np.arange(4, dtype=">i2"), np.array(["a", "bc"]), np.zeros((0, 3), np.float32)],
     "tensors": [torch.arange(5), torch.tensor(2.5), torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(0, 4),
                 torch.tensor([True, False]), torch.ones(2, 3, dtype=torch.complex64) * 1j,
-                torch.arange(3).to(torch.uint16), torch.arange(12.0).reshape(3, 4).T[1:]],
+                torch.arange(3).to(torch.uint16), torch.arange(12.0).reshape(3, 4).T[1:], torch.zeros(0, 3) * 1j],
 }  # fmt: skip
 
 
