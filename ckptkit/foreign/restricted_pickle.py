@@ -97,4 +97,5 @@ def parsed(data: bytes, allowed: Collection[str], where: str, external: Callable
     except CheckFailed:
         raise
     except Exception as error:  # whatever the data has it do
-        raise CheckFailed(f"{where} is not a file of pickled data, or is damaged: {error!r}") from None
+        found = "it ends too early" if isinstance(error, EOFError) else repr(error)
+        raise CheckFailed(f"{where} is not a file of pickled data, or is damaged: {found}") from None

@@ -6,6 +6,7 @@ calls (all passes in storage order do) read every granule once.
 
 import hashlib
 import os
+import resource
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,8 @@ from threefold.closing import Closing
 from threefold.errors import CheckFailed, StorageError
 from threefold.storage import Storage
 
-MAX_OPEN_FILES = 128  # each keeps a granule
+# each keeps a granule and two descriptors, and two checkpoints may be open
+MAX_OPEN_FILES = max(4, min(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files that each reads one after the other
 MAX_GROUP_BYTES = 16 << 20
 

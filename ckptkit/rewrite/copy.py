@@ -6,6 +6,7 @@ keeps is made durable first, and then read past the page cache. Memory: a block 
 uploads hold.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ from ckptkit.check.verify import verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import blocks_of, copy_part
 from ckptkit.format.part_index import PartIndex
+from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import root_bytes
 from ckptkit.plan.certificate import is_readable
-from threefold.errors import CheckFailed, UserError
+from ckptkit.runs.temporaries import remove_unless_written, temporaries
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.local import sync_name
 
@@ -76,6 +79,7 @@ def copy_step(
     if dry_run:
         copied, kept = (0, 0) if is_there else _sizes(source, target, len(text))
         return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started, dry_run)
+    _remove_leftovers(source.root, target)
     if is_there:
         sync_name(target, key)
     copied, kept, is_summed = 0, 0, False
@@ -98,6 +102,15 @@ def copy_step(
         source.url, there_url, step, num_files, copied, kept, time.monotonic() - started,
         certified=is_summed or checked.num_certified > 0,
     )  # fmt: skip
+
+
+def _remove_leftovers(root: Root, target: Storage) -> None:
+    """Remove hidden files that killed copies of this checkpoint left; those that a living one writes are kept."""
+    names = {name for part in root.parts for name in (part.data, part.index)}
+    for each in temporaries(target, root.step):
+        if each.key in names:
+            with contextlib.suppress(StorageError):  # another process removed it
+                remove_unless_written(target, each)
 
 
 def _sizes(source: CheckpointReader, target: Storage, root_bytes: int) -> tuple[int, int]:

@@ -102,13 +102,7 @@ class Run(AnyRun, Closing):
         exchange = self._opened_exchange()
         if self._checkpointer is not None:
             self._keep(self._checkpointer.wait())
-
-        def check() -> None:
-            check_keys(state)
-            if step is not None:
-                check_step(step)
-
-        on_all(exchange, check)
+        _agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
         candidates: Iterable[tuple[str, int]] = (
             committed_candidates(self._address(), exchange) if step is None else [(self.url, step)]
         )
@@ -212,6 +206,23 @@ class Run(AnyRun, Closing):
             log(f"warning: ranks {numbers} have no random state in step {step} of {self.url} and keep their own: "
                 f"{saved.world_size} ranks saved it")  # fmt: skip
         return replace(report, num_certified=num_certified)
+
+
+def _agree_on_load(exchange: Exchange, state: State, asked: dict[str, Any]) -> None:
+    """Raise UserError on all ranks if one asks for what no load can do, or for another load than the others."""
+
+    def message() -> bytes:
+        check_keys(state)
+        if asked["step"] is not None:
+            check_step(asked["step"])
+        return json.dumps({**asked, "strict": bool(asked["strict"]), "certify": bool(asked["certify"])}).encode()
+
+    heard = [json.loads(each) for each in agreed(exchange, message)]
+    for name in asked:
+        found = list(dict.fromkeys(each[name] for each in heard))
+        if len(found) > 1:
+            text = f"ranks load with different values of {name}: {', '.join(map(str, found))}"
+            raise UserError(text, hint="let all ranks call load with the same arguments")
 
 
 def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:

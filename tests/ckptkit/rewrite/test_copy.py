@@ -1,6 +1,7 @@
 """Copy: byte for byte between any storages, never a damaged or half copy committed, a killed one goes on."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -227,3 +228,18 @@ def test_a_copy_restores_elsewhere(tmp_path: Path) -> None:
     copy(make(tmp_path / "source"), tmp_path / "target")
     with CheckpointReader(open_storage(tmp_path / "target"), 9) as reader:
         assert verify_checkpoint(reader).ok
+
+
+def test_hidden_files_of_killed_copies_go_but_those_that_are_written(tmp_path: Path) -> None:
+    with CheckpointReader(open_storage(make(tmp_path / "run")), 9) as reader:
+        parts = reader.root.parts
+    data, index = (tmp_path / f"to/step-000000009/{name}" for name in (parts[0].data, parts[1].index))
+    hidden = [path.with_name(f".{path.name}.{'0' * 15}{n}.tmp") for n, path in enumerate((data, index, data))]
+    other = tmp_path / "to/step-000000009/other-attempt" / hidden[0].name
+    for path in (*hidden, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"begun")
+    with open(hidden[2], "rb") as written:
+        fcntl.flock(written, fcntl.LOCK_EX)
+        copy(tmp_path / "run", tmp_path / "to")
+    assert [path for path in (*hidden, other) if path.exists()] == [hidden[2], other]

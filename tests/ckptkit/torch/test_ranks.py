@@ -7,8 +7,31 @@ import pytest
 
 from ckptkit import Run as AnyRun
 from ckptkit import verify_checkpoint
+from ckptkit.torch import Run
 from tests.ckptkit.support.torch_program import load_at, make, save_at, train
 from tests.trainer.support.ranks import run_ranks
+from threefold.errors import UserError
+
+
+def load_otherwise(rank: int, url: str) -> list[str]:
+    with Run(url) as run:
+        for step in (1, 2):
+            run.save(step, {"x": step})
+            run.wait()
+        errors = []
+        for options in ({"step": 1 + rank}, {"strict": rank == 0}, {"certify": rank == 0}):
+            with pytest.raises(UserError) as refused:
+                run.load({"x": 0, "y": 0}, **options)
+            errors.append(str(refused.value).partition("\n")[0])
+    return errors
+
+
+def test_ranks_that_load_otherwise_are_one_error_on_all(tmp_path: Path) -> None:
+    said = [f"ranks load with different values of {text}" for text in ("step: 1, 2", *(
+        f"{name}: True, False" for name in ("strict", "certify")
+    ))]  # fmt: skip
+    assert run_ranks(2, load_otherwise, str(tmp_path)) == [said, said]
+
 
 LAYOUTS = {2: ("ddp", "fsdp", "tp"), 4: ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")}
 
