@@ -43,6 +43,19 @@ def test_a_request_that_fails_for_good_is_raised() -> None:
     assert fault.num_met == 5
 
 
+@pytest.mark.parametrize(("operation", "num_tries"), [("read", 1), ("info", 1), ("list", 5), ("delete", 5)])
+def test_after_the_time_of_three_requests_a_read_is_not_begun_again(
+    monkeypatch: pytest.MonkeyPatch, operation: str, num_tries: int
+) -> None:
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "0.001")
+    monkeypatch.setattr(repeating, "FIRST_PAUSE_S", 0.004)
+    fault = Fault(TemporaryFailure("not now"))
+    storage = RepeatingStorage(FaultStorage(MemoryStorage(), fault))
+    with pytest.raises(TemporaryFailure, match="not now"):
+        getattr(storage, operation)("a")
+    assert fault.num_met == num_tries
+
+
 def test_other_faults_and_writes_that_cannot_be_repeated_are_tried_once() -> None:
     lasting, passing = Fault(StorageError("not now"), ("read",)), Fault(TemporaryFailure("not now"), ("write",))
     storage = RepeatingStorage(FaultStorage(MemoryStorage(), lasting, passing))

@@ -13,7 +13,7 @@ from datakit.archives.archiving import archive
 from datakit.remote import shard_tokens
 from datakit.reports.provenance import Passages
 from tests.datakit.conftest import files_of
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
@@ -73,13 +73,48 @@ def test_an_archive_has_its_index_elsewhere(store: PackedStore, tmp_path: Path) 
         assert_same(opened(f"file://{tmp_path}/there", tmp_path, index=index), store)
 
 
-def test_a_loader_reads_ahead_as_a_run_configures_it(
-    store: PackedStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy
-) -> None:
-    storage = open_storage(s3_url)
+def upload(store: PackedStore, url: str) -> None:
+    storage = open_storage(url)
     for name, content in files_of(store.path).items():
         storage.write(name, content)
-    s3_proxy.fault = Fault("503", method="GET", target=NAME, times=1)
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
+def test_an_index_is_read_through_passing_faults(
+    store: PackedStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    file: str, fault: str,
+) -> None:  # fmt: skip
+    upload(store, s3_url)
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own pauses are long
+    for number, (method, after_bytes) in enumerate((("HEAD", 0), ("GET", 0), ("GET", 40))):
+        s3_proxy.num_faults = 0
+        s3_proxy.fault = Fault(fault, method=method, target=f"{NAME}/{file}", times=1, after_bytes=after_bytes)
+        remote = opened(s3_url, tmp_path, cache=str(tmp_path / f"cache{number}"))
+        assert remote.fingerprint == store.fingerprint
+        assert s3_proxy.num_faults == 1
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file", ["packing.json", "starts.bin", "ends.bin"])
+def test_lasting_faults_of_an_index_are_one_error_that_names_the_file(
+    store: PackedStore, tmp_path: Path, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    file: str, fault: str,
+) -> None:  # fmt: skip
+    upload(store, s3_url)
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for method, doing in (("HEAD", "look up"), ("GET", "read")):
+        s3_proxy.num_faults = 0
+        s3_proxy.fault = Fault(fault, method=method, target=f"{NAME}/{file}", after_bytes=40 * (method == "GET"))
+        with pytest.raises(StorageError, match=rf"^cannot {doing} {s3_url}/{NAME}/{file}: \S"):
+            opened(s3_url, tmp_path)
+        assert 2 <= s3_proxy.num_faults <= 5  # repeated, and not for ever
+
+
+def test_a_loader_reads_ahead_as_a_run_configures_it(store: PackedStore, tmp_path: Path, s3_url: str) -> None:
+    upload(store, s3_url)
     config = tmp_path / "run.toml"
     config.write_text(
         f'[data]\nstores = ["{s3_url}"]\npacking = "best_fit"\nshuffle = "blocks"\nblock_tokens = {4 * L}\n'

@@ -24,6 +24,7 @@ from tools.fault_proxy import Fault, FaultProxy
 BLOCK_BYTES = 512
 L = 16
 LONG = ("reset", "cut", "stall")
+RECORDS = {"store": "manifest.json", "archive": "archive.json"}
 Opener = Callable[[str], RemoteStore]
 
 
@@ -221,8 +222,39 @@ def test_bits_that_flip_in_a_manifest_are_named(
         s3_proxy.fault = Fault("flip", method="GET", target="manifest.json", times=1, after_bytes=place)
         with pytest.raises(UserError, match=r"manifest\.json"):
             opened(s3_url)
-    s3_proxy.fault = Fault("503", target="manifest.json", times=2)
-    assert opened(s3_url).fingerprint == store.fingerprint
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("fault", ["503", "reset", "cut", pytest.param("stall", marks=pytest.mark.slow)])
+def test_what_opens_a_store_is_read_through_passing_faults(
+    store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    kind: str, fault: str,
+) -> None:  # fmt: skip
+    put(store, kind, s3_url)
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own pauses are long
+    for method, after_bytes in (("HEAD", 0), ("GET", 0), ("GET", 40)):  # nothing of the answer, or a part of its body
+        s3_proxy.num_faults = 0
+        s3_proxy.fault = Fault(fault, method=method, target=RECORDS[kind], times=1, after_bytes=after_bytes)
+        assert opened(s3_url).fingerprint == store.fingerprint
+        assert s3_proxy.num_faults == 1
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("fault", ["503", "reset", pytest.param("stall", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_lasting_faults_of_what_opens_a_store_are_one_error_that_names_it(
+    store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    kind: str, fault: str, method: str,
+) -> None:  # fmt: skip
+    put(store, kind, s3_url)
+    monkeypatch.setenv("THREEFOLD_STORAGE_TIMEOUT_S", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3_proxy.fault = Fault(fault, method=method, target=RECORDS[kind], after_bytes=40 * (method == "GET"))
+    doing = {"HEAD": "look up", "GET": "read"}[method]
+    with pytest.raises(StorageError, match=rf"^cannot {doing} {s3_url}/{RECORDS[kind]}: \S"):
+        opened(s3_url)
+    assert 2 <= s3_proxy.num_faults <= 5  # repeated, and not for ever
 
 
 def test_a_store_that_vanishes_is_named_by_the_step_that_needs_it(
