@@ -126,12 +126,13 @@ class RemoteStore(TokenStore):
 
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
-        bounds = self._tokens.get(number, self._open_tokens).bounds
-        for block in self._blocks(number, start, stop):
-            first, last = bounds[block : block + 2]
+        tokens = self._tokens.get(number, self._open_tokens)
+        block = block_at(tokens, start)
+        while start < stop:
             file = self._open_blocks.get(number << _BLOCK_BITS | block, self._fetch)
-            begin, end = max(start, first), min(stop, last)
-            yield FilePiece(file, begin - first, end - begin)
+            end = min(stop, tokens.bounds[block + 1])
+            yield FilePiece(file, start - tokens.bounds[block], end - start)
+            start, block = end, block + 1
 
     def read_tokens(self, number: int, start: int, stop: int) -> Tokens:
         """Return a copy of the tokens that are bytes [start, stop) of a shard."""
@@ -152,11 +153,6 @@ class RemoteStore(TokenStore):
             parts.append(self.read_tokens(number, (start - first) * self.itemsize, (end - first) * self.itemsize))
             start = end
         return np.concatenate([np.empty(0, self.dtype), *parts])
-
-    def _blocks(self, number: int, start: int, stop: int) -> range:
-        """Return the blocks that hold bytes [start, stop) of a shard's tokens."""
-        tokens = self._tokens.get(number, self._open_tokens)
-        return range(block_at(tokens, start), block_at(tokens, stop - 1) + 1)
 
     def _fetch(self, key: int) -> ShardFile:
         return self.fetch(self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1))

@@ -188,13 +188,22 @@ class Blend:
         """Return whether the loss of a document of a store is masked in a sample."""
         return self._masks.holds(sample, source, document)
 
-    def batch(self, samples: npt.ArrayLike, options: BatchOptions = PLAIN, *, out: Bytes | None = None) -> HostBatch:
+    def batch(
+        self,
+        samples: npt.ArrayLike,
+        options: BatchOptions = PLAIN,
+        *,
+        out: Bytes | None = None,
+        addresses: tuple[Int64s, Int64s] | None = None,
+    ) -> HostBatch:
         """Return the given samples, whose rows have one length, as a batch [samples, seq_length]; UserError if none.
 
         It is made in the memory `out`, if that is given, of `num_bytes` or of HostBatch.num_bytes. Without it, and in
-        memory of `num_bytes`, positions and loss masks that are the same in all rows are not written.
+        memory of `num_bytes`, positions and loss masks that are the same in all rows are not written. `addresses` are
+        those of the samples, where they are known.
         """
-        places = list(zip(*self._starts(samples)))
+        sources, starts = self._starts(samples) if addresses is None else [part.tolist() for part in addresses]
+        places = list(zip(sources, starts))
         seq_length = self._seq_lengths[places[0][0]]
         if len(self.sources.lengths) > 1 and any(self._seq_lengths[source] != seq_length for source, _ in places):
             raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")

@@ -33,26 +33,22 @@ class BlockOrder:
         self.blocks = Permutation(count, key + b"/blocks")
         self._missing = count * block_rows - size  # rows that the last block lacks
         [self._short] = self.blocks.positions([count - 1]).tolist()  # where that block comes
+        self._short_window, slot = divmod(self._short, self._num_blocks)
+        self._short_end = (slot + 1) * block_rows - self._missing  # the rows of its window up to its end
         self._windows: dict[int, Permutation] = {}
+        self._latest = 0, 0, self.blocks, 0  # a window's first position, the one after its last, its order, its number
 
     def start(self, position: int) -> tuple[Permutation, int, int]:
         """Return the order of the rows in the window of a position, the place in it, and the window."""
-        width = self._num_blocks * self._block_rows
-        window = position // width
-        after_short = (self._short // self._num_blocks + 1) * width - self._missing  # where the short window ends
-        if position >= after_short:
-            window = (position + self._missing) // width
-        first, size = self._bounds(window)
-        order = self._windows.get(window)
-        if order is None:
-            if len(self._windows) >= _MAX_KEPT_WINDOWS:
-                self._windows.clear()
-            order = self._windows[window] = Permutation(size, self._key + f"/window/{window}".encode())
+        first, stop, order, window = self._latest
+        if not first <= position < stop:
+            self._latest = first, stop, order, window = self._window(position)
         return order, position - first, window
 
     def split(self, window: int, place: int) -> tuple[int, int]:
         """Return of a row of a window, counted block by block, the place of its block among all, and its row in it."""
-        place += self._shift(window, place)
+        if window == self._short_window and place >= self._short_end:
+            place += self._missing
         slot, row = divmod(place, self._block_rows)
         return window * self._num_blocks + slot, row
 
@@ -68,7 +64,7 @@ class BlockOrder:
             [at] = self.blocks.positions([block]).tolist()
             window, slot = divmod(at, self._num_blocks)
             place = slot * self._block_rows + row
-            if window == self._short // self._num_blocks and at > self._short:
+            if window == self._short_window and at > self._short:
                 place -= self._missing
             first, _ = self._bounds(window)
             order, _, _ = self.start(first)
@@ -76,18 +72,26 @@ class BlockOrder:
             found.append(first + inside)
         return np.array(found, np.int64)
 
+    def _window(self, position: int) -> tuple[int, int, Permutation, int]:
+        """Return the window of a position: its first position, the one after its last, its order and its number."""
+        width = self._num_blocks * self._block_rows
+        window = position // width
+        if position >= (self._short_window + 1) * width - self._missing:
+            window = (position + self._missing) // width
+        first, size = self._bounds(window)
+        order = self._windows.get(window)
+        if order is None:
+            if len(self._windows) >= _MAX_KEPT_WINDOWS:
+                self._windows.clear()
+            order = self._windows[window] = Permutation(size, self._key + f"/window/{window}".encode())
+        return first, first + size, order, window
+
     def _bounds(self, window: int) -> tuple[int, int]:
         """Return the first position of a window, and its rows."""
-        width, short = self._num_blocks * self._block_rows, self._short // self._num_blocks
-        first = window * width - (self._missing if window > short else 0)
+        width = self._num_blocks * self._block_rows
+        first = window * width - (self._missing if window > self._short_window else 0)
         stop = min((window + 1) * width, self.blocks.size * self._block_rows)
-        return first, stop - (self._missing if window >= short else 0) - first
-
-    def _shift(self, window: int, place: int) -> int:
-        """Return how many rows the short block of a window lacks before a place."""
-        number, slot = divmod(self._short, self._num_blocks)
-        end = (slot + 1) * self._block_rows - self._missing
-        return self._missing if window == number and place >= end else 0
+        return first, stop - (self._missing if window >= self._short_window else 0) - first
 
 
 def block_elements_at(places: Sequence[tuple[BlockOrder, int]]) -> list[int]:

@@ -16,7 +16,7 @@ from datakit.store.shard import TokenShard
 from datakit.store.token_store import NO_EOD, TokenStore
 from datakit.stream.batch import BYTES_A_TOKEN, PLAIN, BatchOptions, Bytes, HostBatch, Int32s
 from datakit.stream.native import address_of, stream_library
-from datakit.stream.staging import UnmappedShard, Wanted, stage
+from datakit.stream.staging import Wanted
 from threefold.errors import UserError
 
 MAX_THREADS = 4
@@ -28,7 +28,7 @@ class RowSpans:
     """The places of a batch's rows in shards; holds the shards while the batch is made.
 
     `native` has for each span its row, address, tokens and bytes a token, a dk_piece, in the order of rows and places
-    in them. If its shard is not mapped, the address is 0, and `wanted` has by the span's number what is to be read.
+    in them. If its shard is not mapped, the address is 0, and `wanted` has what is to be read, by the span's number.
     """
 
     fields = 4
@@ -37,7 +37,7 @@ class RowSpans:
         self.seq_length = seq_length
         self.eod_ids: list[int] = []
         self.native: list[int] = []
-        self.wanted: dict[int, Wanted] = {}
+        self.wanted = Wanted()
         self._shards: list[TokenShard] = []
 
     @property
@@ -64,10 +64,9 @@ class RowSpans:
                     native += (row, 0, count, itemsize)
                 begin += count
 
-    def _want(self, store: TokenStore, number: int, first: int, count: int) -> None:
+    def _want(self, store: TokenStore, shard: int, first: int, num_tokens: int) -> None:
         """Let tokens of a shard be read for the next span."""
-        wanted = UnmappedShard(store, number, store.itemsize).wanted(first, count)
-        self.wanted[len(self.native) // self.fields] = wanted
+        self.wanted.add(len(self.native) // self.fields, store, shard, first, num_tokens)
 
 
 class PackedSpans(RowSpans):
@@ -116,12 +115,11 @@ def gather(
         if out is None
         else HostBatch.over(out, (num_rows, spans.seq_length), tokens_only=tokens_only).cut(seq_length)
     )
+    pieces, eod_ids, num_tokens = array("q", spans.native), array("q", spans.eod_ids), num_rows * seq_length
     staged = None
     if spans.wanted:
-        staged, addresses = stage(spans.wanted)
-        for number, address in addresses.items():
-            spans.native[number * spans.fields + 1] = address
-    pieces, eod_ids, num_tokens = array("q", spans.native), array("q", spans.eod_ids), num_rows * seq_length
+        staged, numbers, addresses = spans.wanted.stage()
+        np.frombuffer(pieces, np.int64)[numbers * spans.fields + 1] = addresses
     num_threads = max(1, min(MAX_THREADS, num_tokens // _TOKENS_A_THREAD))
     tokens = address_of(batch.buffer)
     others: tuple[int | None, ...] = _NONE

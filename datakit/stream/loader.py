@@ -33,10 +33,6 @@ class _NoLength(UserError, TypeError):
 class Loader(Closing):
     """An endless iterator over steps; use it in a `with`, or `close` it."""
 
-    # what reads ahead, its first sample, the samples from a step to the next; how many of its steps are over
-    _reading: tuple[ReadAhead, int, int] | None
-    _num_read: int
-
     def __init__(
         self,
         blend: Blend,
@@ -65,6 +61,7 @@ class Loader(Closing):
         blend.sources.check_steps(self._num_samples, self.global_batch_size)
         self._ahead: Future[HostBatch] | None = None
         self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
+        self._reading: ReadAhead | None = None
         self._start_thread()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -172,18 +169,15 @@ class Loader(Closing):
         """
         if not self._blend.caches:
             return
-        stride = every * self.global_batch_size
-        ahead, begin, known = self._reading or (None, 0, 0)
-        number, rest = divmod(first - begin, stride)
-        if ahead is None or known != stride or rest or number < self._num_read:
+        ahead, stride = self._reading, every * self.global_batch_size
+        number = ahead.number(first) if ahead and ahead.stride == stride else None
+        if ahead is None or number is None:
             self._end_reading()
-            begin, number = first, 0
             rows = partial(_rows, self._rows, self._dp_rank, self._dp_size)  # it may not keep the loader alive
-            ahead = ReadAhead(self._blend, lambda step: rows(begin + step * stride).ravel())
-            self._reading = ahead, begin, stride
+            ahead, number = ReadAhead(self._blend, rows, first, stride), 0
+            self._reading = ahead
             finalize(self, ahead.close).atexit = False
         ahead.over(number)
-        self._num_read = number
 
     def __iter__(self) -> Iterator[HostBatch]:
         while True:
@@ -200,7 +194,9 @@ class Loader(Closing):
         UserError if the length of rows changes inside it, or inside a later one.
         """
         self._blend.sources.check_steps(first, self.global_batch_size)
-        batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out)
+        ahead = self._reading
+        addresses = ahead.addresses(first) if ahead else None
+        batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out, addresses=addresses)
         epochs = self._blend.epochs(first + self.global_batch_size)
         return batch.reshaped(*self._rows, batch.shape[-1], first_sample=first, epochs=epochs)
 
@@ -216,14 +212,11 @@ class Loader(Closing):
     def _start_thread(self) -> None:
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
         self._ahead = self._out = None
-        self._reading: tuple[ReadAhead, int, int] | None = (
-            None  # with its first sample, and the samples to the next step
-        )
-        self._num_read = 0
+        self._reading = None
 
     def _end_reading(self) -> None:
         if self._reading:
-            self._reading[0].close()
+            self._reading.close()
         self._reading = None
 
 

@@ -24,22 +24,33 @@ AHEAD_PART = 0.65  # of the cache, the rest is for indices and for what other ra
 MAX_STEPS = 1 << 14
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 
+Addresses = tuple[Int64s, Int64s]  # as of Blend.addresses
+
 
 class ReadAhead:
     """Owned by a Loader, which says how many steps are over; its daemon threads end with `close`."""
 
-    def __init__(self, blend: Blend, samples_of: Callable[[int], Int64s]) -> None:
-        """Begin to read ahead; `samples_of(k)` are the samples of the k-th step from here."""
-        self._blend, self._samples_of = blend, samples_of
+    def __init__(self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, stride: int) -> None:
+        """Begin to read ahead at the step of sample `begin`; from a step to the next are `stride` samples.
+
+        `samples_of(first)` are the samples of the step that begins at sample `first`.
+        """
+        self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
         self._most_bytes = int(AHEAD_PART * min(cache.max_bytes for cache in blend.caches))
         self._changed = threading.Condition()
         self._num_over, self._is_closed, self._ahead_bytes = 0, False, 0
         self._needed: dict[str, tuple[int, Block]] = {}  # by name, with the last step that needs it
         self._steps: deque[tuple[int, list[str]]] = deque()
+        self._addresses: dict[int, Addresses] = {}  # of the samples of steps that are planned
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
         self._wanted: queue.SimpleQueue[list[Block] | None] = queue.SimpleQueue()
         for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS):
             threading.Thread(target=work, name="datakit-read-ahead", daemon=True).start()
+
+    def number(self, first: int) -> int | None:
+        """Return which step begins at a sample, None if none does that is not over."""
+        number, rest = divmod(first - self._begin, self.stride)
+        return None if rest or number < self._num_over else number
 
     def over(self, num_steps: int) -> None:
         """Let go what only the first steps needed."""
@@ -47,11 +58,17 @@ class ReadAhead:
             self._num_over = num_steps
             while self._steps and self._steps[0][0] < num_steps:
                 number, names = self._steps.popleft()
+                self._addresses.pop(number, None)
                 for name in names:
                     last, block = self._needed[name]
                     if last == number:
                         self._let_go(name, block)
             self._changed.notify()
+
+    def addresses(self, first: int) -> Addresses | None:
+        """Return the addresses of the samples of the step that begins at a sample, None if it is not planned."""
+        number = self.number(first)
+        return None if number is None else self._addresses.get(number)
 
     def close(self) -> None:
         """End the threads; a request that is under way ends by itself."""
@@ -60,6 +77,7 @@ class ReadAhead:
             for name, (_, block) in list(self._needed.items()):
                 self._let_go(name, block)
             self._steps.clear()
+            self._addresses.clear()
             self._changed.notify()
         for _ in range(NUM_THREADS):
             self._wanted.put(None)
@@ -72,14 +90,17 @@ class ReadAhead:
     def _plan_steps(self) -> None:
         number = 0
         while True:
-            blocks: dict[str, Block] = {}
+            addresses, blocks = None, dict[str, Block]()
             with suppress(UserError):  # who makes the step finds it out
-                blocks = self._blocks_of(number)
+                addresses = self._blend.addresses(self._samples_of(self._begin + number * self.stride).ravel())
+                blocks = self._blocks_at(addresses)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._has_room(number, blocks))  # noqa: B023
                 if self._is_closed:
                     return
                 self._steps.append((number, list(blocks)))
+                if addresses is not None:
+                    self._addresses[number] = addresses
                 new = [block for name, block in blocks.items() if name not in self._needed]
                 for block in new:
                     block.store.cache.needed.add(block.name)
@@ -89,9 +110,8 @@ class ReadAhead:
                 self._wanted.put(run)
             number += 1
 
-    def _blocks_of(self, number: int) -> dict[str, Block]:
-        sources, starts = self._blend.addresses(self._samples_of(number))
-        lengths, found = self._blend.sources.seq_lengths, dict[str, Block]()
+    def _blocks_at(self, addresses: Addresses) -> dict[str, Block]:
+        (sources, starts), lengths, found = addresses, self._blend.sources.seq_lengths, dict[str, Block]()
         for source in np.unique(sources).tolist():
             store, length = self._blend.stores[source], lengths[source]
             if isinstance(store, RemoteStore):

@@ -8,11 +8,11 @@ shard are one read of 20,480 bytes, and begin at bytes 0 and 12,288 of the buffe
 import errno
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from datakit.store.shard import Int64s
 from datakit.store.shard_file import OPEN_FILES, FilePiece
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import Bytes
@@ -22,81 +22,63 @@ from threefold.errors import CheckFailed, StorageError
 MAX_GAP_BYTES = 16 << 10  # is read along, as a further request would cost more
 MAX_FILES = 64  # open at once for one batch
 MAX_THREADS = 16
+_FILE_BITS = 44  # of a place in a file; a batch's shards have the rest of 63
 
 
-class UnmappedShard(NamedTuple):
-    """A shard of a store whose files are read; the bytes of a token are as in its manifest."""
+class Wanted:
+    """Bytes of unmapped shards that the spans of a batch hold, noted one by one."""
 
-    store: TokenStore
-    number: int
-    itemsize: int
+    def __init__(self) -> None:
+        self._shards: dict[tuple[TokenStore, int], int] = {}  # with numbers from 0 on
+        self._ranges: list[int] = []  # of each range its key, shard, first byte and the byte after the last
 
-    def wanted(self, first: int, num_tokens: int) -> "Wanted":
-        """Return the bytes of tokens of the shard."""
-        return Wanted(self, first * self.itemsize, (first + num_tokens) * self.itemsize)
+    def __len__(self) -> int:
+        return len(self._ranges) // 4
 
+    def add(self, key: int, store: TokenStore, shard: int, first: int, num_tokens: int) -> None:
+        """Note tokens of a shard of a store under a key, the number of their span."""
+        number, itemsize = self._shards.setdefault((store, shard), len(self._shards)), store.itemsize
+        self._ranges += (key, number, first * itemsize, (first + num_tokens) * itemsize)
 
-class Wanted(NamedTuple):
-    """Bytes [start, stop) of a shard."""
+    def stage(self) -> tuple[Bytes, Int64s, Int64s]:
+        """Return memory that holds all ranges, their keys, and the address of each.
 
-    shard: UnmappedShard
-    start: int
-    stop: int
-
-
-class Run(NamedTuple):
-    """What one read fetches: bytes [start, stop) of a shard, to byte `place` of the buffer."""
-
-    shard: UnmappedShard
-    start: int
-    stop: int
-    place: int
-
-
-def plan(wanted: Sequence[Wanted]) -> tuple[list[Run], list[int]]:
-    """Return the reads that fetch all ranges, sorted and joined, and the byte of the buffer at which each begins."""
-    order = sorted(range(len(wanted)), key=lambda number: _place(wanted[number]))
-    runs: list[Run] = []
-    places, end = [0] * len(wanted), 0
-    for number in order:
-        shard, start, stop = wanted[number]
-        last = runs[-1] if runs else None
-        if last and last.shard[:2] == shard[:2] and start <= last.stop + MAX_GAP_BYTES:
-            runs[-1] = last = last._replace(stop=max(last.stop, stop))
-        else:
-            last = Run(shard, start, stop, end)
-            runs.append(last)
-        places[number] = last.place + start - last.start
-        end = last.place + last.stop - last.start
-    return runs, places
+        StorageError or CheckFailed that names a file that fails.
+        """
+        table = np.frombuffer(array("q", self._ranges), np.int64).reshape(-1, 4)
+        runs, places = plan(table[:, 1:])
+        buffer = np.empty(runs[-1, 2:].sum(), np.uint8)
+        address, shards = address_of(buffer), list(self._shards)
+        for group in _groups((*shards[number], *rest) for number, *rest in runs.tolist()):
+            _read(group, address)
+        return buffer, table[:, 0], address + places
 
 
-def stage(wanted: Mapping[int, Wanted]) -> tuple[Bytes | None, dict[int, int]]:
-    """Return memory that holds all ranges, and the address of each by its key; None without any.
+def plan(ranges: Int64s) -> tuple[Int64s, Int64s]:
+    """Return the reads that fetch all ranges, sorted and joined, and the byte of the buffer at which each range begins.
 
-    StorageError or CheckFailed that names a file that fails.
+    A range is a shard, its first byte and the byte after its last; a read a shard, its first byte, the bytes, and the
+    byte of the buffer that they come to: arrays [ranges, 3] and [reads, 4].
     """
-    if not wanted:
-        return None, {}
-    runs, places = plan(list(wanted.values()))
-    last = runs[-1]
-    buffer = np.empty(last.place + last.stop - last.start, np.uint8)
-    address = address_of(buffer)
-    for group in _groups(runs):
-        _read(group, address)
-    return buffer, {key: address + place for key, place in zip(wanted, places)}
+    keys = ranges[:, 0] << _FILE_BITS
+    order = np.argsort(keys + ranges[:, 1], kind="stable")
+    starts, stops = (keys + ranges[:, 1])[order], np.maximum.accumulate((keys + ranges[:, 2])[order])
+    is_new = np.append(True, starts[1:] > stops[:-1] + MAX_GAP_BYTES)
+    [begins] = np.nonzero(is_new)
+    firsts = starts[begins]
+    sizes = stops[np.append(begins[1:], len(stops)) - 1] - firsts
+    targets = np.cumsum(sizes) - sizes
+    places = np.empty_like(starts)
+    places[order] = starts + (targets - firsts)[np.cumsum(is_new) - 1]
+    return np.stack([firsts >> _FILE_BITS, firsts & (1 << _FILE_BITS) - 1, sizes, targets], axis=1), places
 
 
-def _place(wanted: Wanted) -> tuple[int, int, int, int]:
-    return id(wanted.shard.store), wanted.shard.number, wanted.start, wanted.stop
-
-
-def _groups(runs: Iterable[Run]) -> Iterator[list[tuple[FilePiece, int]]]:
+def _groups(runs: Iterable[tuple[TokenStore, int, int, int, int]]) -> Iterator[list[tuple[FilePiece, int]]]:
     """Yield pieces of files, each with its byte of the buffer: those of MAX_FILES files or fewer at a time."""
     group: list[tuple[FilePiece, int]] = []
     files, most = set[int](), min(MAX_FILES, OPEN_FILES.most)
-    for shard, start, stop, place in runs:
-        for piece in shard.store.file_pieces(shard.number, start, stop):
+    for store, shard, start, size, place in runs:
+        for piece in store.file_pieces(shard, start, start + size):
             if len(files) == most and id(piece.file) not in files:
                 yield group
                 group, files = [], set[int]()

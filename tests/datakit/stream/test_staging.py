@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from datakit import Blend, MegatronBlend, MegatronOrder, PackedStore, TokenStore, pack, write_store
 from datakit.store.shard_file import OPEN_FILES
-from datakit.stream.staging import MAX_GAP_BYTES, UnmappedShard, Wanted, plan
+from datakit.stream.staging import MAX_GAP_BYTES, plan
 from threefold.errors import CheckFailed, StorageError
 
 NUM_SHARDS = 90
@@ -60,22 +60,19 @@ def test_batches_do_not_depend_on_how_they_are_read(
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200_000), st.integers(1, 9000)), min_size=1, max_size=40))
 def test_a_plan_reads_every_range_once_in_order(drawn: list[tuple[int, int, int]]) -> None:
-    store: Any = object()
-    wanted = [Wanted(UnmappedShard(store, shard, 2), start, start + size) for shard, start, size in drawn]
-    runs, places = plan(wanted)
+    ranges = np.array([(shard, start, start + size) for shard, start, size in drawn])
+    runs, places = plan(ranges)
     end = 0
-    for run in runs:
-        assert run.place == end
-        end += run.stop - run.start
-    for one, other in pairwise(runs):
-        assert (one.shard.number, one.stop + MAX_GAP_BYTES) < (other.shard.number, other.start) or (
-            one.shard.number < other.shard.number
-        )
-    for each, place in zip(wanted, places, strict=True):
-        [run] = [run for run in runs if run.place <= place < run.place + run.stop - run.start]
-        assert run.shard == each.shard
-        assert run.start + place - run.place == each.start
-        assert each.stop <= run.stop
+    for *_, size, place in runs.tolist():
+        assert place == end
+        end += size
+    for (shard, start, size, _), (next_shard, next_start, *_) in pairwise(runs.tolist()):
+        assert (shard, start + size + MAX_GAP_BYTES) < (next_shard, next_start) or shard < next_shard
+    for (shard, start, stop), place in zip(ranges.tolist(), places.tolist(), strict=True):
+        [run] = [run for run in runs.tolist() if run[3] <= place < run[3] + run[2]]
+        assert run[0] == shard
+        assert run[1] + place - run[3] == start
+        assert stop <= run[1] + run[2]
 
 
 def test_the_order_of_megatron_is_read_too(folders: list[Path]) -> None:
