@@ -12,7 +12,6 @@ on, and a store goes on where it was. Rows of another length begin each store ag
 import reprlib
 from collections.abc import Sequence
 from functools import cached_property, partial
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -30,14 +29,13 @@ from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.gather import PackedSpans, RowSpans, gather
 from datakit.stream.gone_store import GoneStore
-from datakit.stream.mixture import MAX_SAMPLES, Mixture, Segment
+from datakit.stream.mixture import MAX_SAMPLES, Change, Mixture, Segment, segment_of, weight_of
 from datakit.stream.permutation import Permutation, elements_at
 from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError
 
 _MAX_KEPT_ORDERS = 4096
-Change = tuple[int, Sequence[float]]  # the sample from which on weights are in force, and they
 
 
 class Blend:
@@ -64,7 +62,7 @@ class Blend:
         if not sources or seq_length < 1:
             raise UserError(f"a blend of {len(sources)} stores with rows of {seq_length} tokens")
         stores = [store for store, _ in sources]
-        segments = [Segment(0, tuple(_weight(weight) for _, weight in sources)), *map(_segment, later)]
+        segments = [Segment(0, tuple(weight_of(weight) for _, weight in sources)), *map(segment_of, later)]
         made = Sources.of(stores, segments, seq_length)
         mixture = Mixture(made.segments, seed)
         self._given, self._block_tokens = (stores, segments), block_tokens
@@ -315,28 +313,6 @@ class Blend:
                     f"{fingerprint}: the same token is other text there",
                     hint="datakit preprocess INPUT... --output STORE --tokenizer FILE, one for all stores",
                 )
-
-
-def _segment(change: Segment | Change) -> Segment:
-    if isinstance(change, Segment):
-        return change
-    start, weights = change
-    return Segment(_whole(start), tuple(map(_weight, weights)))
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, Integral):
-        raise UserError(f"weights from sample {reprlib.repr(value)} on: not a whole number", hint="later=[(1000, ...)]")
-    return int(value)
-
-
-def _weight(value: Any) -> float:
-    try:
-        if not isinstance(value, str | bytes):
-            return float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise UserError(f"weight {reprlib.repr(value)} is not a number that a float holds", hint="weights like 0.7 and 0.3")
 
 
 def _checked(samples: npt.ArrayLike, limit: int) -> list[int]:

@@ -13,6 +13,8 @@ import reprlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -40,6 +42,9 @@ class Segment:
     masked: tuple[tuple[int, int], ...] | None = None
     from_step: int | None = None
     seq_length: int | None = None
+
+
+Change = tuple[int, Sequence[float]]  # the sample from which on weights are in force, and they
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +200,27 @@ def _without(stretches: list[Stretch], first: int, stop: int) -> list[Stretch]:
     before = [stretch for stretch in stretches if stretch.begin < first]
     moved = [replace(stretch, begin=stretch.begin - (stop - first)) for stretch in stretches if stretch.begin > stop]
     return [*before, replace(last, begin=first, offset=last.offset + stop - last.begin), *moved]
+
+
+def segment_of(change: Segment | Change) -> Segment:
+    """Return a change of weights as a segment; UserError unless it is a sample and numbers."""
+    if isinstance(change, Segment):
+        return change
+    start, weights = change
+    return Segment(_whole(start), tuple(map(weight_of, weights)))
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, Integral):
+        raise UserError(f"weights from sample {reprlib.repr(value)} on: not a whole number", hint="later=[(1000, ...)]")
+    return int(value)
+
+
+def weight_of(value: Any) -> float:
+    """Return a weight as a float; UserError unless it is a number that a float holds."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(f"weight {reprlib.repr(value)} is not a number that a float holds", hint="weights like 0.7 and 0.3")
