@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from datakit import HostBatch
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK, UserError
 from trainer.checkpoint.progress import Progress, Validation
@@ -132,6 +131,7 @@ class Run:
             self._record,
         )
         self._report()
+        self._announce_length(host.shape[-1])
         self._started = _Started(self.progress, stats, fault, data_wait_s, host.shape[-1])
         if not self._reads_late:
             self._report()
@@ -143,7 +143,7 @@ class Run:
             self._evaluate()
         if saves:
             self._saver.save(self.progress, self._loss)
-        self._announce(host)
+        self._announce_epochs(host.epochs)
 
     def finish(self) -> int:
         """Save the last step, wait for it, close everything, and return the exit code."""
@@ -236,18 +236,22 @@ class Run:
             active=self.ranks.rank == 0,
         )
 
-    def _announce(self, host: HostBatch) -> None:
-        """Report that rows have another length, and that stores were read whole once more."""
-        step, length = self.progress.step, host.shape[-1]
+    def _announce_length(self, length: int) -> None:
+        """Report that rows have another length, before the line of the first step that reads them."""
+        step = self.progress.step
         if length != self._seq_length:
             self._log.event("seq_length", step, seq_length=length)
             self._log.say(f"step {step}: rows of {length} tokens, was {self._seq_length}; new epochs of all stores")
             self._seq_length = length
-        for store, before, after in zip(self._blend.stores, self._epochs, host.epochs, strict=True):
+
+    def _announce_epochs(self, epochs: tuple[int, ...]) -> None:
+        """Report that stores were read whole once more."""
+        step = self.progress.step
+        for store, before, after in zip(self._blend.stores, self._epochs, epochs, strict=True):
             if after > before:
                 self._log.event("epoch", step, store=store.place, epochs=after)
                 self._log.say(f"step {step}: epoch {after} of {store.place} is read")
-        self._epochs = host.epochs
+        self._epochs = epochs
 
     def _evaluate(self) -> None:
         assert self._evaluation is not None, "called only if an evaluation is due"

@@ -104,11 +104,14 @@ seq_length = 48
 def test_rows_of_a_run_change_their_length(
     folder: Path, batches: list[Batch], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A new length is announced before the first step that has it: on resuming exactly there, and in mid-run."""
     run, metrics = folder / "run", folder / "m.jsonl"
-    flags = ("--metrics", metrics, "--data.document-mask", "true", "--model.position", "rope")
+    flags = ("--metrics", metrics, "--data.document-mask", "true", "--model.position", "rope", "--log.interval", 1)
     assert call("train", config(folder), "--train-steps", 2, "--save", run, *flags) == 0
     assert call("train", config(folder, LONGER), "--train-steps", 4, "--save", run, *flags) == 0
-    assert "rows of 64 tokens, was 32; new epochs of all stores" in capsys.readouterr().err
+    told = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    place = told.index("step 3: rows of 64 tokens, was 32; new epochs of all stores")
+    assert told[place + 1].startswith("step 3/4 ")
     assert call("train", config(folder, LONGER), "--train-steps", 7, "--save", run, *flags) == 0
     stream = RunStream.read(str(folder / "job.toml"))
     blend = stream.open()
@@ -120,6 +123,10 @@ def test_rows_of_a_run_change_their_length(
     assert lengths == [32, 32, 64, 64, 64, 48, 48]
     assert list(curve(metrics, "tokens").values()) == [16 * sum(lengths[:step]) for step in range(1, 8)]
     assert [(line["step"], line["seq_length"]) for line in lines(metrics, "seq_length")] == [(3, 64), (6, 48)]
+    written = [json.loads(line) for line in metrics.read_text().splitlines()]
+    order = [(line["step"], line.get("event")) for line in written if line.get("event") in (None, "seq_length")]
+    assert order == [*((step, None) for step in (1, 2)), (3, "seq_length"), *((step, None) for step in (3, 4, 5)),
+                     (6, "seq_length"), (6, None), (7, None)]  # fmt: skip
     edited = config(folder, LONGER.replace("seq_length = 64", "seq_length = 96"))
     assert call("train", edited, "--train-steps", 8, "--save", run, *flags) == 2
     assert "segment 1 had a new seq_length of 64, now it has 96" in capsys.readouterr().err
