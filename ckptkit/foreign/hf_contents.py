@@ -20,6 +20,7 @@ CARRIED = (  # files beside the weights that a run keeps as they are, each a ten
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+BLOCK_BYTES = 16 << 20  # of tensors that are compared
 MAX_FILE_BYTES, MAX_JSON_BYTES, MAX_FILES = 256 << 20, 64 << 20, 10_000
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 
@@ -46,6 +47,10 @@ def read_contents(storage: Storage) -> Contents:
     config = read_json(storage, CONFIG)
     family, model = model_of(config, f"{storage.url}/{CONFIG}")
     tensors, weights = _tensors(storage)
+    if max(model.num_layers, model.num_experts) > len(tensors):
+        said = f"{model.num_layers:,} layers" + (f" of {model.num_experts:,} experts" if model.num_experts else "")
+        text = f"{storage.url} does not hold the model of its {CONFIG}: {said}, and {len(tensors):,} tensors"
+        raise UserError(text, hint="fetch the folder again, with all its files")
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
     rows = tuple(family.rows(model, prefix))
     tensors = {name: each for name, each in tensors.items() if not name.endswith(family.ignored)}
@@ -53,6 +58,7 @@ def read_contents(storage: Storage) -> Contents:
     if faults:
         text = f"{storage.url} does not hold the model of its {CONFIG}:{listed(faults)}"
         raise UserError(text, hint="fetch the folder again, with all its files")
+    _compare_tied(storage, rows, tensors)
     return Contents(family, model, config, prefix, rows, tensors, weights, carried(storage))
 
 
@@ -104,6 +110,30 @@ def misfits(rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> list
         if row.expert and tensors[row.foreign].dtype != tensors[first[row.name]].dtype
     ]
     return faults + [f"{name}: not a tensor of this model" for name in tensors if name not in wanted.keys() | tied]
+
+
+def _compare_tied(storage: Storage, rows: tuple[Row, ...], tensors: Mapping[str, ForeignTensor]) -> None:
+    """Raise UserError if a tensor is there that config.json ties to another one, and is not equal to it."""
+    foreign = {row.name: row.foreign for row in rows}
+    for row in rows:
+        one, other = tensors.get(row.foreign), tensors.get(foreign.get(row.placement.tied_to or "", ""))
+        if one is None or other is None:
+            continue
+        is_equal = (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+            _bytes_at(storage, one, start) == _bytes_at(storage, other, start)
+            for start in range(0, one.size_bytes, BLOCK_BYTES)
+        )
+        if not is_equal:
+            raise UserError(
+                f"{storage.url}: {one.name} is not {other.name}, to which {CONFIG} ties it",
+                hint='if the model has both, set "tie_word_embeddings": false there',
+            )
+
+
+def _bytes_at(storage: Storage, tensor: ForeignTensor, start: int) -> bytes:
+    stop = min(start + BLOCK_BYTES, tensor.size_bytes)
+    [found] = storage.read_ranges(tensor.file, [(tensor.offset + start, tensor.offset + stop)])
+    return bytes(found)
 
 
 def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]]:

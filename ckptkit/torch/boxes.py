@@ -63,6 +63,11 @@ def as_stored(local: torch.Tensor) -> torch.Tensor:
     return local.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
+def flat_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the elements one after the other: the memory itself, or a copy of what is not contiguous."""
+    return local.reshape(-1).contiguous()  # a reshape of one dim keeps its stride
+
+
 def region(local: torch.Tensor, part: Part) -> torch.Tensor:
     """Return the view of local memory that a part is."""
     for dim, (at, size) in enumerate(zip(part.at, part.box.shape, strict=True)):

@@ -52,7 +52,7 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo, tensor_table
 from ckptkit.runs.run import Run
 from ckptkit.saving.save import write_pieces
-from ckptkit.torch.boxes import as_stored
+from ckptkit.torch.boxes import as_stored, flat_of
 from ckptkit.torch.loading import TORCH_DTYPES
 from ckptkit.writer.step import StepTarget, commit_parts, discard
 from threefold.cli import log
@@ -285,7 +285,7 @@ def _piece(item: WriteItem, planner: SavePlanner) -> tuple[TensorInfo, Piece]:
     info, box = _info(name, live.dtype, item.tensor_data.size), Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if _name(live.dtype) not in STORED:
         box = Box((*box.offset, 0), (*box.shape, live.element_size()))
-    return info, Piece.whole(name, box, as_stored(live).reshape(-1))
+    return info, Piece.whole(name, box, flat_of(as_stored(live)))
 
 
 def _described(metadata: Metadata, sizes: Mapping[str, int]) -> tuple[list[TensorInfo], DcpState]:

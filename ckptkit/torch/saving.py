@@ -19,7 +19,7 @@ from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, base_of, pa
 from ckptkit.loading.exchange import Exchange, agreed
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.tensor import TensorInfo
-from ckptkit.torch.boxes import as_stored, local_of, region
+from ckptkit.torch.boxes import as_stored, flat_of, local_of, region
 from ckptkit.torch.capture import Entry, Leaf, capture
 from ckptkit.torch.objects import RNG
 from ckptkit.torch.shares import Row, Share, shares_of, table_of
@@ -170,7 +170,7 @@ def _pieces(structure: Structure, leaves: Mapping[str, Leaf], tree: torch.Tensor
         elif at not in flat:
             memory = local_of(leaf.tensor)
             with torch.no_grad():
-                made = region(as_stored(memory), leaf.held.parts[share.number]).reshape(-1)
+                made = flat_of(region(as_stored(memory), leaf.held.parts[share.number]))
             flat[at] = made, leaf.is_equal and made.data_ptr() != 0
         data, is_live = flat[at]
         pieces.append(Piece(share.name, box, share.start, share.stop, data[share.start : share.stop]))

@@ -114,6 +114,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
     ("llama", {"num_hidden_layers": 3}, r"does not hold the model(.|\n)*layers.2.input_layernorm.weight: missing"),
+    ("llama", {"num_hidden_layers": 10**12}, r"1,000,000,000,000 layers, and \d+ tensors"),
     ("llama", {"intermediate_size": 64}, r"mlp.gate_proj.weight: \[48, 32\], wanted \[64, 32\]"),
     ("llama", {"num_hidden_layers": 1}, "layers.1.input_layernorm.weight: not a tensor of this model"),
 ]
@@ -130,6 +131,24 @@ def test_what_the_model_cannot_hold_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         HfFolder(str(folder)).resolve()
     assert str(folder) in caught.value.message
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_a_tied_tensor_that_is_there_is_equal_or_refused(tmp_path: Path, shift: float) -> None:
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    tensors = write_folder(folder, "llama")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += shift
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    if not shift:
+        assert "head.weight" in HfFolder(str(folder)).root(0).tensors
+        return
+    with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight, to which config.json ties"):
+        HfFolder(str(folder)).resolve()
 
 
 def test_files_that_are_missing_or_disagree_are_named(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ VALUES: dict[str, Any] = {
                np.arange(4, dtype=">i2"), np.array(["a", "bc"]), np.zeros((0, 3), np.float32)],
     "tensors": [torch.arange(5), torch.tensor(2.5), torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(0, 4),
                 torch.tensor([True, False]), torch.ones(2, 3, dtype=torch.complex64) * 1j,
-                torch.arange(3).to(torch.uint16), torch.arange(12.0).reshape(3, 4).T[1:], torch.zeros(0, 3) * 1j],
+                torch.arange(3).to(torch.uint16), torch.arange(12.0).reshape(3, 4).T[1:], torch.zeros(0, 3) * 1j,
+                torch.arange(6.0)[::2], torch.ones(1).expand(3)],
 }  # fmt: skip
 
 
