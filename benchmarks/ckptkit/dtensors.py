@@ -3,8 +3,9 @@
     python benchmarks/ckptkit/dtensors.py /data --repeats 5
 
 Each tensor is cut by rows, as FSDP2 does. A save counts until all is durable: peers' files are synced after it, and a
-load is cold. Raw is one copy of a rank's bytes into memory that was touched before: the stall of ckptkit is how long
-`save` keeps the program. Prints medians of the slower rank; torch_checkpointing is measured where it is installed.
+load is cold. The raw copy is one of a rank's bytes into memory that was touched before, and the stall of ckptkit is how
+long `save` keeps the program; the raw save is `dd` of as many bytes past the page cache, two streams a rank. Prints
+medians of the slower rank; torch_checkpointing is measured where it is installed.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from measuring import drop_caches, files_below, parse_arguments, sync
+from measuring import dd, drop_caches, files_below, parse_arguments, sync
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -72,8 +73,13 @@ def ways(run: Run, work: Path, state: dict[str, DTensor], turn: int) -> dict[str
         if dist.get_rank() == 0:
             sync(*files_below(place), place)
 
+    def save_raw() -> None:
+        num_bytes = sum(each.numel() * each.element_size() for each in copies)
+        dd(Path("/dev/zero"), work / f"raw-{dist.get_rank()}", num_bytes, "oflag=direct", streams=2)
+
     found: dict[str, Callable[[], object]] = {
         "raw copy": copy,
+        "raw save": save_raw,
         "ckptkit stall": lambda: run.save(turn + 1, {"model": state}),
         "ckptkit rest of save": run.wait,
         "DCP save": save_by_dcp,
