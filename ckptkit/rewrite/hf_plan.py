@@ -232,9 +232,9 @@ def _parsed(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _config(family: Family, model: ModelTable, root: Root, dtype: str) -> bytes:
-    train = root.metadata.get("config", {}).get("train", {})
+    recorded = root.metadata.get("seq_length") or root.metadata.get("config", {}).get("train", {}).get("seq_length")
     head = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": DTYPES[dtype]}
-    return _json(head | family.config(model, int(train.get("seq_length", 0)) or 1))
+    return _json(head | family.config(model, int(recorded or 1)))
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -44,6 +44,7 @@ class Progress:
             "cursor_digest": hashlib.sha256(json.dumps(self.cursor, sort_keys=True).encode()).hexdigest()[:16],
             **({"stream": self.stream} if self.stream else {}),
             "tokens": self.tokens,
+            "seq_length": self._longest_row(config),
             "loss": loss,
             **({"val_loss": validation.loss, "val_step": validation.step} if validation else {}),
             "lr": learning_rate(config.optim, max(self.step - 1, 0)),
@@ -51,6 +52,13 @@ class Progress:
             "environment": environment(device),
             "ops": dict(ops),
         }
+
+    def _longest_row(self, config: Config) -> int:
+        """Return how many tokens the longest rows have that were read so far."""
+        num_samples = int(self.cursor["num_samples"]) if self.cursor else 0
+        segments = StreamRecord.from_json(self.stream).segments if self.stream else ()
+        later = [each.seq_length or 0 for each in segments if each.from_sample < num_samples]
+        return max([config.train.seq_length, *later])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from threefold.errors import UserError
 from threefold.options import Fault
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, layers_by_hand, row_lengths, tiers_of
+from trainer.config.resolve import cuts_tokens, layers_by_hand, longest_row, row_lengths, tiers_of
 
 
 def cross_faults(config: Config, world_size: int) -> list[Fault]:
@@ -136,7 +136,7 @@ def data_faults(config: Config) -> list[Fault]:
                     "is not masked by document: --data.document-mask true, or --model.position learned"
                 )
                 faults.append(({name, "data.document_mask", "model.position"}, text))
-    rows, seq_length, longest = config.model.num_positions, config.train.seq_length, max(row_lengths(config))
+    rows, seq_length, longest = config.model.num_positions, config.train.seq_length, longest_row(config)
     if config.model.position == "learned" and 0 < rows < seq_length:
         text = f"model.num_positions {rows} is less than train.seq_length {seq_length}: --train.seq-length {rows}"
         faults.append(({"model.num_positions", "train.seq_length"}, text))

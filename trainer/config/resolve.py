@@ -69,6 +69,11 @@ def row_lengths(config: Config) -> list[int]:
     return [config.train.seq_length, *(each.seq_length for each in config.data.mixture if each.seq_length)]
 
 
+def longest_row(config: Config) -> int:
+    """Return how many tokens the longest rows have that are planned: it bounds memory and work of a micro-batch."""
+    return max(row_lengths(config))
+
+
 def cuts_tokens(config: Config) -> bool:
     """Return whether tokens are cut over tp between the cut linears: sequence parallel, of rows of any length."""
     parallel, train = config.parallel, config.train

@@ -8,6 +8,7 @@ import torch
 
 from threefold.errors import UserError
 from trainer.config import Config, OpsConfig
+from trainer.config.resolve import longest_row
 from trainer.mesh.mesh import ProcessMesh
 from trainer.ops import native
 from trainer.ops.attention.choose import BACKENDS, backend_named, choose
@@ -54,11 +55,11 @@ def choose_attention(
 ) -> Backend:
     """Return the backend that the configuration names; else the recorded one if the device can take it; else another.
 
-    On GPUs that is the fastest if `by_timing`, or the first by a rule. All ranks call it: the first one chooses for
-    all. Raises UserError if the named one does not take the run's tensors.
+    On GPUs that is the fastest with the longest rows if `by_timing`, or the first by a rule. All ranks call it: the
+    first one chooses for all. Raises UserError if the named one does not take the run's tensors.
     """
-    model, train, tp = config.model, config.train, mesh.layout.tp
-    num_tokens, head_size = train.micro_batch_size * train.seq_length, model.head_size
+    model, tp, head_size = config.model, mesh.layout.tp, config.model.head_size
+    num_tokens = config.train.micro_batch_size * longest_row(config)
     q_TNH, k_TKH = (
         torch.empty(num_tokens, max(heads // tp, 1), head_size, dtype=dtype, device=mesh.device)
         for heads in (model.num_heads, model.num_kv_heads)
@@ -79,11 +80,11 @@ def choose_attention(
 
 def _mask_like(config: Config, device: torch.device) -> Mask:
     """Return a mask like those of the run: if attention does not cross documents, rows of four equal ones."""
-    train = config.train
+    num_rows, row_length = config.train.micro_batch_size, longest_row(config)
     if not config.data.document_mask:
-        return Mask.of_rows(train.seq_length)
-    length = -(-train.seq_length // 4)
-    rows = [row * train.seq_length for row in range(train.micro_batch_size)]
-    bounds = [start for row in rows for start in range(row, row + train.seq_length, length)]
-    bounds.append(train.micro_batch_size * train.seq_length)
+        return Mask.of_rows(row_length)
+    length = -(-row_length // 4)
+    rows = [row * row_length for row in range(num_rows)]
+    bounds = [start for row in rows for start in range(row, row + row_length, length)]
+    bounds.append(num_rows * row_length)
     return Mask.of_documents(torch.tensor(bounds, dtype=torch.int32, device=device), length)

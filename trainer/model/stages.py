@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from ckptkit import ParallelLayout, Placement, rank_stages, stage_layers
 from trainer.config import Config
-from trainer.config.resolve import layers_by_hand
+from trainer.config.resolve import layers_by_hand, longest_row
 from trainer.store.parameter import Parameter
 
 
@@ -66,8 +66,11 @@ def stage_flops(config: Config, table: Mapping[str, Parameter], num_stages: int)
 
 
 def layer_and_head_flops(config: Config, table: Mapping[str, Parameter]) -> tuple[float, float]:
-    """Return the operations a token of one layer and of the head, forward and backward; attention counts in full."""
+    """Return the operations a token of one layer and of the head, forward and backward.
+
+    Attention counts in full, as in the longest rows.
+    """
     model = config.model
     numel = sum(math.prod(row.shape) for name, row in table.items() if name.startswith("layers.0."))
-    attention = 12.0 * model.num_heads * model.head_size * config.train.seq_length
+    attention = 12.0 * model.num_heads * model.head_size * longest_row(config)
     return 6.0 * numel + attention, 6.0 * math.prod(table["head.weight"].shape)

@@ -12,7 +12,7 @@ from ckptkit import Coords, rank_stages
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, kv_replicas, layout_of, row_lengths, schedule_of, tiers_of
+from trainer.config.resolve import cuts_tokens, kv_replicas, layout_of, longest_row, schedule_of, tiers_of
 from trainer.data import open_blend, open_valid_blend, with_vocabulary
 from trainer.engine import DTYPES
 from trainer.mesh.layout import groups_needed
@@ -124,7 +124,7 @@ def activation_bytes(config: Config, pp: int) -> int:
     ranges = stage_ranges(config, parameter_table(config), layout.num_stages)
     num_layers = max(len(ranges[stage]) for stage in rank_stages(layout, pp))
     row = rank_actions(schedule_of(config), parallel.pp, train.gradient_accumulation_steps, parallel.virtual_stages, pp)
-    num_tokens = train.micro_batch_size * max(row_lengths(config))
+    num_tokens = train.micro_batch_size * longest_row(config)
     num_bytes = num_tokens * dtype.itemsize  # of one number a token of a micro-batch
     kept = num_layers * num_bytes * peak_live(row, layer, layer_until_w)
     if pp == parallel.pp - 1:

@@ -29,8 +29,9 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
         def logits_of(window: list[int]) -> torch.Tensor:
             return engine.logits(torch.tensor([window], device=ranks.device))[0].double().cpu()
 
-        window, seed = config.train.seq_length, config.train.seed
-        ids = continue_tokens(logits_of, tokens, num_tokens, window=window, temperature=temperature, seed=seed)
+        ids = continue_tokens(
+            logits_of, tokens, num_tokens, window=checkpoint.window, temperature=temperature, seed=config.train.seed
+        )
     return tokenizer.decode(ids)
 
 

@@ -22,11 +22,16 @@ OTHER_TABLES = {"parallel", "checkpoint", "log"}  # of the training run, not of 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed step and the configuration to read it with."""
+    """A committed step and the configuration to read it with.
+
+    `window` is the most tokens that generation reads: those of the longest rows that the run had read, unless a flag
+    set train.seq_length.
+    """
 
     run: Run | HfFolder
     root: Root
     config: Config
+    window: int
 
     @property
     def storage(self) -> Storage:
@@ -55,7 +60,9 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
     if config.data.valid.order == "permuted":  # the training set is not read, and may be gone by now
         data = dataclasses.replace(config.data, stores=(), weights=(), mixture=())
         config = dataclasses.replace(config, data=data)
-    return Checkpoint(run, root, config)
+    asked = config.train.seq_length
+    window = asked if "train.seq_length" in flags else max(asked, int(root.metadata.get("seq_length", 0)))
+    return Checkpoint(run, root, config, window)
 
 
 class TrainedModel:

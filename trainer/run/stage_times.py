@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckptkit import Coords
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, layout_of
+from trainer.config.resolve import cuts_tokens, layout_of, longest_row
 from trainer.engine import Engine
 from trainer.linear.wgrads import make
 from trainer.mesh.clock import Moment
@@ -62,15 +62,16 @@ def stage_times(config: Config, device: torch.device) -> dict[tuple[str, int], f
 
 
 def random_batch(engine: Engine) -> MicroBatch:
-    """Return a micro-batch of random tokens, all of which count."""
+    """Return a micro-batch of random tokens in rows as long as the longest, all of which count."""
     model, train, device = engine.config.model, engine.config.train, engine.mesh.device
-    num_tokens = train.micro_batch_size * train.seq_length
+    seq_length = longest_row(engine.config)
+    num_tokens = train.micro_batch_size * seq_length
     tokens = torch.randint(model.vocab_size, (num_tokens,), device=device)
-    positions = torch.arange(train.seq_length, device=device).repeat(train.micro_batch_size)
+    positions = torch.arange(seq_length, device=device).repeat(train.micro_batch_size)
     ones = torch.ones(num_tokens, device=device)
     key = DropoutKey(model.dropout, train.seed, 0) if model.dropout else None
     weights = ones.to(wide_dtype(engine.dtype)) / num_tokens
-    return MicroBatch(tokens, tokens, positions, ones, train.seq_length, 0, key, weights_S=weights)
+    return MicroBatch(tokens, tokens, positions, ones, seq_length, 0, key, weights_S=weights)
 
 
 def time_passes(engine: Engine, stage: int, batch: MicroBatch) -> list[float]:

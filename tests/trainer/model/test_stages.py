@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
+from datakit import MixtureConfig
 from tests.trainer.support.parity import config_for
 from trainer.config import Config
 from trainer.model.stages import is_on_rank, layer_and_head_flops, sizes_by_cost, stage_flops, stage_ranges, with_layers
@@ -36,6 +37,16 @@ def config_of(how: str, num_layers: int = 9) -> Config:
     config = config_for("gpt2", ParallelLayout(pp=2))
     parallel = replace(config.parallel, pipeline_layout=how)
     return replace(config, model=replace(config.model, num_layers=num_layers), parallel=parallel)
+
+
+def test_the_cost_of_attention_is_that_of_the_longest_rows() -> None:
+    config = config_of("cost")
+    table, longest = parameter_table(config), 4096 * config.train.seq_length
+    changes = MixtureConfig(from_step=5, seq_length=longest), MixtureConfig(from_step=9, seq_length=longest // 2)
+    planned = replace(config, data=replace(config.data, mixture=changes))
+    whole = replace(config, train=replace(config.train, seq_length=longest))
+    assert layer_and_head_flops(planned, table) == layer_and_head_flops(whole, table)
+    assert stage_ranges(planned, table, 2) == stage_ranges(whole, table, 2) != stage_ranges(config, table, 2)
 
 
 @pytest.mark.parametrize(("how", "sizes"), [("even", [5, 4]), ("7,2", [7, 2]), ("cost", [8, 1])])

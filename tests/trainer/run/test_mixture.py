@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptkit.cli import main as main_of_ckptkit
 from datakit import Recorded, RunStream, blame
 from tests.trainer.support.training import CONFIG, Job, call, curve, lines, write_stores
 from trainer.engine import Engine
@@ -130,6 +131,29 @@ def test_rows_of_a_run_change_their_length(
     edited = config(folder, LONGER.replace("seq_length = 64", "seq_length = 96"))
     assert call("train", edited, "--train-steps", 8, "--save", run, *flags) == 2
     assert "segment 1 had a new seq_length of 64, now it has 96" in capsys.readouterr().err
+
+
+def test_what_uses_a_checkpoint_goes_by_the_longest_rows_that_were_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint from before the change it is the first length, though longer rows were planned."""
+    run, windows = folder / "run", list[int]()
+    flags = ("--model.position", "rope", "--model.dropout", 0, "--checkpoint.save-interval", 2)
+    assert call("train", config(folder, LONGER), "--train-steps", 7, "--save", run, *flags) == 0
+    words = {f"w{number}": number for number in range(60)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model, "added_tokens": []}
+    (folder / "tok.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr(
+        "trainer.run.generate.continue_tokens", lambda *_, window, **others: windows.append(window) or [1]
+    )
+    for step, wanted in ((2, 32), (4, 64), (7, 64)):
+        place = run / f"step-{step:09d}"
+        command = ("generate", place, "--prompt", "w1", "--data.tokenizer", folder / "tok.json")
+        assert call(*command) == call(*command, "--train.seq-length", 16) == 0
+        assert windows[-2:] == [wanted, 16]
+        assert main_of_ckptkit(["export", str(place), str(folder / f"hf{step}"), "--to", "hf"]) == 0
+        assert json.loads((folder / f"hf{step}/config.json").read_text())["max_position_embeddings"] == wanted
 
 
 def test_learned_positions_are_as_many_as_the_longest_row_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
