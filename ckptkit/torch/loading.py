@@ -121,8 +121,7 @@ class Match:
         filled = [self._fill(f"{path}/#{number}", each, node) for number, (each, node) in pairs]
         values = {number: value for number, value in enumerate(filled) if value is not target[number]}
         if isinstance(target, tuple):
-            made_of = lambda: tuple(values[n]() if n in values else each for n, each in enumerate(target))  # noqa: E731
-            return made_of if values else target
+            return partial(_tuple_with, target, values) if values else target
         self._after += [partial(_replace, target, number, value) for number, value in values.items()]
         return target
 
@@ -325,6 +324,10 @@ class Match:
 
 def _replace(items: list[Any], number: int, value: Callable[[], Any]) -> None:
     items[number] = value()
+
+
+def _tuple_with(items: tuple[Any, ...], values: Mapping[int, Callable[[], Any]]) -> tuple[Any, ...]:
+    return tuple(values[number]() if number in values else each for number, each in enumerate(items))
 
 
 def _call_made(act: Callable[[Any], object], value: Any) -> None:
