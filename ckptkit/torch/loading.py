@@ -118,8 +118,8 @@ class Match:
             self.faults.append(f"{path}: {len(nodes)} items in the checkpoint, {len(target)} here")
         self.wanted.add(path)
         pairs = enumerate(zip(target, nodes, strict=False))
-        filled = [self._fill(f"{path}/#{number}", each, node) for number, (each, node) in pairs]
-        values = {number: value for number, value in enumerate(filled) if value is not target[number]}
+        filled = {number: self._fill(f"{path}/#{number}", *pair) for number, pair in pairs}
+        values = {number: value for number, value in filled.items() if value is not target[number]}
         if isinstance(target, tuple):
             return partial(_tuple_with, target, values) if values else target
         self._after += [partial(_replace, target, number, value) for number, value in values.items()]
