@@ -117,8 +117,7 @@ class Match:
         if len(target) != len(nodes):
             self.faults.append(f"{path}: {len(nodes)} items in the checkpoint, {len(target)} here")
         self.wanted.add(path)
-        pairs = enumerate(zip(target, nodes, strict=False))
-        filled = {number: self._fill(f"{path}/#{number}", *pair) for number, pair in pairs}
+        filled = {n: self._fill(f"{path}/#{n}", *pair) for n, pair in enumerate(zip(target, nodes, strict=False))}
         values = {number: value for number, value in filled.items() if value is not target[number]}
         if isinstance(target, tuple):
             return partial(_tuple_with, target, values) if values else target

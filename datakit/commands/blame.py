@@ -12,7 +12,7 @@ from threefold.options import option
 if TYPE_CHECKING:
     from datakit.reports.provenance import Passages
     from datakit.stream.blend import Blend
-    from datakit.stream.stream_config import RunStream
+    from datakit.stream.steps import Steps
 
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = 48, 100
 _REPLACEMENT = "\ufffd"  # what a decoder makes of a character that is cut
@@ -41,8 +41,8 @@ def run(options: Options) -> None:
 
     if options.step is None and options.sample is None:
         raise UserError("nothing says which samples", hint=f"datakit blame {options.config} --step 1")
-    stream, blend = options.open()
-    samples = _samples(stream, blend, options)
+    blend, steps, last = options.open()
+    samples = _samples(steps, last, options)
     passages = blame(blend, samples)
     texts = _texts(blend, passages, options.tokenizer)
     found = _places(blend, samples)
@@ -62,12 +62,11 @@ def run(options: Options) -> None:
         _print(found, options.step)
 
 
-def _samples(stream: "RunStream", blend: "Blend", options: Options) -> range:
+def _samples(steps: "Steps", last: int, options: Options) -> range:
     """Return the samples that are asked for; UserError if the run ends before them."""
-    last = stream.num_steps(blend)
-    num_samples = last * stream.train.global_batch_size
+    num_samples = steps.num_samples(last)
     if options.step is not None:
-        samples, what, nearest = stream.samples(options.step), f"step {options.step}", f"--step {last}"
+        samples, what, nearest = steps.samples(options.step), f"step {options.step}", f"--step {last}"
     else:
         first = options.sample or 0
         samples, what, nearest = range(first, first + 1), f"sample {first}", f"--sample {num_samples - 1}"

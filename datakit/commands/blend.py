@@ -31,20 +31,21 @@ def run(options: Options) -> None:
 
     if options.plot:
         require_plot(options.plot)
-    stream, blend = options.open()
-    last, batch = stream.num_steps(blend), stream.train.global_batch_size
-    found = shares(blend, last * batch)
+    blend, steps, last = options.open()
+    num_samples = steps.num_samples(last)
+    found = shares(blend, num_samples)
     num_tokens = sum(share.tokens_read for share in found)
     if options.plot:
-        write_plot(blend, last, batch, options.plot)
+        write_plot(blend, steps, last, options.plot)
         print(f"wrote {options.plot}", file=sys.stderr)
     if options.json:
-        totals = {"last_step": last, "num_samples": last * batch, "tokens_read": num_tokens}
+        totals = {"last_step": last, "num_samples": num_samples, "tokens_read": num_tokens}
         segments = [_segment(each) for each in blend.segments]
         print_json({**totals, "stores": [asdict(share) for share in found], "segments": segments})
         return
     lengths = ", then ".join(f"{length:,}" for length in blend.sources.lengths)
-    print(f"{last:,} steps of {batch:,} samples of {lengths} tokens: {num_tokens:,} tokens")
+    begin = f", from step {steps.first_known + 1:,} on" if steps.first_known else ""
+    print(f"{last:,} steps{begin} of {steps.batch_size:,} samples of {lengths} tokens: {num_tokens:,} tokens")
     rows = [
         (
             f"{share.weight:.4f}", f"{share.tokens_read:,}", f"{share.num_samples:,}", f"{share.epochs:.3f}",
@@ -53,8 +54,8 @@ def run(options: Options) -> None:
         for source, share in enumerate(found)
     ]  # fmt: skip
     for segment in blend.segments[1:]:
-        step = segment.from_sample // batch + 1
-        print(f"from sample {segment.from_sample:,}, in step {step:,}: {', '.join(_texts(segment))}")
+        step = steps.text_of(segment.from_sample)
+        print(f"from sample {segment.from_sample:,}, in step {step}: {', '.join(_texts(segment))}")
     columns = ("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store")
     print_table(columns, rows, left={"store"})
 

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from datakit.stream.steps import Steps
 from datakit.stream.stream_config import RunStream
 from threefold.cli import print_json, print_line
 from threefold.flags import Settings, settings
@@ -71,12 +72,14 @@ class OfRun(Reporting):
     )
     flags: Settings = settings(RunStream)
 
-    def open(self) -> tuple[RunStream, "Blend"]:
-        """Return the stream's part of the configuration, and the blend that the run reads."""
+    def open(self) -> tuple["Blend", Steps, int]:
+        """Return the blend that the run reads, which samples steps read of it, and the last step."""
         from datakit.stream.stream_record import Recorded
 
         stream = RunStream.read(self.config, self.flags)
-        return stream, stream.open(Recorded.read(self.recorded) if self.recorded else None)
+        recorded = Recorded.read(self.recorded) if self.recorded else None
+        blend, steps = stream.open(recorded), stream.steps(recorded)
+        return blend, steps, stream.num_steps(blend, steps)
 
 
 def default_workers() -> int:

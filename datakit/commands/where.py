@@ -12,7 +12,7 @@ from threefold.options import option
 
 if TYPE_CHECKING:
     from datakit.stream.blend import Blend
-    from datakit.stream.stream_config import RunStream
+    from datakit.stream.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,9 @@ def run(options: Options) -> None:
     """List the steps and samples at which a run read, or will read, a document, up to the run's last step. It is
     computed from configuration and stores alone.
     """
-    stream, blend = options.open()
+    blend, steps, last = options.open()
     sources, document = _document(blend, options.document)
-    last = stream.num_steps(blend)
-    reads = _reads(stream, blend, sources, document, last)
+    reads = _reads(blend, steps, last, sources, document)
     store = blend.stores[sources[0]]
     num_tokens, origin = len(store.document(document)), store.origin(document)
     if options.json:
@@ -44,8 +43,8 @@ def run(options: Options) -> None:
         print(f"no step up to {last:,}, the last one, reads it")
         return
     rows = [
-        (f"{read['step']:,}", f"{read['sample']:,}", f"{read['epoch']:,}", f"{read['start']:,} to {read['stop']:,}")
-        for read in reads
+        (steps.text_of(sample), f"{sample:,}", f"{epoch:,}", f"{start:,} to {stop:,}")
+        for _, sample, epoch, start, stop in map(dict.values, reads)
     ]
     print_table(("step", "sample", "epoch", "tokens"), rows)
 
@@ -66,22 +65,19 @@ def _document(blend: "Blend", asked: str) -> tuple[list[int], int]:
     return sources, int(number)
 
 
-def _reads(
-    stream: "RunStream", blend: "Blend", sources: list[int], document: int, last_step: int
-) -> list[dict[str, Any]]:
+def _reads(blend: "Blend", steps: "Steps", last: int, sources: list[int], document: int) -> list[dict[str, Any]]:
     """Return the reads of a document up to a step, in the order of samples."""
     from datakit.reports.provenance import where
 
-    batch = stream.train.global_batch_size
     found: list[dict[str, Any]] = []
     for source in sources:
-        passages = where(blend, source, document, last_step * batch)
+        passages = where(blend, source, document, steps.num_samples(last))
         if not len(passages):
             continue
         _, numbers = blend.locate(passages.samples)
         epochs = (numbers // blend.rows[source]).tolist()
         found += [
-            {"step": sample // batch + 1, "sample": sample, "epoch": epoch, "start": start, "stop": stop}
+            {"step": steps.step_of(sample), "sample": sample, "epoch": epoch, "start": start, "stop": stop}
             for (sample, _, _, start, stop), epoch in zip(passages.rows(), epochs, strict=True)
         ]
     return sorted(found, key=lambda read: read["sample"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datakit.stream.blend import Blend
+from datakit.stream.steps import Steps
 from threefold.plot import write_png
 
 _POINTS = 200  # of a line
@@ -51,20 +52,21 @@ def source_name(blend: Blend, source: int) -> str:
     return f"{blend.stores[source].path}{length}"
 
 
-def write_plot(blend: Blend, num_steps: int, batch_size: int, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of the tokens and epochs of each store after each step, whole or not at all."""
+def write_plot(blend: Blend, steps: Steps, last: int, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of the tokens and epochs of each store after each step up to the last, whole or not at all."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    steps = sorted({num_steps * point // _POINTS for point in range(_POINTS + 1)})
-    counts = [blend.counts(step * batch_size).tolist() for step in steps]
+    first = steps.first_known
+    shown = sorted({first + (last - first) * point // _POINTS for point in range(_POINTS + 1)})
+    counts = [blend.counts(steps.num_samples(step)).tolist() for step in shown]
     with matplotlib.rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(9, 7), layout="constrained")
         axes: Any = figure.subplots(2, sharex=True)
         for source, length in enumerate(blend.sources.seq_lengths):
             samples, rows = [count[source] for count in counts], max(int(blend.rows[source]), 1)
-            axes[0].plot(steps, [count * length for count in samples], label=source_name(blend, source))
-            axes[1].plot(steps, [count / rows for count in samples])
+            axes[0].plot(shown, [count * length for count in samples], label=source_name(blend, source))
+            axes[1].plot(shown, [count / rows for count in samples])
         axes[0].set_ylabel("tokens read")
         axes[1].set_ylabel("epochs")
         axes[1].axhline(1, color="grey", linewidth=0.8, linestyle="--")  # above it rows are read again

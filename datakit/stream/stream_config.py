@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from datakit.stream.mixture_config import MixtureConfig, Plan, plan, segments
+from datakit.stream.steps import Steps
 from threefold.errors import UserError
 from threefold.options import Fault, FlagText, merge, option, raise_faults, read_toml, walk
 
@@ -320,15 +321,17 @@ class RunStream:
         """Return the blend that the run reads; `recorded` is what a checkpoint of it says of its stream."""
         return self.data.open(self.train, table="data", recorded=recorded)
 
-    def num_steps(self, blend: "Blend") -> int:
+    def steps(self, recorded: "Recorded | None" = None) -> Steps:
+        """Return which samples steps read; their batch size may have changed up to what a checkpoint recorded."""
+        if recorded is None or not recorded.step:  # a state_dict knows no steps
+            return Steps(self.train.global_batch_size)
+        return Steps(self.train.global_batch_size, recorded.step, recorded.num_samples)
+
+    def num_steps(self, blend: "Blend", steps: Steps | None = None) -> int:
         """Return the last step of the run: `train_steps`, or the step that ends epoch `max_epochs` of a store."""
-        steps, last_epoch = range(self.train.train_steps), self.data.max_epochs
+        known, last_epoch = steps or self.steps(), self.data.max_epochs
         if not last_epoch:
             return self.train.train_steps
-        return bisect_left(
-            steps, True, key=lambda step: max(blend.epochs(step * self.train.global_batch_size)) >= last_epoch
-        )
-
-    def samples(self, step: int) -> range:
-        """Return the global samples that a step reads; as in a metrics file the first step is step 1."""
-        return range((step - 1) * self.train.global_batch_size, step * self.train.global_batch_size)
+        later = range(known.first_known, self.train.train_steps)
+        ends = bisect_left(later, True, key=lambda step: max(blend.epochs(known.num_samples(step))) >= last_epoch)
+        return min(self.train.train_steps, known.first_known + ends)

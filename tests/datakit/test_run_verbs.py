@@ -134,6 +134,34 @@ def test_blend_counts_what_is_read(folder: Path, blend: Blend, cli: Cli, capsys:
     assert [row.split()[-1] for row in rows] == [str(folder / "a"), str(folder / "b")]
 
 
+def test_steps_follow_what_a_checkpoint_recorded_of_another_batch_size(
+    folder: Path, blend: Blend, cli: Cli, capsys: Capture, tmp_path: Path
+) -> None:
+    """Six steps of 8 samples, and from there on of 6."""
+    stream = {"metadata": {"cursor": {"num_samples": 48}, "stream": blend.record.to_json()}}
+    for step in (6, 8):  # with 8 no batch size has changed
+        (tmp_path / f"{step}.json").write_text(json.dumps(stream | {"step": step}))
+    run, recorded, even = folder / "run.toml", ("--recorded", tmp_path / "6.json"), ("--recorded", tmp_path / "8.json")
+    for flags, step, first in ((recorded, 7, 48), (recorded, 30, 186), (even, 7, 36), (even, 30, 174), ((), 7, 36)):
+        found = asked(cli, capsys, "blame", run, *flags, "--step", step)["samples"]
+        assert [sample["sample"] for sample in found] == list(range(first, first + 6))
+    assert cli("blame", run, *recorded, "--step", 6) == 2
+    message = capsys.readouterr().err
+    assert "steps up to 6 had another batch size: 48 samples were read by then, 8 a step" in message
+    assert "hint: --global-batch-size 8 if it was that from the start, or --recorded of a checkpoint from" in message
+    words = ("where", run, *recorded, "--document", f"{folder / 'b'}:17")
+    reads = asked(cli, capsys, *words)["reads"]
+    assert [read["step"] for read in reads] == [
+        None if read["sample"] < 48 else 7 + (read["sample"] - 48) // 6 for read in reads
+    ]
+    assert {read["step"] is None for read in reads} == {True, False}
+    assert cli(*words) == 0
+    assert "1 to 6" in capsys.readouterr().out
+    assert asked(cli, capsys, "blend", run, *recorded)["num_samples"] == 48 + 24 * 6
+    assert cli("blend", run, *recorded) == 0
+    assert capsys.readouterr().out.startswith("30 steps, from step 7 on of 6 samples of 32 tokens: ")
+
+
 def test_a_length_of_rows_that_changes_is_announced_and_found(folder: Path, cli: Cli, capsys: Capture) -> None:
     flags = ("--data.mixture", "from_step=16,seq_length=64")
     assert cli("blend", folder / "run.toml", *flags) == 0

@@ -67,7 +67,7 @@ def test_the_last_step_may_be_that_of_an_epoch(tmp_path: Path, store: TokenStore
     blend = run.open()
     assert blend.rows.tolist() == [10]
     assert run.num_steps(blend) == last
-    assert [run.samples(1), run.samples(last)] == [range(3), range(3 * last - 3, 3 * last)]
+    assert [run.steps().samples(1), run.steps().samples(last)] == [range(3), range(3 * last - 3, 3 * last)]
 
 
 def test_the_order_of_megatron_is_opened_by_its_keys(tmp_path: Path, store: TokenStore) -> None:

@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_another_mixture(
     assert [batch.first_sample for batch in batches] == [16 * step for step in range(6)]
     masked = 0.0
     for step, batch in enumerate(batches, 1):
-        samples = stream.samples(step)
+        samples = stream.steps().samples(step)
         wanted = blend.batch(samples, stream.data.batch_options)
         assert (batch.tokens.numpy().reshape(-1, 32) == wanted.tokens).all()
         assert (batch.loss_mask.numpy().reshape(-1, 32) == wanted.loss_mask).all()
@@ -117,7 +117,7 @@ def test_rows_of_a_run_change_their_length(
     stream = RunStream.read(str(folder / "job.toml"))
     blend = stream.open()
     for step, batch in enumerate(batches, 1):
-        wanted = blend.batch(stream.samples(step), stream.data.batch_options)
+        wanted = blend.batch(stream.steps().samples(step), stream.data.batch_options)
         assert (batch.tokens.numpy().reshape(wanted.shape) == wanted.tokens).all()
         assert (batch.loss_mask.numpy().reshape(wanted.shape) == wanted.loss_mask).all()
     lengths = [batch.tokens.shape[-1] for batch in batches]
