@@ -294,7 +294,7 @@ def test_a_length_of_rows_begins_at_a_step(here: Path) -> None:
         Segment(100, (0.0, 0.0, 2.0, 0.0, 1.0)),
     )
     assert (plain.batch(np.arange(40)).tokens == blend.batch(np.arange(40)).tokens).all()
-    assert blend.batch(run.samples(11)).tokens.shape == (4, 16)
+    assert blend.batch(run.steps().samples(11)).tokens.shape == (4, 16)
     assert StreamRecord.from_json(json.loads(json.dumps(blend.record.to_json()))) == blend.record
     doubled = read(here, **{"train.global_batch_size": "8"})
     later = doubled.open(Recorded(blend.record, 20, 80))  # step 11 stays sample 40, which is no step's border now
