@@ -97,4 +97,4 @@ def _reported(error: Exception, exchange: Exchange) -> UserError:
     if isinstance(error, UserError):
         return error
     what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return StorageError(f"rank {exchange.rank} of the {exchange.size} that restore together failed: {what}")
+    return StorageError(f"rank {exchange.rank} of {exchange.size} failed: {what}")

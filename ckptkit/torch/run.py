@@ -254,7 +254,7 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
         if any(fault.endswith(OTHER_KIND) for fault in faults):
             hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
         if held_back and only_loose and not missing and not unexpected:
-            hint = "leave the key out, or take the first rank's by strict=False"
+            hint = "leave the key out; with strict=False each rank takes that of its number, others the first's"
         raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)
     lacking = tuple(rank for rank, each in enumerate(heard) if each["lacks_rng"])
     return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking)

@@ -171,7 +171,7 @@ def test_a_fault_of_ours_keeps_its_type_where_it_happened() -> None:
 
     first, second = together(2, work)
     assert isinstance(first, StorageError)
-    assert "rank 1 of the 2 that restore together failed: KeyError" in first.message
+    assert "rank 1 of 2 failed: KeyError" in first.message
     assert isinstance(second, KeyError)
 
 
