@@ -6,11 +6,14 @@ content do. The blocks of steps that are over are let go. Those of the others ar
 spares them when it makes room. A failure is left to whoever reads the block, who tries again.
 """
 
+import atexit
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from weakref import WeakSet
 
 import numpy as np
 
@@ -23,12 +26,13 @@ NUM_THREADS = 8
 AHEAD_PART = 0.65  # of the cache, the rest is for indices and for what other ranks still need
 MAX_STEPS = 1 << 14
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
+EXIT_WITHIN_S = 10.0  # the end of a program waits so long for requests that are under way
 
 Addresses = tuple[Int64s, Int64s]  # as of Blend.addresses
 
 
 class ReadAhead:
-    """Owned by a Loader, which says how many steps are over; its daemon threads end with `close`."""
+    """Owned by a Loader, which says how many steps are over; its daemon threads end with `close`, or the program."""
 
     def __init__(self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, stride: int) -> None:
         """Begin to read ahead at the step of sample `begin`; from a step to the next are `stride` samples.
@@ -44,8 +48,13 @@ class ReadAhead:
         self._addresses: dict[int, Addresses] = {}  # of the samples of steps that are planned
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
         self._wanted: queue.SimpleQueue[list[Block] | None] = queue.SimpleQueue()
-        for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS):
-            threading.Thread(target=work, name="datakit-read-ahead", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="datakit-read-ahead", daemon=True)
+            for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS)
+        ]
+        _all.add(self)
+        for thread in self._threads:
+            thread.start()
 
     def number(self, first: int) -> int | None:
         """Return which step begins at a sample, None if none does that is not over."""
@@ -81,6 +90,11 @@ class ReadAhead:
             self._changed.notify()
         for _ in range(NUM_THREADS):
             self._wanted.put(None)
+
+    def wait(self, until_s: float) -> None:
+        """Wait for the threads after `close`, up to a time of the monotonic clock."""
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _let_go(self, name: str, block: Block) -> None:
         del self._needed[name]
@@ -146,3 +160,17 @@ def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:
         run.append(block)
     if run:
         yield run
+
+
+_all: WeakSet[ReadAhead] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the interpreter does: one that comes back to it from native code then would abort it."""
+    ended = list(_all)
+    for each in ended:
+        each.close()
+    until_s = time.monotonic() + EXIT_WITHIN_S
+    for each in ended:
+        each.wait(until_s)

@@ -4,6 +4,8 @@ import itertools
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +146,23 @@ def test_a_loader_resumes_and_reads_ahead(store: TokenStore, opened: Opener) -> 
     with Loader(remote, 1, 1) as early:
         early.load_state_dict(state)
         early.next_step()
+
+
+def test_a_program_that_ends_takes_its_threads_along(store: TokenStore, tmp_path: Path) -> None:
+    """None may come back to an interpreter that is gone, as one of native code would abort it."""
+    program = (
+        "import atexit, sys, threading, time\n"
+        "atexit.register(lambda: print(*(each.name for each in threading.enumerate())))\n"  # after all later ones
+        "from datakit import Blend, Loader, RemoteStore\n"
+        "store = RemoteStore.at(sys.argv[1], cache=sys.argv[2], cache_mib=64)\n"
+        "fetch = store.fetch_run\n"
+        "store.fetch_run = lambda run: (time.sleep(0.3), fetch(run))\n"
+        "loader = Loader(Blend([(store, 1.0)], seq_length=8), 2, 1)\n"
+        "loader.next_step()\n"
+    )
+    words = [sys.executable, "-c", program, f"file://{store.path}", tmp_path / "cache"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["MainThread"]), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["store", "archive"])

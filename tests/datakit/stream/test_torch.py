@@ -1,11 +1,13 @@
 """datakit.torch: through any DataLoader comes the plain Loader's stream, and any resume continues it."""
 
+import gc
 import json
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -31,6 +33,18 @@ ARRAYS = ("tokens", "labels", "positions", "loss_mask")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(autouse=True)
+def no_queue_is_left() -> Iterator[None]:
+    """End the queues of data loaders: of one that is garbage while its thread ends, both close the pipes at once."""
+    yield
+    threads = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+    for each in gc.get_objects() if threads else ():
+        if isinstance(each, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
+            each._shutdown_workers()
+    for thread in threads:
+        thread.join(10)
+
+
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory: pytest.TempPathFactory) -> Blend:
     folder, rng = tmp_path_factory.mktemp("stores"), np.random.default_rng(0)
@@ -42,11 +56,7 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Blend:
 
 
 def expected(
-    blend: Blend,
-    num: int,
-    shape: tuple[int, int, int] = (2, 0, 1),
-    first: int = 0,
-    options: BatchOptions = PLAIN,
+    blend: Blend, num: int, shape: tuple[int, int, int] = (2, 0, 1), first: int = 0, options: BatchOptions = PLAIN
 ) -> list[dict[str, Any]]:
     """The plain Loader's first micro-batches from sample `first` on; `shape` is rows, dp rank and dp size."""
     rows, dp_rank, dp_size = shape
