@@ -59,6 +59,9 @@ class UcpFolder(ForeignFolder):
         if not files:
             hint = "name a folder that DeepSpeed's ds_to_universal.py made"
             raise CheckFailed(f"{self.storage.url} has no zero/NAME/fp32.pt", hint=hint)
+        if missing := _missing(files.values()):
+            text = f"{self.storage.url} lacks files of parameters:{listed(missing)}"
+            raise CheckFailed(text, hint="fetch the folder again")
         if others := sorted(sizes.keys() - files.keys()):
             log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
         with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -110,6 +113,16 @@ class UcpFolder(ForeignFolder):
         tensors = table_of(self.url, {each.name: (each.place.dtype, each.place.shape) for each in contents.tensors}, {})
         metadata = {METADATA: {"steps": dict(contents.steps)}}
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), metadata)
+
+
+def _missing(files: Collection[re.Match[str]]) -> list[str]:
+    """Return the files that are not there: masters, and states that another parameter has beside all of this one's."""
+    states: dict[str, set[str]] = {}
+    for name, state in (match.groups() for match in files):
+        states.setdefault(name, {"fp32"}).update({state} - {"step"})
+    found = {f"zero/{match[1]}/{match[2]}.pt" for match in files}
+    wanted = ((name, max(filter(own.issubset, states.values()), key=len)) for name, own in states.items())
+    return sorted({f"zero/{name}/{state}.pt" for name, own in wanted for state in own} - found)
 
 
 def _shaped(flat: StoredTensor, shape: Any, where: str) -> StoredTensor:

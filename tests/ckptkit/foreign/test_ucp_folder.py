@@ -66,6 +66,8 @@ def test_masters_and_moments_are_a_step(tmp_path: Path, is_flat: bool, capsys: p
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", {"module": 1}, "has no shapes of parameters"),
         ("zero/layers.0.bias/fp32.pt", torch.ones(5), "has a tensor [5], the parameter is [4]"),
         ("zero/layers.0.bias/fp32.pt", {"param": "x"}, "zero/layers.0.bias/fp32.pt: not a tensor"),
+        ("zero/layers.0.bias/fp32.pt", None, "lacks files of parameters:\n  zero/layers.0.bias/fp32.pt"),
+        ("zero/layers.0.bias/exp_avg.pt", None, "lacks files of parameters:\n  zero/layers.0.bias/exp_avg.pt"),
         ("zero", None, "has no zero/NAME/fp32.pt"),
     ],
 )
