@@ -75,7 +75,7 @@ def run(options: Options) -> None:
     with opened(options.source) as reader:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)
-        mapper = None if options.map is None else Mapper(options.map, reader.root, reader.url)
+        mapper = None if options.map is None else Mapper(options.map, reader)
         with nullcontext(reader) if mapper is None else MappedReader(reader, mapper) as read, shown_bytes() as progress:
             done = reshard(
                 read, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run

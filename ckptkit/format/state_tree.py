@@ -12,6 +12,7 @@ import base64
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from threefold.errors import UserError
 
 METADATA, STATE_NAME, VERSION = "torch_state", "@state/@", 1
 Node = Any  # JSON
+Tree = dict[str, Node]  # what one rank wrote, by key of the state
 Arrays = dict[str, Any]  # tensors and arrays by path
 KEYS = (str, int, float, bool, type(None))
 HINTS = {
@@ -43,6 +45,14 @@ def part(key: object) -> str:
         return f"#{json.dumps(key)}"
     text = key.replace("%", "%25").replace("/", "%2F")
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("#", "@") else text
+
+
+def key_of(text: str) -> Any:
+    """Return the key that a part of a path is; ValueError if it is none."""
+    key = json.loads(text[1:]) if text[:1] == "#" else unquote(text)
+    if part(key) != text:
+        raise ValueError(f"{text!r} is not a part of a path")
+    return key
 
 
 def base_of(key: str, owner: int | None) -> str:

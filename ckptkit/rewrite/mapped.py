@@ -31,12 +31,12 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """One tensor of the output and the rows that it is made of; `fill` is what further rows hold."""
+    """One tensor of the output and the rows that it is made of; `fill` is what further rows hold, or their bytes."""
 
     info: TensorInfo
     ranges: tuple[RowRange, ...]
     layer: int | None = None  # of the output, if layers were put into order
-    fill: Fill | None = None
+    fill: Fill | bytes | None = None
 
     @property
     def is_same(self) -> bool:
@@ -76,8 +76,10 @@ def shown(info: TensorInfo) -> str:
 def why_not_split(info: TensorInfo, rule: Split) -> str:
     """Return why a tensor cannot be split so, empty if it can."""
     rows, num_parts = num_rows(info), len(rule.to)
-    if not info.shape or info.placement.tied_to is not None:
-        return f"is tied to {info.placement.tied_to}" if info.shape else "has no rows"
+    if info.placement.tied_to is not None:
+        return f"is tied to {info.placement.tied_to}"
+    if not info.shape:
+        return ""
     if rule.rows and (len(rule.rows) != num_parts or sum(rule.rows) != rows):
         return f"has not the rows {list(rule.rows)} for {num_parts} parts"
     sizes = rule.sizes(rows)
@@ -87,9 +89,12 @@ def why_not_split(info: TensorInfo, rule: Split) -> str:
 
 
 def parts_of(each: Mapped, rule: Split) -> Iterator[Mapped]:
-    """Yield the parts of a tensor: of each group of its rows, one run of rows after the other."""
+    """Yield the parts of a tensor: of each group of its rows, one run of rows after the other; a scalar is in each."""
     info, num_groups = each.info, rule.groups
     rows, words = num_rows(info), rule.tensors.words_of(info.name) or {}
+    if not info.shape:
+        yield from (replace(each, info=replace(info, name=to.filled(words))) for to in rule.to)
+        return
     at = 0
     for to, size in zip(rule.to, rule.sizes(rows), strict=True):
         length = size // num_groups

@@ -98,7 +98,10 @@ class MappedReader(CheckpointReader):
         name, info = each.info.name, each.info
         if name not in self._rows:
             zeros = np.zeros(info.size_bytes // info.shape[0], np.uint8)
-            self._rows[name] = zeros if each.fill == "zeros" else self._mean(each)
+            if isinstance(each.fill, bytes):  # of all rows, each of one byte
+                self._rows[name] = np.frombuffer(each.fill, np.uint8)
+            else:
+                self._rows[name] = zeros if each.fill == "zeros" else self._mean(each)
         return self._rows[name]
 
     def _mean(self, each: Mapped) -> Bytes:

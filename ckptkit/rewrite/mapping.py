@@ -2,17 +2,22 @@
 
 Rules apply in this order, each to the names that the one before made: drop, layers, split, fuse, rename, grow. Strict:
 a rule that matches nothing, a name that two tensors would have and a tensor without a source are faults, all reported
-at once.
+at once. The trees of a PyTorch program's state are no tensors to the rules: they follow the tensors.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.format.root import Root
+from ckptkit.format.state_tree import METADATA, STATE_NAME
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.trees import is_tree, read_trees
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.rewrite.map_rules import LAYER, Grow, read_rules
 from ckptkit.rewrite.mapped import Mapped, RowRange, fused, parts_of, shown, why_not_fused, why_not_split
+from ckptkit.rewrite.mapped_trees import MappedTrees
 from ckptkit.rewrite.name_pattern import NamePattern
 from threefold.options import Fault, raise_faults
 
@@ -44,13 +49,14 @@ class MapReport:
 
 
 class Mapper:
-    """Rules put to a root; what is wrong is collected, and raised at the end."""
+    """Rules put to the root of a checkpoint; what is wrong is collected, and raised at the end."""
 
-    def __init__(self, path: str, root: Root, url: str) -> None:
-        self._path, self._root, self._url = path, root, url
+    def __init__(self, path: str, source: CheckpointReader) -> None:
+        self._path, self._root, self._url = path, source.root, source.url
+        self._trees = read_trees(source) if METADATA in source.root.metadata else {}
         self.rules, metadata = read_rules(path)
         self._faults: list[str] = []
-        self._metadata = _merged(root.metadata, metadata, "metadata", self._faults)
+        self._metadata = _merged(source.root.metadata, metadata, "metadata", self._faults)
         self._counts: list[tuple[str, int]] = []
         self.tensors = self._mapped()
         self.report = self._report()
@@ -69,15 +75,41 @@ class Mapper:
         return mapped
 
     def _mapped(self) -> list[Mapped]:
-        tensors = [Mapped(info, (RowRange.whole(info),)) for info in self._root.tensors.values()]
+        everything = [Mapped(info, (RowRange.whole(info),)) for info in self._root.tensors.values()]
+        tensors = [each for each in everything if not self._is_tree(each.info)]
         dropped = {name for each in self.rules.drop for name in self._matched("drop", each.tensors, tensors)}
         tensors = [each for each in tensors if each.info.name not in dropped]
         if self.rules.layers.order:
             tensors = list(self._ordered(tensors))
         tensors = self._grown(self._retied(self._renamed(self._fused(self._split(tensors)))))
+        trees = [(place, each) for place, each in enumerate(everything) if self._is_tree(each.info)]
+        if trees and not self._faults:
+            for place, each in self._with_state(trees, tensors):
+                tensors.insert(place, each)
         faults: list[Fault] = [(set(), text) for text in self._faults]
         raise_faults(f"{self._path} does not fit {self._url}", faults, hint=f"ckptkit inspect {self._url}")
         return tensors
+
+    def _is_tree(self, info: TensorInfo) -> bool:
+        return bool(self._trees) and is_tree(info.name)
+
+    def _with_state(self, trees: list[tuple[int, Mapped]], tensors: list[Mapped]) -> list[tuple[int, Mapped]]:
+        """Return the trees of a PyTorch program's state as they are after the rules."""
+        becomes: dict[str, list[str]] = {name: [] for name in self._root.tensors if not is_tree(name)}
+        for each in tensors:
+            for name in dict.fromkeys(part.source.name for part in each.ranges):
+                becomes[name].append(each.info.name)
+        after = MappedTrees(self._metadata[METADATA], self._trees, becomes)
+        self._faults += after.faults
+        self._metadata[METADATA] = after.described
+        found = []
+        for place, each in trees:
+            rank = int(each.info.name.removeprefix(STATE_NAME))
+            if after.trees[rank] != self._trees[rank]:
+                text = json.dumps(after.trees[rank], separators=(",", ":")).encode()
+                each = Mapped(replace(each.info, shape=(len(text),)), (), fill=text)
+            found.append((place, each))
+        return found
 
     def _matched(self, kind: str, pattern: NamePattern, tensors: Iterable[Mapped]) -> list[str]:
         """Return the names that a rule matches; a fault if there are none."""
@@ -206,7 +238,8 @@ class Mapper:
         return list(grown.values())
 
     def _report(self) -> MapReport:
-        before, after = self._root.tensors, {each.info.name: each for each in self.tensors}
+        before = {name for name, info in self._root.tensors.items() if not self._is_tree(info)}
+        after = {each.info.name: each for each in self.tensors if not self._is_tree(each.info)}
         sources = {part.source.name for each in self.tensors for part in each.ranges}
         changed = [name for name, each in after.items() if name in before and not each.is_same]
         new = {name: each.made_of for name, each in after.items() if name not in before}

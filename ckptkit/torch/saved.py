@@ -1,19 +1,14 @@
 """Saved: what a checkpoint of a PyTorch program holds: the trees of its keys, as this rank is to see them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ckptkit.format.root import Root
-from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, Node, base_of, merged, part
+from ckptkit.format.state_tree import METADATA, VERSION, Node, base_of, merged, part
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.restore import restore_from
-from ckptkit.model.box import Box, Piece
+from ckptkit.loading.trees import read_trees
 from ckptkit.torch.objects import RNG
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Saved:
         self.world_size = int(described["world_size"])
         self._owners: Mapping[str, list[int | None]] = described["owners"]
         self._own, self._rank, self._is_same_size = set(described["own"]), rank, world_size == self.world_size
-        self._trees = _trees(reader, root)
+        self._trees = read_trees(reader)
         self.keys = list(described["keys"])
 
     @property
@@ -73,18 +68,3 @@ class Saved:
 
     def _of_ranks(self, path: str) -> str:
         return f"{path}: each of the {self.world_size} ranks that saved it had its own"
-
-
-def _trees(reader: CheckpointReader, root: Root) -> dict[int, dict[str, Node]]:
-    """Return the trees that each rank wrote, by rank."""
-    numbers = sorted(
-        int(name.removeprefix(STATE_NAME)) for name in root.tensors if name.removeprefix(STATE_NAME).isdecimal()
-    )
-    memory = {number: np.empty(root.tensors[f"{STATE_NAME}{number}"].shape, np.uint8) for number in numbers}
-    restore_from(reader, [
-        Piece.whole(f"{STATE_NAME}{number}", Box((0,), (len(data),)), data) for number, data in memory.items()
-    ])  # fmt: skip
-    try:
-        return {number: dict(json.loads(data.tobytes())) for number, data in memory.items()}
-    except (TypeError, ValueError) as error:
-        raise CheckFailed(f"{reader.url} holds a tree of values that is not JSON: {error}") from None

@@ -58,7 +58,7 @@ def mapped(
 ) -> ReshardReport:  # fmt: skip
     path = folder / "map.toml"
     path.write_text(rules)
-    with CheckpointReader(source, STEP) as inner, MappedReader(inner, Mapper(str(path), inner.root, inner.url)) as read:
+    with CheckpointReader(source, STEP) as inner, MappedReader(inner, Mapper(str(path), inner)) as read:
         return reshard(read, target, layout or ParallelLayout(tp=2, dp=2), shard=shard or Shard())
 
 
@@ -308,7 +308,7 @@ def test_a_hugging_face_folder_is_mapped_as_a_run_is(tmp_path: Path) -> None:
     path.write_text("[layers]\norder = [1, 0]\n[[grow]]\ntensors = 'embed.weight'\nrows = 999\nfill = 'mean'\n")
     with HfFolder(f"hf:{tmp_path}/model").open(STEP) as inner:
         target, infos = open_storage(tmp_path / "target"), inner.root.tensors
-        with MappedReader(inner, Mapper(str(path), inner.root, inner.url)) as read:
+        with MappedReader(inner, Mapper(str(path), inner)) as read:
             reshard(read, target, ParallelLayout())
         name = "layers.{}.attn.q.weight"
         [data] = fill(inner, [(infos[name.format(1)], 0, infos[name.format(1)].numel)], np.empty(1 << 20, np.uint8))
