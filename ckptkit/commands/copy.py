@@ -23,7 +23,7 @@ def run(options: Options) -> int:
     """Copy a committed step between any two storages, byte for byte, every byte verified on the way; the copy is
     committed last. The same command continues a copy that was killed.
     """
-    from ckptkit.format.address import open_address
+    from ckptkit.format.address import open_target
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.rewrite.copy import FILES_AT_ONCE, UPLOAD_MEMORY_BYTES, copy_step
     from ckptkit.runs.run import Run
@@ -35,7 +35,7 @@ def run(options: Options) -> int:
         if source.named is not None:
             raise UserError(f"--all copies a run, {options.source} is one step", hint="leave --all out")
         steps = source.steps()
-    target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // FILES_AT_ONCE)
+    target, target_step = open_target(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // FILES_AT_ONCE)
     if target_step not in (None, *steps) or (target_step is not None and options.all):
         raise UserError(f"a copy keeps its number: {options.target} names another step", hint=f"copy to {target.url}")
     reports, code = [], EXIT_OK

@@ -32,12 +32,12 @@ def run(options: Options) -> None:
     killed.
     """
     from ckptkit.foreign.kinds import folder_of
-    from ckptkit.format.address import open_address
+    from ckptkit.format.address import open_target
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.rewrite.folder_import import import_folder
 
     return_large_frees()
-    target, step = open_address(options.target)
+    target, step = open_target(options.target)
     folder = folder_of(options.source_format, options.source)
     with shown_bytes() as progress:
         done = import_folder(folder, target, step=step or 0, progress=progress, dry_run=options.dry_run)

@@ -61,7 +61,7 @@ def run(options: Options) -> None:
     1 GiB whatever the size of the tensors; needs neither torch nor a GPU. The same command goes on with one that was
     killed. On several machines each runs it with a --shard of its own, and the one that ends last commits.
     """
-    from ckptkit.format.address import open_address
+    from ckptkit.format.address import open_target
     from ckptkit.model.layout import ParallelLayout
     from ckptkit.rewrite.mapped_reader import MappedReader
     from ckptkit.rewrite.mapping import Mapper
@@ -71,7 +71,7 @@ def run(options: Options) -> None:
     shard = Shard.parse(options.shard, os.environ)
     layout = ParallelLayout(options.tp, options.cp, options.ep, options.dp, options.pp, options.virtual)
     # the files of all tensor-parallel ranks are written side by side
-    target, target_step = open_address(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
+    target, target_step = open_target(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
     with opened(options.source) as reader:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)

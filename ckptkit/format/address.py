@@ -1,6 +1,6 @@
 """Addresses of checkpoints: a run URL means its newest committed step, `RUN/step-000000100` one step."""
 
-from ckptkit.format.keys import parse_step_folder
+from ckptkit.format.keys import parse_step_folder, step_folder, step_like
 from threefold.errors import UserError
 from threefold.storage import Storage, open_storage
 
@@ -20,9 +20,20 @@ def open_address(url: str, *, write_memory_bytes: int | None = None) -> tuple[St
     return open_storage(run, write_memory_bytes=write_memory_bytes), step
 
 
+def open_target(url: str, *, write_memory_bytes: int | None = None) -> tuple[Storage, int | None]:
+    """Return what open_address does, of a place that is written to; UserError for a step that is named otherwise."""
+    run, _, last = url.rstrip("/").rpartition("/")
+    if (number := step_like(last)) is not None and parse_step_folder(last) is None:
+        raise UserError(
+            f"{url} is neither a run nor a step: the folder of step {number} is {step_folder(number)}",
+            hint=f"{run or '.'}/{step_folder(number)}",
+        )
+    return open_address(url, write_memory_bytes=write_memory_bytes)
+
+
 def open_run(url: str) -> Storage:
     """Return the storage that a run is saved to; UserError where the address names one step."""
-    run, step = split_address(str(url))
+    storage, step = open_target(str(url))
     if step is not None:
-        raise UserError(f"{url} names one step, a run is saved to a folder of steps", hint=run)
-    return open_storage(url)
+        raise UserError(f"{url} names one step, a run is saved to a folder of steps", hint=storage.url)
+    return storage

@@ -32,10 +32,17 @@ def parse_step_folder(name: str) -> int | None:
     return int(match[1]) if match and name == step_folder(int(match[1])) else None
 
 
+def step_like(name: str) -> int | None:
+    """Return the step that a name is meant for, with any number of digits; None where it is not one."""
+    match = re.fullmatch(r"step-([0-9]{1,15})", name)
+    return int(match[1]) if match else None
+
+
 def check_step(step: int) -> int:
     """Return the step itself, refused where no folder name could hold it."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
-        raise UserError(f"step {step!r} is not a whole number from 0 to {MAX_STEP}")
+        shown = f"of {step.bit_length()} bits" if isinstance(step, int) and step.bit_length() > 64 else repr(step)
+        raise UserError(f"step {shown} is not a whole number from 0 to {MAX_STEP}")
     return step
 
 

@@ -22,6 +22,7 @@ METADATA, STATE_NAME, VERSION = "torch_state", "@state/@", 1
 Node = Any  # JSON
 Tree = dict[str, Node]  # what one rank wrote, by key of the state
 Arrays = dict[str, Any]  # tensors and arrays by path
+MAX_INT_BITS = 14_284  # of 4,300 digits, the most that Python reads as an int by default
 KEYS = (str, int, float, bool, type(None))
 HINTS = {
     "set": "a set has no order: pass sorted(...) of it",
@@ -78,6 +79,8 @@ class Encoder:
     def node(self, path: str, value: Any) -> Node:
         """Return the tree of a value; UserError names the path of what cannot be stored."""
         kind = type(value)
+        if kind is int:
+            _check_int(path, value)
         if value is None or kind in (bool, int, float, str):
             return value
         if (dtype := self._dtype_of(value)) is not None:
@@ -113,6 +116,8 @@ class Encoder:
             if type(key) not in KEYS:
                 text = f"{path} has the key {key!r} of type {type(key).__name__}"
                 raise UserError(text, hint="let keys be strings or numbers")
+            if type(key) is int:
+                _check_int(f"a key of {path}", key)
             if groups is not None and key == "param_groups":
                 node: Node = {"groups": [self._group(f"{path}/param_groups", group) for group in groups]}
             else:
@@ -139,6 +144,12 @@ class Encoder:
         elif hasattr(value, "dtype"):
             hint = "an array of objects or of fields is not stored: pass its columns, or a list"
         return UserError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint holds", hint=hint)
+
+
+def _check_int(what: str, value: int) -> None:
+    if value.bit_length() > MAX_INT_BITS:
+        text = f"{what} is an int of {value.bit_length():,} bits, a checkpoint holds {MAX_INT_BITS:,}"
+        raise UserError(text, hint="pass it as text, hex(value), or as an array of its digits")
 
 
 def _is_plain_array(value: Any) -> bool:

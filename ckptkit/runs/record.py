@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptkit.format.dcp_state import METADATA as DCP
 from ckptkit.format.keys import writer_of
 from ckptkit.format.root import Root
 from ckptkit.format.saved import Saved
+from ckptkit.format.state_tree import METADATA as STATE
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import at_once, read_root, root_info
 from ckptkit.plan.cover import Cover
@@ -53,11 +55,16 @@ class StepRecord:
         return self.is_readable and not self.problem
 
     def metrics(self) -> dict[str, float]:
-        """Return every finite number in the metadata by its dotted name: `loss`, `config.optim.lr`."""
+        """Return every finite number in the metadata by its dotted name: `loss`, `config.optim.lr`.
+
+        Those of the record of a PyTorch program's state, which saves and imports make, are left out.
+        """
         found: dict[str, float] = {}
         waiting: list[tuple[str, object]] = [("", self.metadata)]
         while waiting:
             name, value = waiting.pop()
+            if isinstance(value, Mapping) and name in (STATE, DCP):
+                continue
             if isinstance(value, Mapping):
                 waiting += [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
             elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:

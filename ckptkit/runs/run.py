@@ -20,6 +20,7 @@ from ckptkit.runs.catalogue import committed_steps, no_step
 from ckptkit.runs.pruning import PruneReport, remove
 from ckptkit.runs.quarantine import quarantine
 from ckptkit.runs.rollback import RollbackReport, rollback, set_aside_after, undo_rollback
+from threefold.errors import UserError
 from threefold.masking import masked
 from threefold.storage import Storage, open_storage
 from threefold.storage.local import sync_name
@@ -33,7 +34,13 @@ class Run:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url, self.named = split_address(os.fspath(url))
+        text = os.fspath(url) if isinstance(url, os.PathLike) else url
+        if not isinstance(text, str):
+            raise UserError(
+                f"a run is at a folder or URL, a text or a Path, not {type(url).__name__}",
+                hint='Run("runs/one") or Run("s3://bucket/runs/one")',
+            )
+        self.url, self.named = split_address(text)
 
     def __repr__(self) -> str:
         return f"Run({masked(self.url)!r})"

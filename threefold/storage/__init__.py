@@ -7,6 +7,7 @@ StorageErrors that say what was done, where and what to try; those that another 
 
 import os
 import re
+import shlex
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -25,7 +26,7 @@ from threefold.storage.contract import temporary_name as temporary_name
 from threefold.storage.contract import written_name as written_name
 
 # no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
-_BROKEN_URL = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss|hf|http|https):(?!//)")
+_BROKEN_URL = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss|http|https):(?!//)")
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
@@ -51,6 +52,12 @@ def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not text:
         raise UserError("an empty storage URL", hint="give a folder, or a URL such as s3://bucket/run")
+    if text.startswith("hf:") and not text.startswith("hf://"):
+        folder = text.removeprefix("hf:") or "FOLDER"
+        raise UserError(
+            f"{text!r} is a Hugging Face folder to what loads a model; here a folder or URL of a run or store is meant",
+            hint=f"make a run of it: ckptkit import {shlex.quote(folder)} RUN; on the Hub it is hf://OWNER/MODEL",
+        )
     if typo := _BROKEN_URL.match(text):
         raise UserError(
             f"{text!r} is not a URL, and a strange name for a folder",
