@@ -56,7 +56,8 @@ class Match:
         self._state: Any = state
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._after: list[Callable[[], object]] = []
-        self._filled: set[object] = set()
+        self._filled: dict[object, tuple[str, str]] = {}  # by memory: the path and name that it is filled from
+        self.untied: list[str] = []  # pairs that differ in the checkpoint
         self.available: set[str] = set()  # what the checkpoint has under the keys that are asked for
         for key, target in state.items():
             found = saved.key(key)
@@ -76,8 +77,7 @@ class Match:
                 act()
 
     def _match_key(self, key: str, target: Any, found: SavedKey) -> None:
-        path = part(key)
-        self._base, self._path = found.base, path
+        self._base, self._path = found.base, (path := part(key))
         if found.fault:
             self.held_back.append(found.fault)
         self.available |= set(leaves(path, found.node))
@@ -209,8 +209,7 @@ class Match:
             if isinstance(live, torch.Tensor) and isinstance(each, dict) and "tensor" in each:
                 self._fill_tensor(inner, live, each)
             else:
-                value = decoded(inner, each, self._new)
-                self._set(group, key, value)
+                self._set(group, key, decoded(inner, each, self._new))
 
     def _fill_state(
         self, path: str, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, node: Node
@@ -284,10 +283,11 @@ class Match:
             self.faults.append(f"{path}: {found} in the checkpoint, {wanted} here")
             return
         memory = (local.data_ptr(), local.stride(), stored) if local.numel() else id(tensor)
-        if memory in self._filled:
-            return
-        self._filled.add(memory)
-        self._read(self._name(path), local, stored)
+        first, name = self._filled.setdefault(memory, (path, self._name(path)))
+        if first == path:
+            self._read(name, local, stored)
+        elif not self._saved.are_equal(name, self._name(path), (each.box for each in stored.parts)):
+            self.untied.append(f"{path} and {first} are one tensor here and differ in the checkpoint")
 
     def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
         is_plain = str(local.dtype).removeprefix("torch.") in STORED

@@ -10,7 +10,8 @@ class LoadReport:
     """The step that was loaded, what was saved as its metrics, and what did not match.
 
     `missing` names what the program has and the checkpoint lacks, which keeps its values; `unexpected` what the
-    checkpoint has under the same keys and no rank asked for. Both are empty of a strict load.
+    checkpoint has under the same keys and no rank asked for. All of these are empty of a strict load.
+    `untied` are pairs that share memory in the program and differ in the checkpoint: they got the values of the first.
     `num_certified` tensors were loaded whole, by all ranks together, and are equal to what was saved.
     `ranks_without_rng` are those that had no random state in the checkpoint and keep their own.
     """
@@ -21,3 +22,4 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     ranks_without_rng: tuple[int, ...] = ()
     num_certified: int = 0
+    untied: tuple[str, ...] = ()

@@ -230,6 +230,7 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
     mine = {
         "missing": match.missing, "faults": match.faults, "wanted": sorted(match.wanted),
         "available": sorted(match.available), "held_back": match.held_back, "lacks_rng": match.lacks_rng,
+        "untied": match.untied,
     }  # fmt: skip
     packed = zlib.compress(json.dumps(mine).encode(), 1)
     heard = [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]
@@ -245,7 +246,7 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
         faults = [
             *(f"missing in the checkpoint: {name}" for name in missing),
             *(f"not in the program: {name}" for name in unexpected),
-            *faults, *union("held_back"),
+            *faults, *union("held_back"), *union("untied"),
         ]  # fmt: skip
     if faults:
         held_back = union("held_back")
@@ -255,9 +256,11 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
             hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
         if held_back and only_loose and not missing and not unexpected:
             hint = "leave the key out; with strict=False each rank takes that of its number, others the first's"
+        if union("untied") and only_loose and not (missing or unexpected or held_back):
+            hint = "give each a parameter of its own in the program; with strict=False the first is loaded into both"
         raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)
     lacking = tuple(rank for rank, each in enumerate(heard) if each["lacks_rng"])
-    return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking)
+    return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking, untied=tuple(union("untied")))
 
 
 def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:

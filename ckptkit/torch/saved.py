@@ -1,14 +1,22 @@
 """Saved: what a checkpoint of a PyTorch program holds: the trees of its keys, as this rank is to see them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ckptkit.format.state_tree import METADATA, VERSION, Node, base_of, merged, part
+from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.restore import restore_from
 from ckptkit.loading.trees import read_trees
+from ckptkit.model.box import Box, Piece
+from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.torch.objects import RNG
 from threefold.errors import UserError
+
+COMPARED_BYTES = 64 << 20  # of each of two tensors, at once
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Saved:
 
     def __init__(self, reader: CheckpointReader, rank: int, world_size: int) -> None:
         """Read the trees; UserError if ckptkit.torch did not save them."""
-        root = reader.root
+        root, self._reader = reader.root, reader
         described = root.metadata.get(METADATA)
         if not isinstance(described, Mapping):
             raise UserError(
@@ -65,6 +73,29 @@ class Saved:
         node = merged(part(name), [by_rank[first], *others], conflicts)
         fault = self._of_ranks(conflicts[0]) if conflicts and not self._is_same_size else ""
         return SavedKey(node, part(name), fault)
+
+    def are_equal(self, one: str, other: str, boxes: Iterable[Box]) -> bool:
+        """Return whether two tensors of one shape have the same bytes in some boxes; they are read unless tied."""
+        table = self.root.tensors
+        first, second = (table[table[name].placement.tied_to or name] for name in (one, other))
+        if first.name == second.name:
+            return True
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        length = COMPARED_BYTES // ITEMSIZE[first.dtype]
+        return all(
+            self._are_equal(first.name, second.name, Piece(one, box, start, min(start + length, box.numel), None))
+            for box in boxes for start in range(0, box.numel, length)
+        )  # fmt: skip
+
+    def _are_equal(self, one: str, other: str, at: Piece) -> bool:
+        dtype = getattr(torch, NAMES[self.root.tensors[one].dtype])
+        pieces = [
+            Piece(name, at.box, at.start, at.stop, torch.empty(at.stop - at.start, dtype=dtype))
+            for name in (one, other)
+        ]
+        restore_from(self._reader, pieces, certify=False)
+        return torch.equal(*(piece.data.view(torch.uint8) for piece in pieces))
 
     def _of_ranks(self, path: str) -> str:
         return f"{path}: each of the {self.world_size} ranks that saved it had its own"
