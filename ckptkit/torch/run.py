@@ -51,6 +51,11 @@ class Run(AnyRun, Closing):
         self, url: Any, options: CheckpointerOptions = DEFAULTS, *, exchange: Exchange | None = None
     ) -> None:  # fmt: skip
         super().__init__(url)
+        if not isinstance(options, CheckpointerOptions):
+            text = f"options of a run are CheckpointerOptions, not {type(options).__name__}"
+            raise UserError(text, hint=f"Run({self.url!r}, ckptkit.CheckpointerOptions())")
+        if exchange is not None and not hasattr(exchange, "all_gather"):
+            raise UserError(f"an exchange has all_gather, {type(exchange).__name__} has not", hint="leave it out")
         self._options = options
         self._exchange = exchange
         self._planner: SavePlanner | None = None

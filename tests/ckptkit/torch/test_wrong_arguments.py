@@ -57,3 +57,10 @@ def test_best_lists_metrics_alone(tmp_path: Path, capsys: Capture) -> None:
 
 def test_ls_of_a_folder_of_hugging_face_says_what_it_is_for(capsys: Capture) -> None:
     assert_refused(call(capsys, "ls", "hf:a model"), 2, "a Hugging Face folder", "ckptkit import 'a model' RUN")
+
+
+def test_options_and_exchange_of_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="options of a run are CheckpointerOptions, not str"):
+        Run(tmp_path, "every 5")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="an exchange has all_gather, str has not"):
+        Run(tmp_path, exchange="group")  # type: ignore[arg-type]
