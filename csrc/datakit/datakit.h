@@ -5,12 +5,34 @@
 
 #define DK_API extern "C" __attribute__((visibility("default")))
 
-struct dk_piece {  // consecutive tokens of one row, in a mapped shard
-  int64_t row;
-  const void* tokens;
-  int64_t num_tokens;
+struct dk_store {  // the addresses at which its shards begin, and that of its end: num_shards + 1, rising
+  const int64_t* token_starts;
+  int64_t num_shards;
   int64_t bytes_a_token;  // 2: uint16, 4: int32
 };
+
+struct dk_span {  // consecutive tokens of a store, in a row of a batch
+  int64_t row;
+  int64_t store;
+  int64_t start;
+  int64_t num_tokens;
+  int64_t goes_on;  // in a packed row: whether its document has a token after these, the label of the last of them
+};
+
+struct dk_piece {  // consecutive tokens of one shard, in a row of a batch
+  int64_t row;
+  int64_t tokens;  // their address in memory; of dk_cut the byte of the shard's tokens at which they begin
+  int64_t num_tokens;
+  int64_t bytes_a_token;
+  int64_t goes_on;
+};
+
+// Cuts spans at the ends of shards and returns the number of pieces, of which the first `most` are written, in the order of
+// the spans. With `whole` no span may be cut, nor the token after one that goes on. The shards that are read are put
+// into `shards`, sorted and each once, as pairs of a store and a shard of it, and their number into *num_shards; slots[i] is
+// the one of them that piece i is in. Both have room for `most`. Returns -1 - i if span i is not in its store, or is cut.
+DK_API int64_t dk_cut(const dk_store* stores, const dk_span* spans, int64_t num_spans, int whole, int64_t most,
+                      dk_piece* pieces, int64_t* slots, int64_t* shards, int64_t* num_shards);
 
 // Makes a batch of num_rows x seq_length from pieces that are sorted by row and, in a row, by place; the pieces of each
 // row sum to seq_length + 1 tokens. Outputs are row-major: tokens, labels (the next token), positions (int64), loss_mask.
@@ -22,19 +44,11 @@ DK_API int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_row
                      const int64_t* eod_ids, int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels,
                      int64_t* positions, float* loss_mask, int num_threads);
 
-struct dk_packed_piece {  // consecutive tokens of one document in a packed row, in a mapped shard
-  int64_t row;
-  const void* tokens;
-  int64_t num_tokens;     // from 1 on
-  int64_t bytes_a_token;  // 2: uint16, 4: int32
-  int64_t goes_on;        // whether the document has a token after these, which is the label of the last of them
-};
-
-// Makes a batch like dk_gather of rows that hold pieces of documents and then padding; the pieces of a row have
-// seq_length tokens or fewer. Positions begin at 0 with each piece and with the padding. The loss mask is 0 at
-// the end of each document, whose next token is of another one, and in the padding. Tokens and labels of the padding, and
-// labels at ends, are the row's end of document, 0 if it has none. With mask_eod it is 0 at each end-of-document token too.
-DK_API int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
+// Makes a batch like dk_gather of rows that hold pieces of documents, each of one token or more, and then padding; the
+// pieces of a row have seq_length tokens or fewer. Positions begin at 0 with each piece and with the padding. The loss mask
+// is 0 at the end of each document, whose next token is of another one, and in the padding. Tokens and labels of the padding,
+// and labels at ends, are the row's end of document, 0 if it has none. With mask_eod it is 0 at each such token too.
+DK_API int dk_gather_packed(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                             const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
                             float* loss_mask, int num_threads);
 
@@ -94,7 +108,9 @@ DK_API void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num
 DK_API void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
                                int64_t num_samples, int64_t* sources, int64_t* numbers);
 
-struct dk_place {  // a position below `size`, at most 2^62, of the permutation that num_rounds keys choose
+enum { DK_NUM_ROUNDS = 8 };  // of a permutation
+
+struct dk_place {  // a position below `size`, at most 2^62, of the permutation that the keys choose
   const uint64_t* keys;
   uint64_t size;
   uint64_t position;
@@ -102,7 +118,20 @@ struct dk_place {  // a position below `size`, at most 2^62, of the permutation 
 
 // The element at each place: a Feistel network over the bits that hold the size - 1, two at least, is walked along its
 // cycle until it lands below the size.
-DK_API void dk_permute(const dk_place* places, int64_t num_places, int64_t num_rounds, uint64_t* elements);
+DK_API void dk_permute(const dk_place* places, int64_t num_places, uint64_t* elements);
+
+struct dk_epochs {  // of a source: what the order of its `size` elements in an epoch is named by
+  const char* before;  // the epoch in decimal digits
+  int64_t before_bytes;
+  const char* after;
+  int64_t after_bytes;
+  int64_t size;
+};
+
+// Number n of a source is at position n mod size of epoch n div size. Finds the element that is there in the permutation
+// whose key of round r is XXH3-64 of the epoch's name, of at most 240 bytes, with seed r.
+DK_API void dk_elements(const dk_epochs* epochs, const int64_t* sources, const int64_t* numbers, int64_t count,
+                        int64_t* elements);
 
 // Shuffles values as numpy.random.RandomState does, from its state on: the 624 words of its Mersenne Twister, and how many
 // of them are used up. There are at most 2^32 values. The state goes on.

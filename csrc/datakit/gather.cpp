@@ -1,12 +1,12 @@
 // The batch gather: every source token is read once and widened into the tokens and, one place earlier, the labels.
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "datakit.h"
 #include "threads.h"
+#include "widen.h"
 
 namespace {
 
@@ -21,22 +21,17 @@ struct Batch {
   float* loss_mask;
 };
 
-template <typename Token>
-void widen(const void* source, int64_t num_tokens, int64_t* target) {
-  const auto* bytes = static_cast<const uint8_t*>(source);
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    Token token;
-    std::memcpy(&token, bytes + i * sizeof(Token), sizeof(Token));  // a shard promises no alignment
-    target[i] = token;
-  }
+// Turns tokens into int64.
+void widen(const dk_piece& piece, int64_t first, int64_t num_tokens, int64_t* target) {
+  const auto* const source = reinterpret_cast<const uint8_t*>(piece.tokens) + first * piece.bytes_a_token;
+  widen_for(hashing::best_simd())(source, piece.bytes_a_token, num_tokens, target);
 }
 
 // Copies the tokens of a row, its last label among them, to the place that they have in a batch of tokens alone.
 void gather_tokens(const Batch& batch, int64_t row, const dk_piece* begin, const dk_piece* end) {
   int64_t* target = batch.tokens + row * (batch.seq_length + 1);
   for (const dk_piece* piece = begin; piece != end; target += piece->num_tokens, ++piece) {
-    const auto copy = piece->bytes_a_token == 2 ? widen<uint16_t> : widen<int32_t>;
-    copy(piece->tokens, piece->num_tokens, target);
+    widen(*piece, 0, piece->num_tokens, target);
   }
 }
 
@@ -50,10 +45,8 @@ void gather_row(const Batch& batch, int64_t row, const dk_piece* begin, const dk
   int64_t final_token = 0;
   for (const dk_piece* piece = begin; piece != end; ++piece) {
     const int64_t inside = std::min(piece->num_tokens, length - column);
-    const auto* const rest = static_cast<const uint8_t*>(piece->tokens) + inside * piece->bytes_a_token;
-    const auto copy = piece->bytes_a_token == 2 ? widen<uint16_t> : widen<int32_t>;
-    copy(piece->tokens, inside, tokens + column);
-    if (inside < piece->num_tokens) copy(rest, 1, &final_token);
+    widen(*piece, 0, inside, tokens + column);
+    if (inside < piece->num_tokens) widen(*piece, inside, 1, &final_token);
     column += piece->num_tokens;
   }
   std::copy(tokens + 1, tokens + length, labels);
@@ -72,7 +65,7 @@ void gather_row(const Batch& batch, int64_t row, const dk_piece* begin, const dk
   }
 }
 
-void fill_packed_row(const Batch& batch, int64_t row, const dk_packed_piece* begin, const dk_packed_piece* end) {
+void fill_packed_row(const Batch& batch, int64_t row, const dk_piece* begin, const dk_piece* end) {
   const int64_t length = batch.seq_length;
   int64_t* const tokens = batch.tokens + row * length;
   int64_t* const labels = batch.labels + row * length;
@@ -81,12 +74,11 @@ void fill_packed_row(const Batch& batch, int64_t row, const dk_packed_piece* beg
   const int64_t eod = batch.eod_ids[row];
   const int64_t filler = std::max<int64_t>(eod, 0);
   int64_t column = 0;
-  for (const dk_packed_piece* piece = begin; piece != end; ++piece) {
+  for (const dk_piece* piece = begin; piece != end; ++piece) {
     const int64_t count = piece->num_tokens;
     const int64_t num_labels = count - (piece->goes_on ? 0 : 1);
-    const auto copy = piece->bytes_a_token == 2 ? widen<uint16_t> : widen<int32_t>;
-    copy(piece->tokens, count, tokens + column);
-    copy(static_cast<const uint8_t*>(piece->tokens) + piece->bytes_a_token, num_labels, labels + column);
+    widen(*piece, 0, count, tokens + column);
+    widen(*piece, 1, num_labels, labels + column);
     for (int64_t i = 0; i < count; ++i) {
       positions[column + i] = i;
       loss_mask[column + i] = batch.mask_eod && tokens[column + i] == eod ? 0.0f : 1.0f;
@@ -105,12 +97,11 @@ void fill_packed_row(const Batch& batch, int64_t row, const dk_packed_piece* beg
 }
 
 // Finds where the pieces of each row begin; false if they break a rule. A row has `most` tokens, or fewer if allowed.
-template <typename Piece>
-bool find_rows(const Piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t most, bool may_be_short, int64_t least,
-               std::vector<const Piece*>& starts) {
+bool find_rows(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t most, bool may_be_short,
+               int64_t least, std::vector<const dk_piece*>& starts) {
   starts.push_back(pieces);
-  const Piece* const end = pieces + num_pieces;
-  const Piece* piece = pieces;
+  const dk_piece* const end = pieces + num_pieces;
+  const dk_piece* piece = pieces;
   for (int64_t row = 0; row < num_rows; ++row) {
     int64_t missing = most;
     for (; piece != end && piece->row == row; ++piece) {
@@ -138,10 +129,10 @@ int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int6
   return 0;
 }
 
-int dk_gather_packed(const dk_packed_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
+int dk_gather_packed(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                      const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
                      float* loss_mask, int num_threads) {
-  std::vector<const dk_packed_piece*> starts;
+  std::vector<const dk_piece*> starts;
   if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length, true, 1, starts)) {
     return -EINVAL;
   }

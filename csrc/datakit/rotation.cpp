@@ -72,11 +72,23 @@ void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num_points
 void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
                         int64_t num_samples, int64_t* sources, int64_t* numbers) {
   const auto& steps = levels();
+  struct Next {  // the number that a source's next sample has, in the run of samples that follow each other
+    int64_t run = -1, number = 0;
+  };
+  std::vector<Next> nexts(num_sources);
+  int64_t run = 0;
   for (int64_t i = 0; i < num_samples; ++i) {
     const u64 sample = samples[i];
+    if (i > 0 && samples[i] != samples[i - 1] + 1) ++run;
     const auto point = static_cast<int64_t>((kStep * sample + u64(theta)) % kCircle);
     const int64_t* const end = std::upper_bound(edges + 1, edges + num_sources + 1, point);
-    sources[i] = end - edges - 1;
-    numbers[i] = static_cast<int64_t>(beyond(steps, theta, sample, end[-1]) - beyond(steps, theta, sample, end[0]));
+    const int64_t source = end - edges - 1;
+    Next& next = nexts[source];
+    if (next.run != run) {
+      const u64 number = beyond(steps, theta, sample, end[-1]) - beyond(steps, theta, sample, end[0]);
+      next = {run, static_cast<int64_t>(number)};
+    }
+    sources[i] = source;
+    numbers[i] = next.number++;
   }
 }

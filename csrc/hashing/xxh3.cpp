@@ -38,19 +38,20 @@ uint64_t avalanche(uint64_t hash) {
   return hash ^ (hash >> 32);
 }
 
-uint64_t mix16(const uint8_t* data, const uint8_t* secret) {
-  return multiply_and_fold(read64(data) ^ read64(secret), read64(data + 8) ^ read64(secret + 8));
+uint64_t mix16(const uint8_t* data, const uint8_t* secret, uint64_t seed) {
+  return multiply_and_fold(read64(data) ^ (read64(secret) + seed), read64(data + 8) ^ (read64(secret + 8) - seed));
 }
 
-uint64_t hash_up_to_16(const uint8_t* data, size_t size) {
+uint64_t hash_up_to_16(const uint8_t* data, size_t size, uint64_t seed) {
   if (size > 8) {
-    const uint64_t low = read64(data) ^ read64(kSecret + 24) ^ read64(kSecret + 32);
-    const uint64_t high = read64(data + size - 8) ^ read64(kSecret + 40) ^ read64(kSecret + 48);
+    const uint64_t low = read64(data) ^ ((read64(kSecret + 24) ^ read64(kSecret + 32)) + seed);
+    const uint64_t high = read64(data + size - 8) ^ ((read64(kSecret + 40) ^ read64(kSecret + 48)) - seed);
     return avalanche(size + __builtin_bswap64(low) + high + multiply_and_fold(low, high));
   }
   if (size >= 4) {
     const uint64_t joined = read32(data + size - 4) + (read32(data) << 32);
-    uint64_t hash = joined ^ read64(kSecret + 8) ^ read64(kSecret + 16);
+    seed ^= static_cast<uint64_t>(__builtin_bswap32(static_cast<uint32_t>(seed))) << 32;
+    uint64_t hash = joined ^ ((read64(kSecret + 8) ^ read64(kSecret + 16)) - seed);
     hash ^= rotate_left(hash, 49) ^ rotate_left(hash, 24);
     hash *= 0x9FB21C651E98DF25ULL;
     hash ^= (hash >> 35) + size;
@@ -60,26 +61,26 @@ uint64_t hash_up_to_16(const uint8_t* data, size_t size) {
   if (size > 0) {
     const uint64_t joined = static_cast<uint64_t>(data[0]) << 16 | static_cast<uint64_t>(data[size >> 1]) << 24 |
                             data[size - 1] | static_cast<uint64_t>(size) << 8;
-    return xxh64_avalanche(joined ^ read32(kSecret) ^ read32(kSecret + 4));
+    return xxh64_avalanche(joined ^ ((read32(kSecret) ^ read32(kSecret + 4)) + seed));
   }
-  return xxh64_avalanche(read64(kSecret + 56) ^ read64(kSecret + 64));
+  return xxh64_avalanche(seed ^ read64(kSecret + 56) ^ read64(kSecret + 64));
 }
 
-uint64_t hash_up_to_128(const uint8_t* data, size_t size) {
+uint64_t hash_up_to_128(const uint8_t* data, size_t size, uint64_t seed) {
   uint64_t hash = size * kPrime64_1;
   for (size_t pair = (size - 1) / 32 + 1; pair-- > 0;) {
-    hash += mix16(data + 16 * pair, kSecret + 32 * pair);
-    hash += mix16(data + size - 16 * (pair + 1), kSecret + 32 * pair + 16);
+    hash += mix16(data + 16 * pair, kSecret + 32 * pair, seed);
+    hash += mix16(data + size - 16 * (pair + 1), kSecret + 32 * pair + 16, seed);
   }
   return avalanche(hash);
 }
 
-uint64_t hash_up_to_240(const uint8_t* data, size_t size) {
+uint64_t hash_up_to_240(const uint8_t* data, size_t size, uint64_t seed) {
   uint64_t hash = size * kPrime64_1;
-  for (size_t i = 0; i < 8; ++i) hash += mix16(data + 16 * i, kSecret + 16 * i);
+  for (size_t i = 0; i < 8; ++i) hash += mix16(data + 16 * i, kSecret + 16 * i, seed);
   hash = avalanche(hash);
-  for (size_t i = 8; i < size / 16; ++i) hash += mix16(data + 16 * i, kSecret + 16 * (i - 8) + 3);
-  return avalanche(hash + mix16(data + size - 16, kSecret + 136 - 17));
+  for (size_t i = 8; i < size / 16; ++i) hash += mix16(data + 16 * i, kSecret + 16 * (i - 8) + 3, seed);
+  return avalanche(hash + mix16(data + size - 16, kSecret + 136 - 17, seed));
 }
 
 uint64_t hash_long(const uint8_t* data, size_t size, Simd simd, uint8_t* target, const Reader* reader) {
@@ -122,9 +123,14 @@ uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target, const R
   if (size > 240) return hash_long(bytes, size, simd, static_cast<uint8_t*>(target), reader);
   if (target != nullptr) std::memcpy(target, data, size);
   if (reader != nullptr) reader->read(reader->context, bytes, size);
-  if (size <= 16) return hash_up_to_16(bytes, size);
-  if (size <= 128) return hash_up_to_128(bytes, size);
-  return hash_up_to_240(bytes, size);
+  return xxh3_64_short(data, size, 0);
+}
+
+uint64_t xxh3_64_short(const void* data, size_t size, uint64_t seed) {
+  const auto* const bytes = static_cast<const uint8_t*>(data);
+  if (size <= 16) return hash_up_to_16(bytes, size, seed);
+  if (size <= 128) return hash_up_to_128(bytes, size, seed);
+  return hash_up_to_240(bytes, size, seed);
 }
 
 uint64_t xxh3_64(const void* data, size_t size) { return xxh3_64(data, size, best_simd()); }

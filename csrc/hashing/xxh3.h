@@ -1,4 +1,4 @@
-// XXH3, 64 bits, seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md): the checksum of granules
+// XXH3, 64 bits (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md): the checksum of granules
 // and documents.
 //
 // Inputs up to 240 bytes are hashed by scalar code; longer ones by a loop over 64-byte stripes that exists once for
@@ -13,7 +13,8 @@ namespace hashing {
 enum class Simd { base = 0, avx2 = 1, avx512 = 2 };
 
 Simd best_simd();                                               // the widest set this CPU offers
-uint64_t xxh3_64(const void* data, size_t size);                // with best_simd()
+uint64_t xxh3_64(const void* data, size_t size);                // seed 0, with best_simd()
+uint64_t xxh3_64_short(const void* data, size_t size, uint64_t seed);  // of up to 240 bytes
 struct Reader {  // of data that is hashed: called with each piece of it in turn, while that is in the cache
   void (*read)(void* context, const uint8_t* data, size_t size);
   void* context;

@@ -200,11 +200,7 @@ class TokenStore:
 
         Rows 0 and 1 of 4 tokens read [0, 5) and [4, 9).
         """
-        return self.spans_at(row * seq_length, seq_length)
-
-    def spans_at(self, start: int, seq_length: int) -> list[tuple[int, int]]:
-        """Return what `row_spans` returns, of a row that begins at any address."""
-        return [(start, start + seq_length + 1)]
+        return [(row * seq_length, (row + 1) * seq_length + 1)]
 
     def token_at(self, row: int, column: int, seq_length: int) -> int:
         """Return the address of a token of a row, 0 to seq_length: the last is its last label. Padding has none."""

@@ -27,10 +27,10 @@ from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.block_order import BlockOrder, block_elements_at
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
-from datakit.stream.gather import PackedSpans, RowSpans, gather
-from datakit.stream.gone_store import GoneStore
+from datakit.stream.gather import gather
 from datakit.stream.mixture import MAX_SAMPLES, Change, Mixture, Segment, segment_of, weight_of
-from datakit.stream.permutation import Permutation, elements_at
+from datakit.stream.permutation import Epochs, Permutation
+from datakit.stream.row_pieces import ShardTable, packed_spans, plain_spans
 from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError
@@ -70,12 +70,13 @@ class Blend:
         self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
         self._orders: dict[tuple[int, int], Permutation | BlockOrder] = {}
+        self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows)
 
     def _take(self, sources: Sources, mixture: Mixture, rows: Sequence[int], seed: int, masks: DocumentMasks) -> None:
         """Take what any order of samples has: sources, which of them a sample is of, and the rows of their epochs."""
         self.sources, self.stores, self.mixture = sources, sources.stores, mixture
         self.seq_length, self.seed, self._masks = sources.lengths[0], seed, masks
-        self._seq_lengths = sources.seq_lengths
+        self._seq_lengths, self._lengths = sources.seq_lengths, np.array(sources.seq_lengths, np.int64)
         self.rows = np.array(rows, np.int64)
         self._num_rows: list[int] = self.rows.tolist()
         self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
@@ -91,6 +92,10 @@ class Blend:
         sources = list(zip(stores, first.weights or ()))
         named: dict[str, Any] = {"seq_length": self.seq_length, "seed": self.seed, "later": later}
         return partial(Blend, sources, **named, block_tokens=self._block_tokens), ()
+
+    @cached_property
+    def _table(self) -> ShardTable:
+        return ShardTable(self.stores)
 
     @cached_property
     def caches(self) -> tuple[BlockCache, ...]:
@@ -162,15 +167,15 @@ class Blend:
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and which of that store's samples it is; O(log) each."""
-        return self.mixture.locate(np.array(_checked(samples, self.mixture.max_samples), np.int64))
+        return self.mixture.locate(_checked(samples, self.mixture.max_samples))
 
     def addresses(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and the address of its first token there.
 
         That is the tokens of a row times its row, also of a packed store, whose `row_spans` knows the row's tokens.
         """
-        sources, starts = self._starts(samples)
-        return np.array(sources, np.int64), np.array(starts, np.int64)
+        sources, numbers = self.locate(samples)
+        return sources, self._rows_at(sources, numbers) * self._lengths[sources]
 
     def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
         """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
@@ -200,19 +205,15 @@ class Blend:
         memory of `num_bytes`, positions and loss masks that are the same in all rows are not written. `addresses` are
         those of the samples, where they are known.
         """
-        sources, starts = self._starts(samples) if addresses is None else [part.tolist() for part in addresses]
-        places = list(zip(sources, starts))
-        seq_length = self._seq_lengths[places[0][0]]
-        if len(self.sources.lengths) > 1 and any(self._seq_lengths[source] != seq_length for source, _ in places):
+        sources, starts = self.addresses(samples) if addresses is None else addresses
+        seq_length = self._seq_lengths[sources[0]]
+        if len(self.sources.lengths) > 1 and (self._lengths[sources] != seq_length).any():
             raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")
-        spans = PackedSpans(seq_length) if self._is_packed else RowSpans(seq_length)
-        for source, start in places:
-            store = self.stores[source]
-            if isinstance(store, GoneStore):
-                store.refuse()
-            spans.add(store, start)
-        batch = gather(spans, options, out, tokens_only=self._makes_tokens_only(options))
+        pieces = self._table.cut(self._spans(sources, starts, seq_length), whole=self._is_packed)
+        eod_ids, tokens_only = self._table.eod_ids[sources], self._makes_tokens_only(options)
+        batch = gather(pieces, eod_ids, seq_length, options, out, is_packed=self._is_packed, tokens_only=tokens_only)
         if self._masks:
+            places = zip(sources.tolist(), starts.tolist())
             self._masks.apply(batch.loss_mask, np.array(samples, ndmin=1).tolist(), places)
         return batch
 
@@ -224,17 +225,26 @@ class Blend:
         """Return whether positions and loss masks are the same in all rows."""
         return self._is_plain and not options.mask_eod_loss and not options.reset_positions
 
-    def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
-        """Return what `addresses` returns, as lists."""
-        sources, numbers = self.mixture.places(_checked(samples, self.mixture.max_samples))
-        orders, num_rows = self._orders, self._num_rows
-        places: list[tuple[Any, int]] = []
-        for source, number in zip(sources, numbers):
+    def _rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
+        """Return the rows that are the `numbers` of some sources, epoch after epoch."""
+        if not self._block_tokens:
+            return self._epochs.elements(sources, numbers)
+        num_rows, places = self._num_rows, list[tuple[Any, int]]()
+        for source, number in zip(sources.tolist(), numbers.tolist()):
             epoch, position = divmod(number, num_rows[source])
-            places.append((orders.get((source, epoch)) or self._order(source, epoch), position))
-        elements = block_elements_at(places) if self._block_tokens else elements_at(places)
-        lengths = self._seq_lengths
-        return sources, [element * lengths[source] for element, source in zip(elements, sources)]
+            places.append((self._order(source, epoch), position))
+        return np.array(block_elements_at(places), np.int64)
+
+    def _spans(self, sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:
+        """Return the tokens that the rows of a batch read, which begin at `starts`: spans as of ShardTable.cut."""
+        if self._is_packed:
+            return packed_spans(self.stores, sources.tolist(), (starts // seq_length).tolist())
+        return plain_spans(sources, starts, seq_length)
+
+    def _epoch_name(self, source: int) -> tuple[bytes, bytes]:
+        """Return what is before and after the number of an epoch in the key of a store's order."""
+        era = self.sources.eras[source]
+        return f"{self.seed}/{self.stores[source].fingerprint}/".encode(), f"/{era}".encode() if era else b""
 
     def _order(self, source: int, epoch: int) -> Permutation | BlockOrder:
         """Return the order of a store's rows in one epoch of it; the last few are kept."""
@@ -242,10 +252,12 @@ class Blend:
         if order is None:
             if len(self._orders) >= _MAX_KEPT_ORDERS:
                 self._orders.clear()
-            size, era = self._num_rows[source], self.sources.eras[source]
-            name = f"{self.seed}/{self.stores[source].fingerprint}/{epoch}" + (f"/{era}" if era else "")
-            key, is_blocks = name.encode(), self._block_tokens > 0
-            order = BlockOrder(size, key, self._block_rows(era)) if is_blocks else Permutation(size, key)
+            size, (before, after) = self._num_rows[source], self._epoch_name(source)
+            key = before + str(epoch).encode() + after
+            if self._block_tokens:
+                order = BlockOrder(size, key, self._block_rows(self.sources.eras[source]))
+            else:
+                order = Permutation(size, key)
             self._orders[source, epoch] = order
         return order
 
@@ -315,15 +327,17 @@ class Blend:
                 )
 
 
-def _checked(samples: npt.ArrayLike, limit: int) -> list[int]:
-    """Return sample numbers as a list; UserError if one is none."""
+def _checked(samples: npt.ArrayLike, limit: int) -> Int64s:
+    """Return sample numbers as an array of its own; UserError if one is none."""
     found = np.array(samples, ndmin=1)
     if not found.size:
         raise UserError("no samples are asked for", hint="batch([0]) is the stream's first sample")
-    listed: list[int] = found.tolist()
-    if found.dtype.kind not in "iu" or found.ndim > 1 or not 0 <= min(listed) <= max(listed) < limit:
-        raise UserError(f"samples {reprlib.repr(listed)} are not a list of whole numbers from 0 to {_power(limit)} - 1")
-    return listed
+    is_whole = found.dtype.kind in "iu" and found.ndim == 1
+    wide: Int64s = found.astype(np.int64, copy=False) if is_whole else np.array([-1])
+    if not wide.view(np.uint64).max() < limit:  # as which negative ones are larger than any limit
+        what = reprlib.repr(found.tolist())
+        raise UserError(f"samples {what} are not a list of whole numbers from 0 to {_power(limit)} - 1")
+    return wide
 
 
 def _power(limit: int) -> str:

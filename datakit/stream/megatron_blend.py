@@ -67,11 +67,6 @@ class GreedyMixture(Mixture):
             numbers[place] += np.count_nonzero(chosen[block * self._stride : sample] == source)
         return sources, numbers
 
-    def places(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what `locate` returns, as lists."""
-        sources, numbers = self.locate(np.array(samples, np.int64))
-        return sources.tolist(), numbers.tolist()
-
     def sample_of(self, source: int, number: int) -> int | None:
         """Return the sample that is a source's `number`-th, None if it is before the start: `locate` inverted."""
         if len(self._weights) > 1:
@@ -177,11 +172,18 @@ class MegatronBlend(Blend):
         found = [self.mixture.sample_of(source, number) for number in np.flatnonzero(np.isin(read, rows)).tolist()]
         return np.sort(np.array([sample for sample in found if sample is not None], np.int64))
 
-    def _starts(self, samples: npt.ArrayLike) -> tuple[list[int], list[int]]:
-        found, numbers = self.locate(samples)
-        sources: list[int] = found.tolist()
-        rows = [int(self._made[source].rows[number]) for source, number in zip(sources, numbers.tolist())]
-        return sources, [row * self.seq_length for row in rows]
+    def _rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
+        rows = [int(self._made[source].rows[number]) for source, number in zip(sources.tolist(), numbers.tolist())]
+        return np.array(rows, np.int64)
+
+    def _spans(self, sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:
+        rows = enumerate(zip(sources.tolist(), (starts // seq_length).tolist()))
+        spans = [
+            (row, source, begin, stop - begin, 0)
+            for row, (source, number) in rows
+            for begin, stop in self._made[source].row_spans(number, seq_length)
+        ]
+        return np.array(spans, np.int64)
 
     @cached_property
     def _changes(self) -> list[tuple[int, str, list[Any]]]:

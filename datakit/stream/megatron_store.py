@@ -69,10 +69,11 @@ class MegatronStore(TokenStore):
         """The rows in the order in which they are read."""
         return self._order[2]
 
-    def spans_at(self, start: int, seq_length: int) -> list[tuple[int, int]]:
-        """Return the token addresses [start, stop) that a row reads, in order; it begins at a token of the order."""
+    def row_spans(self, row: int, seq_length: int) -> list[tuple[int, int]]:
+        """Return the token addresses [start, stop) that a row reads, in the order of its tokens."""
         order, starts, _ = self._order
-        stop, block = start + seq_length + 1, int(np.searchsorted(starts, start, "right")) - 1
+        start, stop = row * seq_length, (row + 1) * seq_length + 1
+        block = int(np.searchsorted(starts, start, "right")) - 1
         at, place, found = int(starts[block]), block * _STRIDE, list[tuple[int, int]]()
         while at < stop:
             for document in order[place : place + 2 * _STRIDE].tolist():

@@ -118,13 +118,6 @@ class Mixture:
             sources[inside], numbers[inside] = found, earlier + stretch.base[found]
         return sources, numbers
 
-    def places(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what `locate` returns, as lists."""
-        if len(self.stretches) == 1 and not self._skips:
-            return self.stretches[0].sequence.places(samples)
-        sources, numbers = self.locate(np.array(samples, np.int64))
-        return sources.tolist(), numbers.tolist()
-
     def sample_of(self, source: int, number: int) -> int | None:
         """Return the sample that is a source's `number`-th, None if that is skipped: `locate` inverted.
 

@@ -15,10 +15,12 @@ PROTOTYPES: Prototypes = {
     "dk_gather": (
         INT, POINTER, INT64, INT64, INT64, POINTER, INT, INT, POINTER, POINTER, POINTER, POINTER, INT,
     ),
+    "dk_cut": (INT64, POINTER, POINTER, INT64, INT, INT64, POINTER, POINTER, POINTER, POINTER),
     "dk_read_files": (INT64, POINTER, INT64, INT, POINTER),
     "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
     "dk_rotation_locate": (None, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
-    "dk_permute": (None, POINTER, INT64, INT64, POINTER),
+    "dk_permute": (None, POINTER, INT64, POINTER),
+    "dk_elements": (None, POINTER, POINTER, POINTER, INT64, POINTER),
 }  # fmt: skip
 MEGATRON_PROTOTYPES: Prototypes = {
     "dk_shuffle": (None, POINTER, POINTER, INT64),

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.store.shard import Int64s
-from datakit.stream.native import stream_library
+from datakit.stream.native import address_of, stream_library
 
-NUM_ROUNDS = 8
+NUM_ROUNDS = 8  # DK_NUM_ROUNDS of csrc/datakit/datakit.h
+_MAX_NAME_BYTES = 200
 
 
 class Permutation:
@@ -60,8 +61,32 @@ def elements_at(places: Sequence[tuple[Permutation, int]]) -> list[int]:
         assert 0 <= position < order.size, "positions are below the size"
         rows += (order._keys_address, order.size, position)
     table, elements = array("q", rows), array("q", bytes(8 * len(places)))
-    stream_library().dk_permute(table.buffer_info()[0], len(places), NUM_ROUNDS, elements.buffer_info()[0])
+    stream_library().dk_permute(table.buffer_info()[0], len(places), elements.buffer_info()[0])
     return elements.tolist()
+
+
+class Epochs:
+    """The permutations of several sources' elements, one an epoch: epoch 7 of a source named (b"a/", b"/b") has the key
+    b"a/7/b". Safe to use from several threads.
+    """
+
+    def __init__(self, names: Sequence[tuple[bytes, bytes]], sizes: Sequence[int]) -> None:
+        """Take what is before and after an epoch's number in its key, 200 bytes at most, and the elements of each."""
+        assert all(len(before) + len(after) <= _MAX_NAME_BYTES for before, after in names), "keys are short"
+        self._names = [(array("b", before + b" "), array("b", after + b" ")) for before, after in names]  # of any size
+        rows = [
+            (before.buffer_info()[0], len(before) - 1, after.buffer_info()[0], len(after) - 1, max(size, 1))
+            for (before, after), size in zip(self._names, sizes)
+        ]
+        self._native = np.array(rows, np.int64)  # a dk_epochs each
+
+    def elements(self, sources: Int64s, numbers: Int64s) -> Int64s:
+        """Return of each of some sources the element that is its `numbers[i]`-th, epoch after epoch."""
+        elements = np.empty(len(sources), np.int64)
+        stream_library().dk_elements(
+            address_of(self._native), address_of(sources), address_of(numbers), len(sources), address_of(elements)
+        )
+        return elements
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -25,33 +25,17 @@ MAX_THREADS = 16
 _FILE_BITS = 44  # of a place in a file; a batch's shards have the rest of 63
 
 
-class Wanted:
-    """Bytes of unmapped shards that the spans of a batch hold, noted one by one."""
+def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Bytes, Int64s]:
+    """Return memory that holds ranges of unmapped shards, and the address of each: they are as `plan` takes them.
 
-    def __init__(self) -> None:
-        self._shards: dict[tuple[TokenStore, int], int] = {}  # with numbers from 0 on
-        self._ranges: list[int] = []  # of each range its key, shard, first byte and the byte after the last
-
-    def __len__(self) -> int:
-        return len(self._ranges) // 4
-
-    def add(self, key: int, store: TokenStore, shard: int, first: int, num_tokens: int) -> None:
-        """Note tokens of a shard of a store under a key, the number of their span."""
-        number, itemsize = self._shards.setdefault((store, shard), len(self._shards)), store.itemsize
-        self._ranges += (key, number, first * itemsize, (first + num_tokens) * itemsize)
-
-    def stage(self) -> tuple[Bytes, Int64s, Int64s]:
-        """Return memory that holds all ranges, their keys, and the address of each.
-
-        StorageError or CheckFailed that names a file that fails.
-        """
-        table = np.frombuffer(array("q", self._ranges), np.int64).reshape(-1, 4)
-        runs, places = plan(table[:, 1:])
-        buffer = np.empty(runs[-1, 2:].sum(), np.uint8)
-        address, shards = address_of(buffer), list(self._shards)
-        for group in _groups((*shards[number], *rest) for number, *rest in runs.tolist()):
-            _read(group, address)
-        return buffer, table[:, 0], address + places
+    StorageError or CheckFailed that names a file that fails.
+    """
+    runs, places = plan(ranges)
+    buffer = np.empty(runs[-1, 2:].sum(), np.uint8)
+    address = address_of(buffer)
+    for group in _groups((*shards[number], *rest) for number, *rest in runs.tolist()):
+        _read(group, address)
+    return buffer, address + places
 
 
 def plan(ranges: Int64s) -> tuple[Int64s, Int64s]:

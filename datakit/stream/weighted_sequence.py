@@ -63,20 +63,14 @@ class WeightedSequence:
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """For each sample, 0 to 2^62 - 1, its source and how many of the earlier samples are of that source."""
-        sources, numbers = self.places(samples.tolist())
-        return np.array(sources, np.int64), np.array(numbers, np.int64)
-
-    def places(self, samples: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what `locate` returns, as lists: for single samples, arrays cost more than what they hold."""
-        num_samples = len(samples)
-        wanted, found = array("q", samples), array("q", bytes(16 * num_samples))
-        address, _ = found.buffer_info()
-        stream_library().dk_rotation_locate(
-            self._theta, self._edges_address, self._num_sources, wanted.buffer_info()[0], num_samples, address,
-            address + 8 * num_samples,
-        )  # fmt: skip
-        listed = found.tolist()
-        return listed[:num_samples], listed[num_samples:]
+        found = np.empty((2, len(samples)), np.int64)
+        if len(samples):
+            wanted, address = np.array(samples, np.int64), address_of(found)  # of its own, so without gaps
+            stream_library().dk_rotation_locate(
+                self._theta, self._edges_address, self._num_sources, address_of(wanted), len(wanted), address,
+                address + 8 * len(wanted),
+            )  # fmt: skip
+        return found[0], found[1]
 
     def sample_of(self, source: int, number: int) -> int:
         """Return the sample that is a source's `number`-th, from 0: what `locate` inverts, by search among its counts.

@@ -1,6 +1,7 @@
 """The native batch gather against its numpy reference, and its refusal of rows that are not whole."""
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,34 +11,42 @@ from hypothesis import strategies as st
 
 from datakit import TokenStore, write_store
 from datakit.store.token_store import NO_EOD
-from datakit.stream.batch import BatchOptions, HostBatch
-from datakit.stream.gather import RowSpans, gather
+from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
+from datakit.stream.gather import gather
 from datakit.stream.native import stream_library
+from datakit.stream.row_pieces import ShardTable
 
 ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
 
 
-class Spans(RowSpans):
-    """Row spans that remember the rows' tokens."""
+class Rows:
+    """Rows of stores that begin at addresses, gathered natively and by the reference."""
 
-    def __init__(self, seq_length: int) -> None:
-        super().__init__(seq_length)
-        self.rows: list[np.ndarray] = []
+    def __init__(self, seq_length: int, places: Sequence[tuple[TokenStore, int]]) -> None:
+        self.seq_length = seq_length
+        self.stores = list({id(store): store for store, _ in places}.values())
+        self.sources = np.array([self.stores.index(store) for store, _ in places])
+        self.starts = [start for _, start in places]
+        self.tokens = [store.tokens(start, start + seq_length + 1) for store, start in places]
+        self.table = ShardTable(self.stores)
+        self.eod_ids = self.table.eod_ids[self.sources]
 
-    def add(self, store: TokenStore, start: int) -> None:
-        super().add(store, start)
-        self.rows.append(store.tokens(start, start + self.seq_length + 1))
+    def gather(self, options: BatchOptions = PLAIN, *, tokens_only: bool = False) -> HostBatch:
+        num_rows = len(self.starts)
+        columns = (range(num_rows), self.sources, self.starts, [self.seq_length + 1] * num_rows, [0] * num_rows)
+        pieces = self.table.cut(np.array(columns, np.int64).T.copy())
+        return gather(pieces, self.eod_ids, self.seq_length, options, tokens_only=tokens_only)
 
 
-def gather_reference(spans: Spans, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
+def gather_reference(rows: Rows, *, mask_eod_loss: bool = False, reset_positions: bool = False) -> HostBatch:
     """Return what `gather` does, in numpy."""
-    batch = HostBatch.allocate(spans.num_rows, spans.seq_length)
-    for row, tokens in enumerate(spans.rows):
+    batch = HostBatch.allocate(len(rows.tokens), rows.seq_length)
+    for row, tokens in enumerate(rows.tokens):
         batch.tokens[row], batch.labels[row] = tokens[:-1], tokens[1:]
-    eod_ids = np.array(spans.eod_ids)[:, None]
+    eod_ids = rows.eod_ids[:, None]
     is_eod = (batch.tokens == eod_ids) & (eod_ids != NO_EOD)
     batch.loss_mask[:] = ~is_eod if mask_eod_loss else 1
-    positions = np.arange(spans.seq_length)
+    positions = np.arange(rows.seq_length)
     batch.positions[:] = positions
     if reset_positions:
         after_eod = np.zeros_like(is_eod)
@@ -68,35 +77,31 @@ def test_native_equals_reference(
     stores: list[TokenStore], data: st.DataObject, seq_length: int, mask: bool, reset: bool, tokens_only: bool
 ) -> None:
     owners = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
-    spans = Spans(seq_length)
-    expected = []
-    for store in (stores[owner] for owner in owners):
-        start = data.draw(st.integers(0, store.num_tokens - seq_length - 1))
-        spans.add(store, start)
-        expected.append(store.tokens(start, start + seq_length + 1))
+    owned = [stores[owner] for owner in owners]
+    starts = [data.draw(st.integers(0, store.num_tokens - seq_length - 1)) for store in owned]
+    rows = Rows(seq_length, list(zip(owned, starts)))
     tokens_only &= not mask and not reset
-    native = gather(spans, BatchOptions(mask, reset), tokens_only=tokens_only)
-    reference = gather_reference(spans, mask_eod_loss=mask, reset_positions=reset)
+    native = rows.gather(BatchOptions(mask, reset), tokens_only=tokens_only)
+    reference = gather_reference(rows, mask_eod_loss=mask, reset_positions=reset)
     assert native.is_tokens_only == tokens_only
     for name in ARRAYS:
         found = getattr(native, name)
         assert found.shape == (len(owners), seq_length)
         assert np.array_equal(found, getattr(reference, name)), name
         assert np.shares_memory(found, native.buffer) == (name in ARRAYS[:2] or not tokens_only)
-    for row, tokens in enumerate(expected):
+    for row, tokens in enumerate(rows.tokens):
         assert native.tokens[row].tolist() == tokens[:-1].tolist()
         assert native.labels[row].tolist() == tokens[1:].tolist()
 
 
 def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: Path) -> None:
     store = write_store(tmp_path / "a", [[1, 2, 0], [3, 0, 4, 5, 6]], vocab_size=9, eod_id=0)
-    spans = Spans(7)
-    spans.add(store, 0)
-    batch = gather(spans, BatchOptions(True, True))
+    rows = Rows(7, [(store, 0)])
+    batch = rows.gather(BatchOptions(True, True))
     assert batch.tokens.tolist() == [[1, 2, 0, 3, 0, 4, 5]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
-    plain = gather(spans)
+    plain = rows.gather()
     assert plain.positions.tolist() == [list(range(7))]
     assert plain.loss_mask.tolist() == [[1] * 7]
 
@@ -104,10 +109,8 @@ def test_end_of_document_masks_its_own_position_and_restarts_the_next(tmp_path: 
 def test_many_rows_use_threads(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 60000, 40_000)
     store = write_store(tmp_path / "a", np.split(tokens, 40), vocab_size=60000, shard_documents=9)
-    spans = Spans(1024)
-    for row in range(600):
-        spans.add(store, 60 * row)
-    native, reference = gather(spans), gather_reference(spans)
+    rows = Rows(1024, [(store, 60 * row) for row in range(600)])
+    native, reference = rows.gather(), gather_reference(rows)
     assert all(np.array_equal(getattr(native, name), getattr(reference, name)) for name in ARRAYS)
 
 
@@ -126,7 +129,9 @@ def test_many_rows_use_threads(tmp_path: Path) -> None:
 )
 def test_rows_that_are_not_whole_are_refused(table: list[list[int]]) -> None:
     source = np.arange(16, dtype=np.uint16)
-    native = np.array([[row, source.ctypes.data, count, size] for row, count, size in table], np.int64).reshape(-1, 4)
+    native = np.array([[row, source.ctypes.data, count, size, 0] for row, count, size in table], np.int64).reshape(
+        -1, 5
+    )
     out, eod = np.zeros(4 * 8, np.int64), np.full(1, -1, np.int64)
     address = ctypes.c_void_p(out.ctypes.data)
     code = stream_library().dk_gather(
@@ -134,3 +139,15 @@ def test_rows_that_are_not_whole_are_refused(table: list[list[int]]) -> None:
     )
     assert code < 0
     assert not out.any()
+
+
+def test_rows_of_any_length_at_any_address_hold_their_tokens(tmp_path: Path) -> None:
+    """Vectors of eight tokens and what is left over, of both sizes of tokens."""
+    for vocab_size in (60_000, 70_000):
+        tokens = np.random.default_rng(2).integers(0, vocab_size, 400)
+        store = write_store(tmp_path / str(vocab_size), [tokens], vocab_size=vocab_size)
+        for length in range(1, 140):
+            assert (
+                Rows(length, [(store, length)]).gather().labels[0].tolist()
+                == tokens[length + 1 : 2 * length + 1].tolist()
+            )

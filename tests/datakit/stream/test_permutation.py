@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datakit.stream.permutation import Permutation
+from datakit.stream.permutation import Epochs, Permutation
 
 
 @given(size=st.integers(1, 3000), key=st.binary(max_size=20))
@@ -22,6 +22,23 @@ def test_large_sizes_stay_inside_and_answer_single_positions_alike(size: int, da
     assert found.min() >= 0
     assert found.max() < size
     assert [int(permutation(position)[0]) for position in positions] == found.tolist()
+
+
+@given(
+    names=st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=100)), min_size=1, max_size=3),
+    size=st.integers(1, 2**40),
+    data=st.data(),
+)
+def test_epochs_are_permutations_with_keys_of_any_length(
+    names: list[tuple[bytes, bytes]], size: int, data: st.DataObject
+) -> None:
+    asked = data.draw(
+        st.lists(st.tuples(st.integers(0, len(names) - 1), st.integers(0, 2**62)), min_size=1, max_size=9)
+    )
+    found = Epochs(names, [size] * len(names)).elements(*np.array(asked).T.copy())
+    for (source, number), element in zip(asked, found.tolist(), strict=True):
+        (before, after), (epoch, position) = names[source], divmod(number, size)
+        assert [element] == Permutation(size, before + str(epoch).encode() + after)(position).tolist()
 
 
 @given(size=st.integers(1, 2**62), key=st.binary(max_size=20), data=st.data())

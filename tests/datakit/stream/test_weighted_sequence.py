@@ -55,6 +55,21 @@ def test_access_is_random_and_exact(weights: list[float], theta: int, sample: in
     assert sequence.counts(sample).tolist() == [first - second for first, second in pairwise(beyond)]
 
 
+@given(
+    weights=WEIGHTS,
+    theta=THETAS,
+    runs=st.lists(st.tuples(st.integers(0, 2**62 - 30), st.integers(1, 30)), min_size=1, max_size=5),
+)
+def test_samples_of_one_call_are_those_of_single_ones(
+    weights: list[float], theta: int, runs: list[tuple[int, int]]
+) -> None:
+    sequence = WeightedSequence(weights, theta)
+    samples = [first + place for first, count in runs for place in range(count)]
+    alone = [sequence.locate(np.array([sample])) for sample in samples]
+    for column, found in enumerate(sequence.locate(np.array(samples))):
+        assert found.tolist() == [int(each[column][0]) for each in alone]
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e6])
 def test_weights_need_not_sum_to_one(scale: float) -> None:
     plain, scaled = WeightedSequence([0.5, 0.3, 0.2]), WeightedSequence([0.5 * scale, 0.3 * scale, 0.2 * scale])

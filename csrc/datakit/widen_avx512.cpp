@@ -1,0 +1,3 @@
+// Widens tokens for AVX-512.
+#define WIDEN widen_avx512
+#include "widen.inc"

@@ -1,0 +1,3 @@
+// Widens tokens for any processor.
+#define WIDEN widen_base
+#include "widen.inc"
