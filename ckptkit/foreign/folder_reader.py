@@ -4,6 +4,7 @@ A plan's parts are the folder's files, and behind these what the folder holds wi
 is read whole and put in order in memory. Nothing is verified, as the folder has no checksums.
 """
 
+import threading
 from collections.abc import Mapping
 
 import numpy as np
@@ -26,9 +27,10 @@ class FolderReader(CheckpointReader):
         self.url = url
         self._sizes, self._names = sizes, list(sizes)
         self._readers: dict[str, DataReader] = {}
+        self._lock = threading.RLock()  # of what is open, and of what is put in order
 
     def ordered(self, number: int) -> Bytes:
-        """Return the bytes of the part behind the files that has a number."""
+        """Return the bytes of the part behind the files that has a number; one thread at a time asks."""
         raise NotImplementedError
 
     def attempt_for(self, layout: ParallelLayout) -> str:
@@ -44,17 +46,21 @@ class FolderReader(CheckpointReader):
         """Return the copies that fill wanted chunks."""
         return self._planned(wanted, self.stored)
 
-    def fetch(self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None) -> None:
-        """Make the copies of a plan, each to an address of its own."""
+    def fetch(
+        self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None, num_threads: int | None = None
+    ) -> None:
+        """Make the copies of a plan, each to an address of its own; several threads may."""
         assert sums is None, "files of others have no certificate"
         rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]
         for part, start, stop in zip(parts.tolist(), first.tolist(), ends, strict=True):
             if part < len(self._names):
-                self._reader(self._names[part]).read(rows[start:stop], num_threads=self.num_threads)
+                reader = self._reader(self._names[part])
+                reader.read(rows[start:stop], num_threads=num_threads or self.num_threads)
                 continue
-            values = self.ordered(part - len(self._names))
+            with self._lock:
+                values = self.ordered(part - len(self._names))
             copies = rows[start:stop, [0, 2, 1]]
             copies[:, 0] += np.uint64(values.ctypes.data)
             copy_many(copies)
@@ -65,6 +71,7 @@ class FolderReader(CheckpointReader):
             self._readers.popitem()[1].close()
 
     def _reader(self, name: str) -> DataReader:
-        if name not in self._readers:
-            self._readers[name] = open_reader(self.storage, name, self._sizes[name], None)
-        return self._readers[name]
+        with self._lock:
+            if name not in self._readers:
+                self._readers[name] = open_reader(self.storage, name, self._sizes[name], None)
+            return self._readers[name]

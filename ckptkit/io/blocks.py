@@ -9,6 +9,7 @@ granule read. Failures of the system are OSErrors with errno and path.
 import ctypes
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -201,7 +202,7 @@ class BlockWriter(Making):
 class BlockReader(Closing):
     """One file open for verified reads; ranges read in ascending order over several calls read each granule once.
 
-    `expected` are the recorded checksums (None reads unverified). With `from_cache` the disk is not read for what
+    Several threads may read.     `expected` are the recorded checksums (None reads unverified). With `from_cache` the disk is not read for what
     the page cache has whole granules of. Raises StorageError where the file's size is not the recorded one.
     """
 
@@ -212,6 +213,7 @@ class BlockReader(Closing):
         self.path = Path(path)
         self.size_bytes = size_bytes
         self.bytes_read = 0
+        self._counting = threading.Lock()
         self._expected = None if expected is None else np.ascontiguousarray(expected, np.uint64)
         assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
         self._handle = ctypes.c_void_p()
@@ -235,7 +237,8 @@ class BlockReader(Closing):
             self._handle, self.size_bytes, rows.ctypes.data, len(rows),
             _address(self._expected), *_addresses(sums, len(rows)), num_threads, ctypes.byref(bad), ctypes.byref(read),
         )  # fmt: skip
-        self.bytes_read += read.value
+        with self._counting:
+            self.bytes_read += read.value
         if code == -errno.EBADMSG:
             raise DamagedGranule(str(self.path), bad.value)
         _check(code, self.path)

@@ -19,16 +19,16 @@ class RemoteReader:
     """Reads whole granules of one object and verifies them; the last granule stays for the next, ascending read.
 
     `expected` are the recorded checksums (None reads unverified). Each of several requests at once is verified and
-    handed out as it comes, while the others are under way. Memory: BUFFERS_A_THREAD times REQUEST_BYTES a thread, and
-    one granule.
+    handed out as it comes, while the others are under way. Several threads may read. Memory: BUFFERS_A_THREAD times
+    REQUEST_BYTES a thread, and one granule.
     """
 
     def __init__(self, storage: Storage, key: str, size_bytes: int, expected: Columns | None) -> None:
         self.storage, self.key, self.size_bytes = storage, key, size_bytes
         self.bytes_read = 0
         self._expected = expected
-        self._kept_granule = -1
-        self._kept: Buffer = b""
+        self._counting = threading.Lock()
+        self._kept: tuple[int, Buffer] = -1, b""  # a granule's number and content
 
     def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
         """Fill memory from ranges (rows of file offset, bytes, target address) that are sorted by offset.
@@ -43,33 +43,38 @@ class RemoteReader:
         rows, sums = rows[has_bytes], sums and sums.take(has_bytes)
         reach = np.maximum.accumulate(rows[:, 0] + rows[:, 1])
         assert reach[-1] <= self.size_bytes, f"a range leaves {self.key}"
-        spans = spans_of(rows, self._kept_granule)
+        kept = self._kept
+        spans = spans_of(rows, kept[0])
         requests = threading.Semaphore(REQUESTS_A_THREAD * num_threads)
         with ThreadPoolExecutor(min(BUFFERS_A_THREAD * num_threads, len(spans))) as pool:
-            reads = [pool.submit(self._read_span, first, stop, rows, reach, sums, requests) for first, stop in spans]
+            reads = [pool.submit(self._read_span, span, rows, reach, sums, requests, kept) for span in spans]
             try:
                 for read in reads:
                     last = read.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-        self.bytes_read += sum(
+        read_bytes = sum(
             min(stop * GRANULE_BYTES, self.size_bytes) - first * GRANULE_BYTES
             for first, stop in spans
-            if first != self._kept_granule
+            if first != kept[0]
         )
-        self._kept_granule, self._kept = spans[-1][1] - 1, last
+        with self._counting:
+            self.bytes_read += read_bytes
+        self._kept = spans[-1][1] - 1, last
 
     def close(self) -> None:
         """Nothing is held open."""
 
     def _read_span(
-        self, first: int, stop: int, rows: Rows, reach: Rows, sums: SumPlaces | None, requests: threading.Semaphore
-    ) -> Buffer:
+        self, span: tuple[int, int], rows: Rows, reach: Rows, sums: SumPlaces | None, requests: threading.Semaphore,
+        kept: tuple[int, Buffer],
+    ) -> Buffer:  # fmt: skip
         """Fetch granules, verify them and copy out what the ranges want; return the last one if no range goes on."""
+        first, stop = span
         start, end = first * GRANULE_BYTES, min(stop * GRANULE_BYTES, self.size_bytes)
         expected = None if self._expected is None else self._expected[first:stop]
-        if first == self._kept_granule:
-            data, expected = self._kept, None
+        if first == kept[0]:
+            data, expected = kept[1], None
         else:
             with requests:
                 [data] = self.storage.read_ranges(self.key, [(start, end)])

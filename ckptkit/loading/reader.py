@@ -7,7 +7,8 @@ calls (all passes in storage order do) read every granule once.
 import hashlib
 import os
 import resource
-from collections import OrderedDict, deque
+import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,7 +60,8 @@ class CheckpointReader(Closing):
         self.is_given_up = False  # reads that other threads begin fail
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
-        self._open: OrderedDict[int, DataReader] = OrderedDict()
+        self._open: OrderedDict[int, DataReader] = OrderedDict()  # the one used last is the last
+        self._uses, self._opening = Counter[int](), threading.Lock()
         self._closed_bytes_read = 0
 
     @cached_property
@@ -102,19 +104,32 @@ class CheckpointReader(Closing):
         """Make the copies of a plan; `targets` are the addresses of the wanted chunks."""
         self.fetch(plan, np.asarray(targets, np.uint64).astype(np.int64)[plan.wanted] + plan.target)
 
-    def fetch(self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None) -> None:
-        """Make the copies of a plan, each to an address of its own, and add them to `sums`, if there are any."""
+    def fetch(
+        self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None, num_threads: int | None = None
+    ) -> None:
+        """Make the copies of a plan, each to an address of its own, and add them to `sums`, if there are any.
+
+        Several threads may fetch at once, by default each with the reader's number of threads.
+        """
+        num_threads = num_threads or self.num_threads
         rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]
-        for begin in range(0, len(parts), MAX_OPEN_FILES):
-            group = slice(begin, begin + MAX_OPEN_FILES)
-            sources = [self._source(part) for part in parts[group].tolist()]
-            num_threads = max(self.num_threads // max(len(sources), 1), 1)
-            jobs = [(p, s, rows[a:b], num_threads, sums and sums.take(slice(a, b))) for p, s, a, b in
-                    zip(parts[group].tolist(), sources, first[group].tolist(), ends[group], strict=True)]  # fmt: skip
-            with ThreadPoolExecutor(self.num_threads) as pool:
-                for _ in pool.map(lambda job: self.read_part(*job), jobs):
+        spans = list(zip(parts.tolist(), map(slice, first.tolist(), ends), strict=True))
+        for begin in range(0, len(spans), MAX_OPEN_FILES):
+            group = spans[begin : begin + MAX_OPEN_FILES]
+            threads_each = max(num_threads // len(group), 1)
+
+            def read(span: tuple[int, slice], num_threads: int = threads_each) -> None:
+                number, own = span
+                with self._opened(number) as source:
+                    self.read_part(number, source, rows[own], num_threads, sums and sums.take(own))
+
+            if len(group) == 1:
+                read(group[0])
+                continue
+            with ThreadPoolExecutor(min(num_threads, len(group))) as pool:
+                for _ in pool.map(read, group):
                     pass
 
     def open_part(self, number: int, expected: Columns | None, *, from_cache: bool = False) -> DataReader:
@@ -156,8 +171,8 @@ class CheckpointReader(Closing):
 
     def close(self) -> None:
         """Close all files."""
-        while self._open:
-            self._drop_oldest()
+        for number in list(self._open):
+            self._close(number)
 
     def _planned(self, wanted: ChunkTable, stored: StoredChunks) -> LoadPlan:
         try:
@@ -213,19 +228,27 @@ class CheckpointReader(Closing):
             raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
         return index
 
-    def _source(self, number: int) -> DataReader:
-        if number in self._open:
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[DataReader]:
+        """Yield the open data file of a part; up to MAX_OPEN_FILES stay open, and more while they are in use."""
+        with self._opening:
+            if number not in self._open:
+                idle = [each for each in self._open if not self._uses[each]]
+                for each in idle[: max(len(self._open) - MAX_OPEN_FILES + 1, 0)]:
+                    self._close(each)
+                part = self.root.parts[number]
+                with self.loss_as_damage(part.data, part.data_bytes, part):
+                    self._open[number] = self.open_part(number, self._checksums[number], from_cache=True)
             self._open.move_to_end(number)
-        else:
-            if len(self._open) >= MAX_OPEN_FILES:
-                self._drop_oldest()
-            part = self.root.parts[number]
-            with self.loss_as_damage(part.data, part.data_bytes, part):
-                self._open[number] = self.open_part(number, self._checksums[number], from_cache=True)
-        return self._open[number]
+            self._uses[number] += 1
+        try:
+            yield self._open[number]
+        finally:
+            with self._opening:
+                self._uses[number] -= 1
 
-    def _drop_oldest(self) -> None:
-        _, source = self._open.popitem(last=False)
+    def _close(self, number: int) -> None:
+        source = self._open.pop(number)
         self._closed_bytes_read += source.bytes_read
         source.close()
 

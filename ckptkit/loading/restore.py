@@ -70,7 +70,7 @@ def fill_from(
     wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
     can_compare = holders is not None and is_readable(reader.root.certificate)
     sums = LoadSums(reader.root, wanted, is_alone=holders.size == 1) if can_compare and holders else None
-    with Targets(data) as targets:
+    with Targets(data, reader.num_threads) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice
         if exchange.size > 1:
             read_together(reader, plan, targets, exchange, sums)

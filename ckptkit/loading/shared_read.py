@@ -7,6 +7,7 @@ next window is read. Memory: two windows, what is sent of one and what comes in,
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -114,9 +115,9 @@ class _Reading:
         target = cut.target + begin - self._spans[row, 0]
         # the "files" of these copies are what came in from each rank
         copies = LoadPlan(sender[run], begun[run] + begin - runs[run, 0], cut.wanted, target, end - begin)
-        self._targets.fill(copies, lambda copies, addresses: self._copy(copies, addresses, arrived))
+        self._targets.fill(copies, partial(self._copy, arrived))
 
-    def _copy(self, copies: LoadPlan, addresses: Ints, arrived: list[Bytes]) -> None:
+    def _copy(self, arrived: list[Bytes], copies: LoadPlan, addresses: Ints, num_threads: int | None = None) -> None:
         """Make copies of what came in."""
         rows = np.stack([copies.source, copies.size, addresses], axis=1)
         sums = None if self._sums is None else self._sums.places(copies)

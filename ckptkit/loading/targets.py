@@ -1,8 +1,15 @@
-"""Targets: the memory that a restore fills; host memory in place, that of devices through two bounded buffers."""
+"""Targets: the memory that a restore fills; host memory in place, that of devices through bounded buffers.
 
-from collections.abc import Callable, Iterator, Sequence
+What is for devices is read block by block of the files, each by one thread into a buffer of its own, and goes over
+while the same thread reads the next one: no thread waits for others. Memory: two buffers of BLOCK_BYTES a thread.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,25 +18,25 @@ from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 from threefold.closing import Closing
 
-BOUNCE_BYTES = 128 << 20
-Read = Callable[[LoadPlan, Ints], None]  # makes copies of a plan, each to an address of its own
+BLOCK_BYTES = 8 << 20  # whole granules, so that no granule is read for two blocks
 
 
-class _Buffer:
-    """Host memory on its way to devices: the next bytes are read into one while another is copied."""
+class Read(Protocol):
+    """Makes copies of a plan, each to an address of its own, on so many threads or on as many as it likes."""
 
-    def __init__(self) -> None:
-        self.memory, self.transfer = np.empty(BOUNCE_BYTES, np.uint8), Transfer()
+    def __call__(self, copies: LoadPlan, addresses: Ints, num_threads: int | None = None, /) -> None:
+        """Make them; several threads may call."""
 
 
 class Targets(Closing):
-    """Arrays and tensors, one a wanted chunk of a plan. Use it in a `with`."""
+    """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`. Memory of devices is filled by threads."""
 
-    def __init__(self, data: Sequence[Any]) -> None:
-        self._data = data
+    def __init__(self, data: Sequence[Any], num_threads: int) -> None:
+        self._data, self._num_threads = data, num_threads
         self._on_host = np.array([is_on_host(each) for each in data], bool)
         self._addresses = host_addresses(data)
-        self._buffers: list[_Buffer] = []
+        self._lanes: list[_Lane] = []
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ckptkit-targets")
 
     def fill(self, copies: LoadPlan, read: Read) -> None:
         """Have `read` make copies of a plan, in the plan's order, and bring what is for devices there."""
@@ -37,53 +44,100 @@ class Targets(Closing):
         here = copies.take(np.flatnonzero(on_host))
         if len(here):
             read(here, self._addresses[here.wanted] + here.target)
-        for number, batch in enumerate(_batches(copies.take(np.flatnonzero(~on_host)))):
-            if number == len(self._buffers) < 2:
-                self._buffers.append(_Buffer())
-            self._fill_devices(batch, read, self._buffers[number % 2])
-        for buffer in self._buffers:
-            buffer.transfer.wait()
+        away = copies.take(np.flatnonzero(~on_host))
+        if len(away):
+            self._fill_devices(list(_batches(away)), read)
 
-    def _fill_devices(self, batch: LoadPlan, read: Read, buffer: _Buffer) -> None:
-        """Read a batch into a buffer, and begin to copy it to the devices."""
-        buffer.transfer.wait()
+    def _fill_devices(self, batches: Sequence[LoadPlan], read: Read) -> None:
+        for _ in range(len(self._lanes), min(self._num_threads, len(batches))):
+            self._lanes.append(_Lane(self._data))
+        rest, stopped = iter(batches), threading.Event()
+
+        def work(lane: _Lane) -> None:
+            try:
+                for batch in rest:  # each goes to one thread
+                    if stopped.is_set():
+                        return
+                    lane.fill(batch, read)
+                lane.wait()
+            except BaseException:
+                stopped.set()
+                raise
+
+        lanes = self._lanes[: len(batches)]
+        for lane in lanes:
+            lane.follow()
+        try:
+            for done in [self._pool.submit(work, lane) for lane in lanes]:
+                done.result()
+        finally:
+            stopped.set()
+
+    def close(self) -> None:
+        """End the threads and let go of the buffers."""
+        self._pool.shutdown()
+        for lane in self._lanes:
+            lane.close()
+
+
+class _Lane:
+    """Two buffers of host memory on their way to devices; one is filled while the other is copied. Of one thread."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self._data, self._turn = data, 0
+        self._buffers = [(np.empty(BLOCK_BYTES, np.uint8), Transfer()) for _ in range(2)]
+
+    def follow(self) -> None:
+        """Let what is copied come after the work that the devices have now; the caller's streams are asked."""
+        for _, transfer in self._buffers:
+            transfer.follow([each for each in self._data if not is_on_host(each)])
+
+    def fill(self, copies: LoadPlan, read: Read) -> None:
+        """Read the copies of a block into a buffer, and begin to copy it to the devices."""
+        memory, transfer = self._buffers[self._turn]
+        self._turn = 1 - self._turn
         # what ends up side by side in a tensor is side by side in the buffer, and goes over in one copy
-        order = np.lexsort([batch.target, batch.wanted])
-        offset = np.empty_like(batch.size)
-        offset[order] = np.cumsum(batch.size[order]) - batch.size[order]
-        read(batch, buffer.memory.ctypes.data + offset)
-        wanted, target, size = batch.wanted[order], batch.target[order], batch.size[order]
-        begins = np.ones(len(order), bool)
-        begins[1:] = (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1])
+        order = np.lexsort([copies.target, copies.wanted])
+        offset = np.empty_like(copies.size)
+        offset[order] = np.cumsum(copies.size[order]) - copies.size[order]
+        transfer.wait()
+        read(copies, memory.ctypes.data + offset, 1)
+        wanted, target, size = copies.wanted[order], copies.target[order], copies.size[order]
+        begins = np.append(True, (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1]))
         first = np.flatnonzero(begins)
-        copies = []
-        for row, num_bytes in zip(first.tolist(), np.add.reduceat(size, first).tolist(), strict=True):
-            part = byte_range(self._data[wanted[row]], int(target[row]), num_bytes)
-            copies.append((part, int(offset[order[row]]), num_bytes))
-        buffer.transfer.start(buffer.memory, copies, to_device=True)
+        columns = (wanted[first], target[first], offset[order[first]], np.add.reduceat(size, first))
+        pieces = zip(*(column.tolist() for column in columns), strict=True)
+        moves = [(byte_range(self._data[number], at, size), place, size) for number, at, place, size in pieces]
+        transfer.start(memory, moves, to_device=True, follows=True)
+
+    def wait(self) -> None:
+        """Block until all copies are made."""
+        for _, transfer in self._buffers:
+            transfer.wait()
 
     def close(self) -> None:
         """Let go of the buffers."""
-        for buffer in self._buffers:
-            buffer.transfer.wait()
-            buffer.transfer.unlock()
+        for _, transfer in self._buffers:
+            transfer.wait()
+            transfer.unlock()
 
 
 def _batches(copies: LoadPlan) -> Iterator[LoadPlan]:
-    """Yield copies in their order, divided so that each batch fits the buffer."""
-    counts = -(-copies.size // BOUNCE_BYTES)
-    done = ramps(np.zeros_like(counts), counts) * BOUNCE_BYTES
-    copies = copies.take(np.repeat(np.arange(len(copies)), counts))
-    copies = replace(
-        copies,
-        source=copies.source + done,
-        target=copies.target + done,
-        size=np.minimum(copies.size - done, BOUNCE_BYTES),
-    )
-    ends = np.cumsum(copies.size)
-    start = 0
-    while start < len(copies):
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + BOUNCE_BYTES, "right"))
-        yield copies.take(slice(start, stop))
-        start = stop
+    """Yield copies, divided at the borders of blocks of their files, in batches of a block that fit a buffer."""
+    first = copies.source // BLOCK_BYTES
+    counts = (copies.source + np.maximum(copies.size, 1) - 1) // BLOCK_BYTES - first + 1
+    row = np.repeat(np.arange(len(copies)), counts)
+    block = ramps(first, counts)
+    begin = np.maximum(copies.source[row], block * BLOCK_BYTES)
+    end = np.minimum((copies.source + copies.size)[row], (block + 1) * BLOCK_BYTES)
+    cut = copies.take(row)
+    cut = replace(cut, source=begin, target=cut.target + begin - cut.source, size=end - begin)
+    order = np.lexsort([cut.source, block, cut.part])
+    cut, block = cut.take(order), block[order]
+    is_new = np.append(True, (cut.part[1:] != cut.part[:-1]) | (block[1:] != block[:-1]))
+    edges = np.append(np.flatnonzero(is_new), len(cut)).tolist()
+    for start, stop in pairwise(edges):
+        while start < stop:  # once, unless several wanted chunks share bytes
+            middle = start + int(np.searchsorted(np.cumsum(cut.size[start:stop]), BLOCK_BYTES, "right"))
+            yield cut.take(slice(start, middle))
+            start = middle

@@ -79,11 +79,13 @@ class MappedReader(CheckpointReader):
         """Return how many tensors of the source were read whole and are equal to what was saved; else CheckFailed."""
         return self._sums.check()
 
-    def fetch(self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None) -> None:
+    def fetch(
+        self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None, num_threads: int | None = None
+    ) -> None:
         """Make the copies of a plan, each to an address of its own."""
         assert sums is None, "what a mapping makes has no certificate yet"
         stored = np.flatnonzero(plan.part < self._num_files)
-        self._inner.fetch(plan.take(stored), addresses[stored])
+        self._inner.fetch(plan.take(stored), addresses[stored], None, num_threads)
         for row in np.flatnonzero(plan.part >= self._num_files).tolist():
             each, size = self._grown[int(plan.part[row]) - self._num_files], int(plan.size[row])
             memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(addresses[row])))

@@ -2,8 +2,8 @@
 //
 // The granules that the ranges touch are read in blocks through one aligned buffer a thread. Those that the page cache has
 // whole are copied from there one by one, if that is asked for: each is still in the processor's cache when it is verified.
-// The last granule stays with the handle, so that ranges read in ascending order over several calls read every granule
-// once.
+// The last granule stays with the handle if it goes on behind the ranges, so that ranges read in ascending order over
+// several calls read every granule once. Several threads may read through one handle.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <vector>
 
@@ -64,12 +65,17 @@ class CachedPages {
   uint8_t* pages_ = nullptr;
 };
 
+struct Kept {  // a granule that was read and verified
+  uint64_t granule = kNoGranule;
+  std::shared_ptr<uint8_t[]> data;
+};
+
 struct Reader {
   int file;
   std::atomic<bool> direct;
   std::unique_ptr<const CachedPages> cached;  // null where the cache is not asked for, or read anyway
-  uint64_t kept_granule = kNoGranule;
-  std::unique_ptr<uint8_t[]> kept;
+  std::mutex guard;                           // of what follows
+  Kept kept;
 };
 
 struct Block {
@@ -131,7 +137,7 @@ int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_
   if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags); });
   if (file < 0) return -errno;
   struct stat status;
-  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, {}, kNoGranule, {}} : nullptr;
+  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, {}, {}, {}} : nullptr;
   if (made == nullptr) {
     const int failure = errno ? -errno : -ENOMEM;
     close(file);
@@ -150,16 +156,24 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
   const Wanted wanted(ranges, num_ranges, chunks, places);
   if (!wanted.fits(size_bytes)) return -EINVAL;
   constexpr uint64_t kMost = kBlock / kGranule, kFewest = 2;
-  std::vector<Block> blocks = blocks_of(ranges, num_ranges, reader.kept_granule, kMost);
+  const Kept before = [&] {
+    const std::lock_guard lock(reader.guard);
+    return reader.kept;
+  }();
+  std::vector<Block> blocks = blocks_of(ranges, num_ranges, before.granule, kMost);
   if (blocks.empty()) return 0;
   const uint64_t num_jobs = 2 * static_cast<uint64_t>(std::max(num_threads, 1));  // so that all threads end at once
   if (blocks.size() < num_jobs) {
     const uint64_t most = std::clamp(blocks.size() * kMost / num_jobs, kFewest, kMost);
-    blocks = blocks_of(ranges, num_ranges, reader.kept_granule, most);
+    blocks = blocks_of(ranges, num_ranges, before.granule, most);
   }
   const uint64_t last_granule = blocks.back().first_granule + blocks.back().num_granules - 1;
-  std::unique_ptr<uint8_t[]> kept(new (std::nothrow) uint8_t[kGranule]);
-  if (kept == nullptr) return -ENOMEM;
+  const uint64_t tail = last_granule * kGranule;
+  std::shared_ptr<uint8_t[]> kept;  // null where no later range begins in the last granule
+  if (wanted.stop() < std::min(size_bytes, tail + kGranule)) {
+    kept.reset(new (std::nothrow) uint8_t[kGranule]);
+    if (kept == nullptr) return -ENOMEM;
+  }
   std::atomic<uint64_t> total{0}, bad{kNoGranule};
 
   // Verifies bytes [start, stop) of the file, unless they were before, and hands them out.
@@ -171,8 +185,7 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
       }
       return -EBADMSG;
     }
-    const uint64_t tail = last_granule * kGranule;
-    if (start <= tail && tail < stop) std::memcpy(kept.get(), data + (tail - start), stop - tail);
+    if (kept != nullptr && start <= tail && tail < stop) std::memcpy(kept.get(), data + (tail - start), stop - tail);
     return 0;
   };
 
@@ -180,7 +193,7 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
     const Block block = blocks[index];
     uint64_t start = block.first_granule * kGranule;
     const uint64_t stop = std::min(size_bytes, start + block.num_granules * kGranule);
-    if (block.first_granule == reader.kept_granule) return hand_out(reader.kept.get(), start, stop, true);
+    if (block.first_granule == before.granule) return hand_out(before.data.get(), start, stop, true);
     while (reader.cached != nullptr && start < stop) {
       const uint64_t end = std::min(stop, start + kGranule);
       if (!reader.cached->copy(buffer, start, end)) break;
@@ -195,9 +208,9 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
   });
   *read_bytes += total;
   *bad_granule = bad;
-  if (result == 0) {
-    reader.kept = std::move(kept);
-    reader.kept_granule = last_granule;
+  if (result == 0 && kept != nullptr) {
+    const std::lock_guard lock(reader.guard);
+    reader.kept = {last_granule, std::move(kept)};
   }
   return result;
 }

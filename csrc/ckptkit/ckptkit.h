@@ -74,8 +74,9 @@ CK_API int ck_writer_end(void* writer, int complete);
 CK_API int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_bytes, void** reader);
 // Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole
 // granules are read and, if `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
-// first damaged granule found into `bad_granule`. The last granule is kept for the next call. `read_bytes` is increased by
-// what was read from the file. `chunks` and `places` are those of ck_place. -ENODATA: the file is shorter than `size_bytes`.
+// first damaged granule found into `bad_granule`. If the last granule goes on behind the ranges it is kept for the next
+// call. `read_bytes` is increased by what was read from the file. `chunks` and `places` are those of ck_place. -ENODATA: the
+// file is shorter than `size_bytes`. Several threads may call this at once.
 CK_API int ck_reader_read(void* reader, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
                           const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places, int num_threads,
                           uint64_t* bad_granule, uint64_t* read_bytes);

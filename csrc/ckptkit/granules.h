@@ -20,6 +20,9 @@ class Wanted {
   // Whether the ranges are sorted and end within a file of this size.
   bool fits(uint64_t size_bytes) const;
 
+  // Where the last of the ranges ends; there is one.
+  uint64_t stop() const { return reach_.back(); }
+
   // Copies out what the ranges want of `data`, the file's bytes [start, stop) from a granule's begin. Each granule is
   // first compared with its checksum, if `checksums` (of these granules) is not null: returns the first that differs, of
   // which and after which nothing was copied, or kNoGranule.

@@ -1,4 +1,4 @@
-"""Memory of devices is filled through two bounded buffers, with few copies; a stand-in device of numpy arrays."""
+"""Memory of devices is filled through bounded buffers, with few copies; a stand-in device of numpy arrays."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ckptkit.plan.load_plan import LoadPlan
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import assert_restored, pieces_of, save_whole
 
-BOUNCE_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 TENSORS = gpt_tensors(hidden=256, ffn=512, vocab=2001)
 
 
@@ -26,9 +26,15 @@ class Device:
         self._copies = copies
         self._started: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def start(self, memory: np.ndarray, copies: Sequence[tuple[np.ndarray, int, int]], *, to_device: bool) -> None:
+    def follow(self, tensors: Sequence[np.ndarray]) -> None:
+        assert tensors
+
+    def start(
+        self, memory: np.ndarray, copies: Sequence[tuple[np.ndarray, int, int]], *, to_device: bool, follows: bool
+    ) -> None:
         assert to_device
-        assert len(memory) == BOUNCE_BYTES
+        assert follows
+        assert len(memory) == BLOCK_BYTES
         self._started += [(data, memory[at : at + size]) for data, at, size in copies]
         self._copies += [size for *_, size in copies]
 
@@ -46,7 +52,7 @@ class Device:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All memory seems to be that of a device; the sizes of the copies that are made to it."""
     made, module = list[int](), "ckptkit.loading.targets"
-    monkeypatch.setattr(f"{module}.BOUNCE_BYTES", BOUNCE_BYTES)
+    monkeypatch.setattr(f"{module}.BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(f"{module}.is_on_host", lambda data: False)
     monkeypatch.setattr(f"{module}.byte_range", lambda data, at, size: data.view(np.uint8)[at : at + size])
     monkeypatch.setattr(f"{module}.Transfer", lambda: Device(made))
@@ -61,10 +67,10 @@ def test_a_device_is_filled_like_host_memory(tmp_path: Path, layout: str, copies
     pieces = pieces_of(TENSORS, parsed, rank)
     restore(str(tmp_path), 1, pieces, tensors=TENSORS)
     assert_restored(pieces, pieces_of(TENSORS, parsed, rank, values(TENSORS)))
-    needed = sum(piece.data.nbytes for piece in pieces)
-    assert sum(copies) == needed > BOUNCE_BYTES
-    # also where rows of columns are gathered a tensor goes over in one copy, or two at a buffer's end
-    assert len(copies) <= len(pieces) + 2 * -(-needed // BOUNCE_BYTES)
+    needed, stored = (sum(sizes) for sizes in ((p.data.nbytes for p in pieces), (i.size_bytes for i in TENSORS)))
+    assert sum(copies) == needed > BLOCK_BYTES
+    # also where rows of columns are gathered a tensor goes over in one copy, and one more at each border of a block
+    assert len(copies) <= len(pieces) + 2 * -(-stored // BLOCK_BYTES)
 
 
 @pytest.mark.usefixtures("copies")
@@ -75,12 +81,12 @@ def test_copies_that_begin_within_an_element_go_where_they_belong() -> None:
     begins = np.array([0, 13, 19], np.int64)
     zeros, sizes = np.zeros(3, np.int64), np.array([13, 6, 13], np.int64)
 
-    def read(plan: LoadPlan, addresses: Any) -> None:
+    def read(plan: LoadPlan, addresses: Any, num_threads: int | None = None) -> None:
         for source, size, address in zip(plan.source, plan.size, addresses, strict=True):
             memory = (ctypes.c_uint8 * int(size)).from_address(int(address))
             memory[:] = wanted[source : source + size].tolist()
 
-    with Targets([target]) as targets:
+    with Targets([target], 2) as targets:
         for row in (2, 0, 1):
             targets.fill(LoadPlan(zeros, begins, zeros, begins, sizes).take([row]), read)
     assert target.view(np.uint8).tolist() == wanted.tolist()

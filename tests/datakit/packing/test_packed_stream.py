@@ -189,5 +189,5 @@ def test_rows_of_two_kinds_and_damaged_rows_are_refused(tmp_path: Path) -> None:
     for starts in (np.full(6, 17), np.full(6, -1), np.full(6, 15)):
         (folder / "starts.bin").write_bytes(starts.astype("<i8").tobytes())
         damaged = PackedStore.of(packed.path, packing="best_fit", seq_length=4)
-        with pytest.raises(CheckFailed, match="is damaged: (row|one of its rows)"):
+        with pytest.raises(CheckFailed, match=r"is damaged: (row|one of its rows)"):
             Blend([(damaged, 1.0)], seq_length=4).batch(np.arange(len(damaged.pieces(0)) and 5))
