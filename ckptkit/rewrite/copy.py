@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from shlex import quote
 
 from ckptkit.check.verify import verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
@@ -73,7 +74,7 @@ def copy_step(
     if is_there and target.read(key) != text:
         raise UserError(
             f"{target.url} already holds another checkpoint as step {step}",
-            hint=f"ckptkit inspect {target.url}/{step_folder(step)}",
+            hint=f"ckptkit inspect {quote(target.url)}/{step_folder(step)}",
         )
     num_files, there_url = 2 * len(source.root.parts) + 1, f"{target.url}/{step_folder(step)}"
     if dry_run:
@@ -93,7 +94,7 @@ def copy_step(
         checked = verify_checkpoint(there, share=1.0 if verify else 0.0)
     if checked.faults:
         raise CheckFailed(
-            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {there.url}"
+            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {quote(there.url)}"
         )
     if not is_there:
         target.write(key, text, if_absent=True)
