@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -270,6 +271,31 @@ def test_a_disk_without_room_leaves_no_checkpoint(
             assert not (small / "target").exists()
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+@pytest.mark.parametrize("verb", ["copy", "reshard", "export --to dcp", "export --to tensorstore"])
+def test_a_source_without_a_file_is_refused_before_anything_is_written(
+    capsys: Capture, run_url: str, tmp_path: Path, verb: str, is_dry: bool
+) -> None:
+    folder, dry = Path(run_url, "step-000000012/a1"), ["--dry-run"] if is_dry else []
+    (folder / "part-00002.safetensors").unlink()
+    os.truncate(folder / "part-00003.safetensors", 4096)
+    word, *flags = verb.split()
+    result = call(capsys, word, run_url, str(tmp_path / "target"), *flags, *dry)
+    assert_refused(
+        result, 1, "is not whole", "part-00002.safetensors is missing", "part-00003.safetensors has 4096 bytes"
+    )
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_copy_to_a_disk_without_room_is_refused_before_it_writes(
+    capsys: Capture, run_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=real.f_frsize))
+    assert_refused(call(capsys, "copy", run_url, str(tmp_path / "target")), 3, f"its disk has {real.f_frsize:,} left")
+    assert not (tmp_path / "target").exists()
 
 
 def test_s3_that_refuses_the_keys(capsys: Capture, run_url: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
