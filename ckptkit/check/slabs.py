@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from shlex import quote
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def fill(reader: CheckpointReader, ranges: Sequence[tuple[TensorInfo, int, int]]
     try:
         reader.read(wanted, buffer.ctypes.data + places[:-1])
     except CheckFailed as damage:
-        damage.hint = damage.hint or f"ckptkit ls {reader.storage.url}"
+        damage.hint = damage.hint or f"ckptkit ls {quote(reader.storage.url)}"
         raise
     return [buffer[start:stop] for start, stop in pairwise(places.tolist())]
 

@@ -15,7 +15,7 @@ from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.plan.certificate import differing, is_readable
 from ckptkit.plan.cover import Cover
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, listed
 
 WINDOW_BYTES = 16 << 20
 NOT_AS_SAVED = "the values are not those that were saved, by their sums"
@@ -83,6 +83,16 @@ def verify_checkpoint(reader: CheckpointReader, *, share: float = 1.0, seed: int
         num_certified = len(certificate["tensors"]) - len(wrong) if share == 1 else 0
     data_bytes, bytes_read = sum(part.data_bytes for part in root.parts), sum(read for _, read, _ in checked)
     return Verification(root.step, len(checked), bytes_read, data_bytes, tuple(faults), num_certified)
+
+
+def check_files(reader: CheckpointReader) -> None:
+    """Raise CheckFailed if a file that the root names is missing or has another size; by one listing, nothing is read.
+
+    Nothing is looked up for a folder of another program, whose reader has done so.
+    """
+    if reader.root.parts and (faults := reader.size_faults()):
+        reader.check_still_there()
+        raise CheckFailed(f"{reader.url} is not whole:{listed([f'{key} {what}' for key, what in faults.items()])}")
 
 
 def sampled_granules(num_granules: int, share: float, seed: Sequence[int]) -> Granules:

@@ -1,6 +1,7 @@
 """`ckptkit best`: print the URL of the step with the best metric."""
 
 from dataclasses import dataclass
+from shlex import quote
 
 from ckptkit.commands.shared import ByMetric, OfRun, check_metric, open_run
 from threefold.cli import log, print_json, print_line
@@ -37,4 +38,4 @@ def run(options: Options) -> None:
         else:
             print_line(url)
         return
-    raise UserError(f"no step of {storage.url} with {options.metric} is whole", hint=f"ckptkit ls {storage.url}")
+    raise UserError(f"no step of {storage.url} with {options.metric} is whole", hint=f"ckptkit ls {quote(storage.url)}")

@@ -39,7 +39,8 @@ def run(options: Options) -> None:
     from ckptkit.rewrite.hf_export import export_folder
     from threefold.storage import open_storage
 
-    target, like = open_storage(options.target), None if options.like is None else open_storage(options.like)
+    target = open_storage(options.target.removeprefix(f"{options.to}:"))
+    like = None if options.like is None else open_storage(options.like)
     if options.to != "hf" and (options.like or options.dtype):
         raise UserError("--like and --dtype are for --to hf", hint="leave them out")
     with opened(options.source) as reader, shown_bytes() as progress:

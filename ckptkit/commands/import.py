@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptkit.commands.shared import Reporting, print_written, shown_bytes
+from threefold.errors import UserError
 from threefold.options import argument, option
 
 
@@ -32,11 +33,13 @@ def run(options: Options) -> None:
     killed.
     """
     from ckptkit.foreign.kinds import folder_of
-    from ckptkit.format.address import open_target
+    from ckptkit.format.address import foreign_kind, open_target
     from ckptkit.io.blocks import return_large_frees
     from ckptkit.rewrite.folder_import import import_folder
 
     return_large_frees()
+    if (kind := foreign_kind(options.source) or options.source_format) != options.source_format:
+        raise UserError(f"{options.source!r} is not of --from {options.source_format}", hint=f"--from {kind}")
     target, step = open_target(options.target)
     folder = folder_of(options.source_format, options.source)
     with shown_bytes() as progress:

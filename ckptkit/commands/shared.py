@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
 from threefold.cli import log, print_json, print_line
@@ -96,7 +97,7 @@ def opened(url: str) -> "Iterator[CheckpointReader]":
 
 def pointing_to_other_steps(damage: CheckFailed, source: "Run") -> CheckFailed:
     """Return damage with a hint, which says how to find another step where there was none."""
-    return CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {source.url}")
+    return CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {quote(source.url)}")
 
 
 @contextmanager
@@ -136,7 +137,7 @@ def step_named(url: str) -> "Run":
 
     found = Run(url)
     if found.named is None:
-        raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {found.storage.url}")
+        raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {quote(found.storage.url)}")
     return found
 
 

@@ -18,7 +18,7 @@ MAX_NAMED = 16
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 PART_STEM = r"part-[0-9]{5,9}(\.[0-9]{1,5})?"
 _PART_FILE = re.compile(rf"{PART_STEM}\.(safetensors|index)|part-[0-9]{{5,9}}\.failed|copying|rolled-back\.json")
-_STEP = re.compile(r"step-([0-9]{9,15})")
+_STEP = re.compile(r"step-([0-9]{1,15})")
 
 
 def step_folder(step: int) -> str:
@@ -28,13 +28,13 @@ def step_folder(step: int) -> str:
 
 def parse_step_folder(name: str) -> int | None:
     """Return the step of a folder name, None where it is not one."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match and name == step_folder(int(match[1])) else None
+    step = step_like(name)
+    return step if step is not None and name == step_folder(step) else None
 
 
 def step_like(name: str) -> int | None:
     """Return the step that a name is meant for, with any number of digits; None where it is not one."""
-    match = re.fullmatch(r"step-([0-9]{1,15})", name)
+    match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from shlex import quote
 
-from ckptkit.check.verify import verify_checkpoint
+from ckptkit.check.verify import check_files, verify_checkpoint
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import blocks_of, copy_part
 from ckptkit.format.part_index import PartIndex
@@ -23,6 +24,7 @@ from ckptkit.io.blocks import Columns
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import root_bytes
 from ckptkit.plan.certificate import is_readable
+from ckptkit.rewrite.room import refuse_full
 from ckptkit.runs.temporaries import remove_unless_written, temporaries
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
@@ -62,9 +64,10 @@ def copy_step(
     """Copy the checkpoint of an open reader to the same step of another storage, and commit it there.
 
     Raise UserError if another checkpoint is committed there as that step, CheckFailed if the source or the copy is
-    damaged. The sizes of the copy's files are always looked up again, with `verify` every byte is read back. `progress`
-    is called with the bytes done and the total. After any failure the same call continues. With `dry_run` nothing is
-    written and no data read: the report is of what would be.
+    damaged, StorageError if the disk is short; nothing is written if files' sizes show it. The sizes of the copy's
+    files are always looked up again, with `verify` every byte is read back. `progress` is called with the bytes done
+    and the total. After any failure the same call continues. With `dry_run` nothing is written and no data read: the
+    report is of what would be.
     """
     started = time.monotonic()
     step = source.root.step
@@ -73,16 +76,20 @@ def copy_step(
     if is_there and target.read(key) != text:
         raise UserError(
             f"{target.url} already holds another checkpoint as step {step}",
-            hint=f"ckptkit inspect {target.url}/{step_folder(step)}",
+            hint=f"ckptkit inspect {quote(target.url)}/{step_folder(step)}",
         )
     num_files, there_url = 2 * len(source.root.parts) + 1, f"{target.url}/{step_folder(step)}"
+    copied, kept = 0, 0
+    if not is_there:
+        check_files(source)
+        copied, kept = _sizes(source, target, len(text))
+        refuse_full(target, copied)
     if dry_run:
-        copied, kept = (0, 0) if is_there else _sizes(source, target, len(text))
         return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started, dry_run)
     _remove_leftovers(source.root, target)
     if is_there:
         sync_name(target, key)
-    copied, kept, is_summed = 0, 0, False
+    is_summed = False
     with CheckpointReader(target, step, root=source.root) as there:
         if not is_there:
             copying = _Copying(source, target, progress)
@@ -93,7 +100,7 @@ def copy_step(
         checked = verify_checkpoint(there, share=1.0 if verify else 0.0)
     if checked.faults:
         raise CheckFailed(
-            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {there.url}"
+            f"the copy in {target.url} is damaged: {checked.faults[0]}", hint=f"ckptkit verify {quote(there.url)}"
         )
     if not is_there:
         target.write(key, text, if_absent=True)

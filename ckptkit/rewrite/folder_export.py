@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from ckptkit.check.verify import check_files
 from ckptkit.io.data_files import write_blocks
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.rewrite.file_blocks import FileBlocks
@@ -67,6 +68,7 @@ def write_folder(
     kept = claim.check()
     total, done = sum(sizes.values()), sum(kept.values())
     refuse_full(target, total - done)
+    check_files(source)
     if not dry_run and len(kept) < len(sizes):
         with claim:
             for name, size_bytes in plan.large.items():

@@ -5,6 +5,7 @@ cannot be compared; rows that are repeated count once.
 """
 
 from collections.abc import Iterable
+from shlex import quote
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class MappedSums:
         ]  # fmt: skip
         if wrong:
             text = f"what was read of {self._url} is not equal to what was saved, by the certificate:{listed(wrong)}"
-            raise CheckFailed(text, hint=f"ckptkit verify {self._url}")
+            raise CheckFailed(text, hint=f"ckptkit verify {quote(self._url)}")
         return len(whole)
 
     def _whole(self, mapped: Iterable[Mapped]) -> list[tuple[int, int, RowRange]]:

@@ -132,13 +132,16 @@ class MappedTrees:
         """Return the state and groups of an optimizer."""
         inside = [each for each in moves if each.old[depth] == "state"]
         names: dict[str, dict[str, set[Path]]] = {}  # by old name, by new name: the parts of the state that go there
+        parts: dict[str, set[Path]] = {}  # by old name: all parts that are tensors
         for each in inside:
+            parts.setdefault(each.old[depth + 1], set()).add(each.old[depth + 2 :])
             if each.new is not None:
                 here = names.setdefault(each.old[depth + 1], {})
                 here.setdefault(each.new[depth + 1], set()).add(each.old[depth + 2 :])
         for name, targets in names.items():
-            if len({frozenset(parts) for parts in targets.values()}) > 1:
-                shown = "; ".join(f"{', '.join(sorted(map('/'.join, p)))} to {new}" for new, p in targets.items())
+            if any(gone != parts[name] for gone in targets.values()):
+                ways = [*targets.items(), ("no name", parts[name].difference(*targets.values()))]
+                shown = "; ".join(f"{', '.join(sorted(map('/'.join, some)))} to {new}" for new, some in ways if some)
                 self.faults.append(f"{'/'.join(inside[0].old[: depth + 1])}/{name} does not go as one: {shown}; "
                                    "let the rule match all of it: '{kind*}NAME{rest*}'")  # fmt: skip
 
@@ -146,7 +149,8 @@ class MappedTrees:
             new = names.get(part(key))
             return self._parameters.get(key, [key]) if new is None else list(map(self._key, new))
 
-        states = fields(its["state"]) or {}
+        states = {key: each for key, each in (fields(its["state"]) or {}).items()
+                  if part(key) in names or part(key) not in parts}  # fmt: skip
         groups = []
         for members, options in its["param_groups"]["groups"]:
             kept = [new for name in members for new in renamed(name)]

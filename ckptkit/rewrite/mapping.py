@@ -8,6 +8,7 @@ at once. The trees of a PyTorch program's state are no tensors to the rules: the
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any
 
 from ckptkit.format.root import Root
@@ -87,7 +88,7 @@ class Mapper:
             for place, each in self._with_state(trees, tensors):
                 tensors.insert(place, each)
         faults: list[Fault] = [(set(), text) for text in self._faults]
-        raise_faults(f"{self._path} does not fit {self._url}", faults, hint=f"ckptkit inspect {self._url}")
+        raise_faults(f"{self._path} does not fit {self._url}", faults, hint=f"ckptkit inspect {quote(self._url)}")
         return tensors
 
     def _is_tree(self, info: TensorInfo) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from ckptkit.check.verify import check_files
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import is_whole
 from ckptkit.format.root import Root, attempt_of_head
@@ -117,6 +118,7 @@ def _reshard(
         )  # fmt: skip
     partition = Partition(list(wanted.tensors.values()), wanted.num_layers, layout)
     rewriting = _Rewriting(source, storage, wanted, target_files(partition, layout, wanted.attempt), shard)
+    check_files(source)
     rewriting.find_kept(dry_run=dry_run)
     needed = read = sum(target.file.data_bytes for target in rewriting.left)
     missing = rewriting.num_missing

@@ -1,6 +1,7 @@
 """Room: whether a local disk can hold what is to be written, looked up before anything is."""
 
 import os
+from shlex import quote
 
 from threefold.errors import StorageError
 from threefold.storage import Storage
@@ -20,5 +21,5 @@ def refuse_full(storage: Storage, num_bytes: int) -> None:
     if free < num_bytes:
         raise StorageError(
             f"{storage.url} needs {num_bytes:,} bytes, its disk has {free:,} left",
-            hint=f"free some space or choose another place; df -h {place}",
+            hint=f"free some space or choose another place; df -h {quote(str(place))}",
         )

@@ -1,5 +1,7 @@
 """SourceSums: what an export reads of each tensor is summed and compared with the certificate of the save."""
 
+from shlex import quote
+
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.sums import ChunkSums
@@ -35,4 +37,4 @@ class SourceSums:
             self.num_certified += 1
         else:
             text = f"{info.name} of {self._url} is not equal to what was saved, by the certificate of the save"
-            raise CheckFailed(text, hint=f"ckptkit verify {self._url}")
+            raise CheckFailed(text, hint=f"ckptkit verify {quote(self._url)}")

@@ -7,6 +7,7 @@ stats no file but roots.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from shlex import quote
 
 from ckptkit.format.keys import (
     ASIDE_NAME,
@@ -91,7 +92,7 @@ def no_step(storage: Storage, step: int | None = None) -> UserError:
     if fault := missing_place(storage):
         return StorageError(fault, hint="check the URL: a run's, or RUN/step-000000100")
     what = "no committed step" if step is None else f"no committed step {step}"
-    hint = f"ckptkit ls {storage.url}"
+    hint = f"ckptkit ls {quote(storage.url)}"
     return UserError(f"{storage.url} holds {what}", hint=hint if step is not None else f"check the URL: {hint}")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from shlex import quote
 from typing import TypeVar
 
 from ckptkit.format.keys import step_folder
@@ -56,7 +57,7 @@ def first_sound(
         try:
             return candidate, attempt(candidate)
         except CheckFailed as damage:
-            hint = f"ckptkit verify {url}/{step_folder(step)}"
+            hint = f"ckptkit verify {quote(url)}/{step_folder(step)}"
             candidate = next(found, None)
             if candidate is None:
                 raise CheckFailed(damage.message, hint=hint) from damage

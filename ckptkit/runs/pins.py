@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from shlex import quote
 
 from ckptkit.format.keys import PIN_KEY, ROOT_KEY, step_folder
 from ckptkit.format.saved import utc_text
@@ -33,7 +34,7 @@ def pin(storage: Storage, step: int, note: str = "") -> None:
     if storage.info(f"{step_folder(step)}/{ROOT_KEY}") is None:
         if not was_pinned:
             storage.delete([key])
-        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
+        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {quote(storage.url)}")
 
 
 def unpin(storage: Storage, step: int) -> bool:
@@ -48,7 +49,7 @@ def refuse_pinned(storage: Storage, listed: Iterable[ListedStep]) -> None:
     if pinned := [each.step for each in listed if each.is_pinned]:
         numbers, urls = ", ".join(map(str, pinned)), [f"{storage.url}/{step_folder(step)}" for step in pinned]
         what = f"step {numbers} of {storage.url} is" if not pinned[1:] else f"steps {numbers} of {storage.url} are"
-        raise UserError(f"{what} pinned", hint=f"ckptkit unpin {' '.join(urls)}")
+        raise UserError(f"{what} pinned", hint=f"ckptkit unpin {' '.join(map(quote, urls))}")
 
 
 def pin_note(storage: Storage, step: int) -> str | None:

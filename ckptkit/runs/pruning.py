@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 
 from ckptkit.format.keys import ASIDE_NAME, DAMAGED_ROOT_KEY, attempt_of, step_folder
 from ckptkit.loading.roots import at_once, root_info, root_key
@@ -96,7 +97,7 @@ def remove(storage: Storage, steps: Collection[int], *, newest_too: bool = False
             what = "the only step" if len(found) == 1 else "the newest good step"
             raise UserError(
                 f"step {newest} is {what} of {storage.url}",
-                hint=f"to lose it: ckptkit rm {storage.url}/{step_folder(newest)} --newest-too",
+                hint=f"to lose it: ckptkit rm {quote(storage.url)}/{step_folder(newest)} --newest-too",
             )
         newest = None
     pruning = _Pruning(storage, PruneReport(storage.url, dry_run))

@@ -10,6 +10,7 @@ the same call goes on. Pins are looked for before and after a root goes, as a pr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 
 from ckptkit.format.keys import aside_key, step_folder
 from ckptkit.loading.roots import at_once, committed_attempt, is_medium_error, root_info, root_key
@@ -47,7 +48,9 @@ def rollback(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackR
     if info is None:
         raise no_step(storage, step)
     if problem := what_is_wrong(storage, step, info):
-        raise CheckFailed(f"step {step} of {storage.url} is damaged: {problem}", hint=f"ckptkit ls {storage.url}")
+        raise CheckFailed(
+            f"step {step} of {storage.url} is damaged: {problem}", hint=f"ckptkit ls {quote(storage.url)}"
+        )
     return set_aside_after(storage, step, dry_run=dry_run)
 
 
@@ -63,7 +66,7 @@ def set_aside_after(storage: Storage, step: int, *, dry_run: bool = False) -> Ro
         if link := linked_folder(storage, f"{step_folder(each.step)}/{attempt}"):
             raise UserError(
                 f"{storage.url}/{link} is a link, and nothing is changed through one",
-                hint=f"ckptkit rm {storage.url}/{step_folder(each.step)}",
+                hint=f"ckptkit rm {quote(storage.url)}/{step_folder(each.step)}",
             )
     report = RollbackReport(storage.url, step, dry_run)
     for each, attempt in zip(newer, attempts, strict=True):
@@ -135,7 +138,7 @@ def _attempt_to_return(storage: Storage, listed: ListedStep) -> str:
         url = f"{storage.url}/{step_folder(listed.step)}"
         raise UserError(
             f"step {listed.step} of {storage.url} was saved again since it was set aside",
-            hint=f"to lose that save: ckptkit rm {url} --newest-too",
+            hint=f"to lose that save: ckptkit rm {quote(url)} --newest-too",
         )
     return _set_aside_last(storage, listed.step, listed.aside)
 

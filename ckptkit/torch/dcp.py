@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from shlex import quote
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class DcpWriter(StorageWriter):
         storage, step = self._opened()
         if root_info(storage, step) is not None:
             text = f"step {step} of {storage.url} is committed already"
-            hint = f"a committed step is never written again; choose another: ckptkit ls {storage.url}"
+            hint = f"a committed step is never written again; choose another: ckptkit ls {quote(storage.url)}"
             raise AlreadyExists(text, hint=hint)
         # one a process: a planner that caches plans brings those of earlier saves back, with the attempt in them
         attempt = f"dcp-{_TOKEN}-{os.getpid()}"

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Real
+from shlex import quote
 from typing import Any
 
 import torch
@@ -256,7 +257,7 @@ def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -
     if faults:
         held_back = union("held_back")
         only_loose = strict and not union("faults")
-        hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {saved.url}"
+        hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {quote(saved.url)}"
         if any(fault.endswith(OTHER_KIND) for fault in faults):
             hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
         if held_back and only_loose and not missing and not unexpected:

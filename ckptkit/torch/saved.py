@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class Saved:
         described = root.metadata.get(METADATA)
         if not isinstance(described, Mapping):
             raise UserError(
-                f"{reader.url} was not saved by ckptkit.torch", hint=f"see what it holds: ckptkit inspect {reader.url}"
+                f"{reader.url} was not saved by ckptkit.torch",
+                hint=f"see what it holds: ckptkit inspect {quote(reader.url)}",
             )
         if described.get("version") != VERSION:
             text = f"{reader.url} has state of version {described.get('version')!r}, this program reads {VERSION}"

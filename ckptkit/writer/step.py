@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from shlex import quote
 
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
@@ -72,7 +73,7 @@ def write_step(
     storage, seat, retries = target.storage, target.seat, retries or Retries()
     try:
         if retries.run(lambda: root_info(storage, seat.step)) is not None:
-            hint = f"a committed step is never written again; choose another step or place: ckptkit ls {storage.url}"
+            hint = f"a step is never written again; choose another step or place: ckptkit ls {quote(storage.url)}"
             raise AlreadyExists(f"step {seat.step} of {storage.url} is committed already", hint=hint)
     except StorageError as error:
         report_failed(storage, seat, str(error))  # there are no files yet

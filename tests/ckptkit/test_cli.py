@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +142,36 @@ def test_bad_addresses(capsys: Capture, run_url: str, tmp_path: Path) -> None:
     assert_refused(call(capsys, "inspect", str(tmp_path / "file")), 3, "file is not a folder")
 
 
+def test_a_hint_is_pasted_whatever_the_folder_is_called(capsys: Capture, run_url: str, tmp_path: Path) -> None:
+    odd = tmp_path / "my run's; $HOME"
+    Path(run_url).rename(odd)
+    other = tmp_path / "other place"
+    assert call(capsys, "copy", str(odd), str(other))[0] == 0
+    assert call(capsys, "pin", f"{odd}/step-000000012")[0] == 0
+    for argv in (
+        ["inspect", f"{odd}/step-000000007"],
+        ["rm", f"{other}/step-000000012"],
+        ["rollback", f"{odd}/step-000000003"],
+        ["best", str(odd), "--metric", "tokens", "--max"],
+    ):
+        err = call(capsys, *argv)[2]
+        if "hint: " in err:
+            command = shlex.split(err.rpartition("hint: ")[2].rpartition("ckptkit ")[2])
+            assert any(word.startswith((str(odd), str(other))) for word in command), err
+            assert call(capsys, command[0], *command[1:])[0] == 0, err
+    assert not list(other.glob("step-*/root.json"))  # the second hint was to remove the newest step too
+
+
+def test_a_folder_of_another_program_where_a_run_is_meant(capsys: Capture, run_url: str, tmp_path: Path) -> None:
+    for verb in ("ls", "prune", "pin", "rm", "rollback", "best"):
+        assert_refused(call(capsys, verb, "dcp:x y"), 2, "another program", "ckptkit import 'x y' RUN --from dcp")
+    assert_refused(call(capsys, "copy", run_url, "ucp:x"), 2, "another program")
+    assert_refused(call(capsys, "import", "dcp:x", str(tmp_path / "run")), 2, "not of --from hf", "hint: --from dcp")
+    code, out, _ = call(capsys, "export", run_url, f"dcp:{tmp_path}/out", "--to", "dcp", "--json")
+    assert (code, json.loads(out)["url"]) == (0, f"{tmp_path}/out")
+    assert call(capsys, "diff", run_url, f"dcp:{tmp_path}/out")[0] == 0
+
+
 def test_a_seed_is_a_whole_number(capsys: Capture, run_url: str) -> None:
     assert_refused(call(capsys, "verify", run_url, "--sample", "0.5", "--seed", "-1"), 2, "'-1' is not a whole number")
 
@@ -239,6 +271,31 @@ def test_a_disk_without_room_leaves_no_checkpoint(
             assert not (small / "target").exists()
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+@pytest.mark.parametrize("verb", ["copy", "reshard", "export --to dcp", "export --to tensorstore"])
+def test_a_source_without_a_file_is_refused_before_anything_is_written(
+    capsys: Capture, run_url: str, tmp_path: Path, verb: str, is_dry: bool
+) -> None:
+    folder, dry = Path(run_url, "step-000000012/a1"), ["--dry-run"] if is_dry else []
+    (folder / "part-00002.safetensors").unlink()
+    os.truncate(folder / "part-00003.safetensors", 4096)
+    word, *flags = verb.split()
+    result = call(capsys, word, run_url, str(tmp_path / "target"), *flags, *dry)
+    assert_refused(
+        result, 1, "is not whole", "part-00002.safetensors is missing", "part-00003.safetensors has 4096 bytes"
+    )
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_copy_to_a_disk_without_room_is_refused_before_it_writes(
+    capsys: Capture, run_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=real.f_frsize))
+    assert_refused(call(capsys, "copy", run_url, str(tmp_path / "target")), 3, f"its disk has {real.f_frsize:,} left")
+    assert not (tmp_path / "target").exists()
 
 
 def test_s3_that_refuses_the_keys(capsys: Capture, run_url: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, int, 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
+@settings(max_examples=20 * settings().max_examples)  # thousands with the profile "thorough"
 @given(st.data())
 def test_any_cut_to_any_cut(data: st.DataObject) -> None:
     tensors = [
@@ -123,7 +124,7 @@ def all_ranks(tensors: list[TensorInfo], num_layers: int, layout: ParallelLayout
     return [rank_chunks(tensors, num_layers, layout, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
-@settings(max_examples=4)
+@settings(max_examples=settings().max_examples // 6)
 @given(first=layouts, second=layouts, tied=st.booleans())
 def test_any_layout_to_any_layout_and_back(first: ParallelLayout, second: ParallelLayout, tied: bool) -> None:
     tensors = gpt_tensors(num_layers=5, tied=tied)

@@ -107,6 +107,17 @@ def test_a_dropped_key_and_fresh_moments(tmp_path: Path) -> None:
         Run(tmp_path / "new").load({"ema": Model(a=2)})
 
 
+def test_the_numbers_of_a_dropped_state_go_with_its_tensors(tmp_path: Path) -> None:
+    state = trained(Model(a=2))
+    for each in state["optimizer"].state.values():
+        each["step"] = int(each["step"])  # as other optimizers than torch's have it
+    save(tmp_path, state)
+    assert remap(tmp_path, "[[drop]]\ntensors = 'optimizer/state/a.bias/{rest*}'\n") == 0
+    target = fresh(Model(a=2))
+    Run(tmp_path / "new").load(target)
+    assert [len(target["optimizer"].state[each]) for each in target["model"].parameters()] == [3, 0]
+
+
 def test_layers_put_into_order_and_a_key_with_another_name(tmp_path: Path) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     save(tmp_path, {"model": nn.ModuleDict({"layers": layers}), "odd": {0: [torch.ones(2)], "a/b": torch.zeros(1)}})
@@ -125,7 +136,9 @@ def test_layers_put_into_order_and_a_key_with_another_name(tmp_path: Path) -> No
     ("rules", "message"),
     [
         ("[[rename]]\ntensors = 'optimizer/state/old.weight/exp_avg'\nto = 'optimizer/state/x/exp_avg'",
-         "optimizer/state/old.weight does not go as one"),
+         "optimizer/state/old.weight does not go as one: exp_avg_sq, step to old.weight; exp_avg to x"),
+        ("[[drop]]\ntensors = 'optimizer/state/{name*}/exp_avg_sq'",
+         "optimizer/state/old.bias does not go as one: exp_avg, step to old.bias; exp_avg_sq to no name"),
         ("[[rename]]\ntensors = 'list/#0'\nto = 'list/#4'", "list/#0 is an item of a list, which keeps its place"),
         ("[[drop]]\ntensors = 'list/#0'", "list/#0 is an item of a list, which is dropped whole"),
         ("[[rename]]\ntensors = 'model/old.bias'\nto = 'list/#5/x'", "list/#5/x: the recorded state has no place"),

@@ -50,7 +50,7 @@ def data_files(storage: Storage, step: int) -> list[bytes]:
     return [storage.read(f"{step_folder(step)}/{part.data}") for part in root.parts]
 
 
-@settings(max_examples=4)
+@settings(max_examples=settings().max_examples // 6)
 @given(first=layouts, second=layouts, tied=st.booleans())
 @pytest.mark.slow
 def test_the_target_is_what_its_ranks_would_have_saved(

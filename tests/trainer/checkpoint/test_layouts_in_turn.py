@@ -1,0 +1,51 @@
+"""A run that goes from layout to layout, by `reshard` and by the load itself, trains as one process does."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptkit.cli import main as ckptkit
+from ckptkit.loading.roots import read_root
+from tests.trainer.support.training import Job, call, curve
+from threefold.storage import open_storage
+
+MODEL = ["--model.num-layers", 5, "--train.precision", "fp64", "--optim.decay-steps", 8, "--save-interval", 2]
+LEGS = ["tp2-dp2-pp2", "pp4", "tp4-dp2", "tp2-pp2"]  # two steps each; the first cuts optimizer states by ZeRO
+
+
+def axes(layout: str) -> dict[str, int]:
+    return {"tp": 1, "dp": 1, "pp": 1} | {part[:2]: int(part[2:]) for part in layout.split("-")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("by_reshard", [True, False])
+def test_the_losses_stay(
+    job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_reshard: bool
+) -> None:
+    metrics = tmp_path / "whole.jsonl"
+    steps = ["--train-steps", 2 * len(LEGS)]
+    assert call("train", job_config, *MODEL, *steps, "--save", tmp_path / "whole", "--metrics", metrics) == 0
+    whole, run = curve(metrics), tmp_path / "run"
+    for number, layout in enumerate(LEGS):
+        found = axes(layout)
+        flags = [word for axis, size in found.items() if axis != "dp" for word in (f"--{axis}", size)]
+        if by_reshard and number:
+            next_run = tmp_path / f"run-{number}"
+            cut = [str(word) for axis, size in found.items() for word in (f"--{axis}", size)]
+            assert ckptkit(["reshard", str(run), str(next_run), *cut]) == 0
+            assert ckptkit(["diff", str(run), str(next_run)]) == 0
+            assert "equal to what was saved" in capsys.readouterr().out
+            run = next_run
+        metrics, last = tmp_path / f"{number}.jsonl", 2 * number + 2
+        num_ranks = found["tp"] * found["dp"] * found["pp"]
+        Job(
+            num_ranks, job_config, *MODEL, *flags, "--parallel.zero-stage", int(found["dp"] > 1), "--train-steps", last,
+            "--save", run, metrics=metrics,
+        ).run()  # fmt: skip
+        root = read_root(open_storage(run), last)
+        assert axes(str(root.layout)) == found
+        losses = curve(metrics)
+        assert list(losses) == [last - 1, last]
+        for step, loss in losses.items():
+            assert loss == pytest.approx(whole[step], rel=1e-10)
