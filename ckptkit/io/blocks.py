@@ -202,8 +202,9 @@ class BlockWriter(Making):
 class BlockReader(Closing):
     """One file open for verified reads; ranges read in ascending order over several calls read each granule once.
 
-    Several threads may read.     `expected` are the recorded checksums (None reads unverified). With `from_cache` the disk is not read for what
-    the page cache has whole granules of. Raises StorageError where the file's size is not the recorded one.
+    Several threads may read. `expected` are the recorded checksums (None reads unverified). With `from_cache` the disk
+    is not read for what the page cache has whole granules of. Raises StorageError where the file's size is not the
+    recorded one.
     """
 
     def __init__(

@@ -3,14 +3,17 @@
 bfloat16 has no numpy dtype: in numpy arrays it travels as uint16, and float8 as uint8.
 """
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.io.blocks import Bytes
+from threefold.errors import StorageError
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
@@ -110,11 +113,24 @@ def host_addresses(sources: Sequence[Any]) -> npt.NDArray[np.int64]:
     return np.array(addresses, np.int64)
 
 
+def device_addresses(sources: Sequence[Any]) -> npt.NDArray[np.uint64]:
+    """Where the elements of tensors lie in the memory of their devices, 0 for what is in host memory."""
+    return np.array([0 if is_on_host(data) else data.data_ptr() for data in sources], np.uint64)
+
+
 def byte_range(tensor: Any, offset: int, size: int) -> Any:
     """Bytes [offset, offset + size) of a contiguous tensor, as a tensor of uint8 over the same memory."""
     import torch
 
     return tensor.detach().reshape(-1).view(torch.uint8)[offset : offset + size]
+
+
+@cache
+def _driver() -> Any:
+    """Return the CUDA driver's library, which torch has loaded already."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return library
 
 
 class Transfer:
@@ -141,10 +157,8 @@ class Transfer:
                 self._streams[device] = cuda.Stream(device)
             self._streams[device].wait_stream(cuda.current_stream(device))
 
-    def start(
-        self, memory: Bytes, copies: Sequence[tuple[Any, int, int]], *, to_device: bool = False, follows: bool = False
-    ) -> None:
-        """Start copies of (tensor, offset in memory, bytes): out of the tensors, or into them; `wait` ends them.
+    def start(self, memory: Bytes, copies: Sequence[tuple[Any, int, int]], *, follows: bool = False) -> None:
+        """Start copies of (tensor, offset in memory, bytes) out of the tensors; `wait` ends them.
 
         They begin behind the current streams' work, or, where it `follows`, behind that of the last `follow`.
         """
@@ -161,9 +175,25 @@ class Transfer:
             with cuda.stream(self._streams[device]), torch.no_grad():
                 for tensor, offset, size in copies:
                     if tensor.device == device:
-                        there, here = tensor.detach().reshape(-1).view(torch.uint8), host[offset : offset + size]
-                        source, target = (here, there) if to_device else (there, here)
-                        target.copy_(source, non_blocking=True)
+                        there = tensor.detach().reshape(-1).view(torch.uint8)
+                        host[offset : offset + size].copy_(there, non_blocking=True)
+
+    def send(self, memory: Bytes, copies: Sequence[tuple[Any, int, int, int]]) -> None:
+        """Start copies of (device, address there, offset in memory, bytes) behind the work of the last `follow`.
+
+        They are the driver's own calls: a copy of torch costs ten times as much of the interpreter, and threads that
+        send block after block wait for each other there.
+        """
+        import torch
+
+        cuda: Any = torch.cuda
+        for device, own in groupby(copies, key=lambda copy: copy[0]):
+            with cuda.device(device):
+                self.lock(memory)
+                host, stream = memory.ctypes.data, self._streams[device].cuda_stream
+                for _, address, offset, size in own:
+                    if code := _driver().cuMemcpyAsync(address, host + offset, size, stream):
+                        raise StorageError(f"cannot copy {size} bytes to {device}: error {code} of the CUDA driver")
 
     def wait(self) -> None:
         """Block until all copies are made."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckptkit.io.torch_tensors import Transfer, byte_range, host_addresses, is_on_host
+from ckptkit.io.torch_tensors import Transfer, device_addresses, host_addresses, is_on_host
 from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 from threefold.closing import Closing
@@ -32,9 +32,12 @@ class Targets(Closing):
     """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`. Memory of devices is filled by threads."""
 
     def __init__(self, data: Sequence[Any], num_threads: int) -> None:
-        self._data, self._num_threads = data, num_threads
+        self._num_threads = num_threads
         self._on_host = np.array([is_on_host(each) for each in data], bool)
         self._addresses = host_addresses(data)
+        self._there = device_addresses(data)
+        self._devices = [None if is_on_host(each) else each.device for each in data]
+        self._away = [each for each in data if not is_on_host(each)]
         self._lanes: list[_Lane] = []
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ckptkit-targets")
 
@@ -46,29 +49,33 @@ class Targets(Closing):
             read(here, self._addresses[here.wanted] + here.target)
         away = copies.take(np.flatnonzero(~on_host))
         if len(away):
-            self._fill_devices(list(_batches(away)), read)
+            self._fill_devices(_Batches(away), read)
 
-    def _fill_devices(self, batches: Sequence[LoadPlan], read: Read) -> None:
-        for _ in range(len(self._lanes), min(self._num_threads, len(batches))):
-            self._lanes.append(_Lane(self._data))
-        rest, stopped = iter(batches), threading.Event()
+    def _fill_devices(self, batches: "_Batches", read: Read) -> None:
+        num_lanes = min(self._num_threads, len(batches))
+        self._lanes += [_Lane() for _ in range(len(self._lanes), num_lanes)]
+        rest, stopped = iter(range(len(batches))), threading.Event()
 
         def work(lane: _Lane) -> None:
             try:
-                for batch in rest:  # each goes to one thread
+                for number in rest:  # each goes to one thread
                     if stopped.is_set():
                         return
-                    lane.fill(batch, read)
+                    copies, offset, pieces = batches.batch(number)
+                    moves = [
+                        (self._devices[wanted], int(self._there[wanted]) + first, place, size)
+                        for wanted, first, place, size in pieces
+                    ]
+                    lane.fill(copies, offset, moves, read)
                 lane.wait()
             except BaseException:
                 stopped.set()
                 raise
 
-        lanes = self._lanes[: len(batches)]
-        for lane in lanes:
-            lane.follow()
+        for lane in self._lanes[:num_lanes]:
+            lane.follow(self._away)
         try:
-            for done in [self._pool.submit(work, lane) for lane in lanes]:
+            for done in [self._pool.submit(work, lane) for lane in self._lanes[:num_lanes]]:
                 done.result()
         finally:
             stopped.set()
@@ -83,32 +90,21 @@ class Targets(Closing):
 class _Lane:
     """Two buffers of host memory on their way to devices; one is filled while the other is copied. Of one thread."""
 
-    def __init__(self, data: Sequence[Any]) -> None:
-        self._data, self._turn = data, 0
-        self._buffers = [(np.empty(BLOCK_BYTES, np.uint8), Transfer()) for _ in range(2)]
+    def __init__(self) -> None:
+        self._buffers, self._turn = [(np.empty(BLOCK_BYTES, np.uint8), Transfer()) for _ in range(2)], 0
 
-    def follow(self) -> None:
-        """Let what is copied come after the work that the devices have now; the caller's streams are asked."""
+    def follow(self, tensors: Sequence[Any]) -> None:
+        """Let what is copied come after the work that the tensors' devices have now, on the caller's streams."""
         for _, transfer in self._buffers:
-            transfer.follow([each for each in self._data if not is_on_host(each)])
+            transfer.follow(tensors)
 
-    def fill(self, copies: LoadPlan, read: Read) -> None:
-        """Read the copies of a block into a buffer, and begin to copy it to the devices."""
+    def fill(self, copies: LoadPlan, offset: Ints, moves: Sequence[tuple[Any, int, int, int]], read: Read) -> None:
+        """Read copies into a buffer, each to its offset, and begin to move that to the devices."""
         memory, transfer = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        # what ends up side by side in a tensor is side by side in the buffer, and goes over in one copy
-        order = np.lexsort([copies.target, copies.wanted])
-        offset = np.empty_like(copies.size)
-        offset[order] = np.cumsum(copies.size[order]) - copies.size[order]
         transfer.wait()
         read(copies, memory.ctypes.data + offset, 1)
-        wanted, target, size = copies.wanted[order], copies.target[order], copies.size[order]
-        begins = np.append(True, (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1]))
-        first = np.flatnonzero(begins)
-        columns = (wanted[first], target[first], offset[order[first]], np.add.reduceat(size, first))
-        pieces = zip(*(column.tolist() for column in columns), strict=True)
-        moves = [(byte_range(self._data[number], at, size), place, size) for number, at, place, size in pieces]
-        transfer.start(memory, moves, to_device=True, follows=True)
+        transfer.send(memory, moves)
 
     def wait(self) -> None:
         """Block until all copies are made."""
@@ -122,22 +118,56 @@ class _Lane:
             transfer.unlock()
 
 
-def _batches(copies: LoadPlan) -> Iterator[LoadPlan]:
-    """Yield copies, divided at the borders of blocks of their files, in batches of a block that fit a buffer."""
-    first = copies.source // BLOCK_BYTES
-    counts = (copies.source + np.maximum(copies.size, 1) - 1) // BLOCK_BYTES - first + 1
-    row = np.repeat(np.arange(len(copies)), counts)
-    block = ramps(first, counts)
-    begin = np.maximum(copies.source[row], block * BLOCK_BYTES)
-    end = np.minimum((copies.source + copies.size)[row], (block + 1) * BLOCK_BYTES)
-    cut = copies.take(row)
-    cut = replace(cut, source=begin, target=cut.target + begin - cut.source, size=end - begin)
-    order = np.lexsort([cut.source, block, cut.part])
-    cut, block = cut.take(order), block[order]
-    is_new = np.append(True, (cut.part[1:] != cut.part[:-1]) | (block[1:] != block[:-1]))
-    edges = np.append(np.flatnonzero(is_new), len(cut)).tolist()
-    for start, stop in pairwise(edges):
-        while start < stop:  # once, unless several wanted chunks share bytes
-            middle = start + int(np.searchsorted(np.cumsum(cut.size[start:stop]), BLOCK_BYTES, "right"))
-            yield cut.take(slice(start, middle))
-            start = middle
+class _Batches:
+    """Copies, divided at the borders of blocks of their files, in batches that fit a buffer.
+
+    What a batch brings side by side into a tensor is side by side in the buffer too, and one piece: rows of a matrix
+    that is cut by columns go over in one copy. All of it is worked out at once, as batches are many.
+    """
+
+    def __init__(self, copies: LoadPlan) -> None:
+        """Take the copies of a plan; those of a block that share bytes may need several batches."""
+        first = copies.source // BLOCK_BYTES
+        counts = (copies.source + np.maximum(copies.size, 1) - 1) // BLOCK_BYTES - first + 1
+        row, block = np.repeat(np.arange(len(copies)), counts), ramps(first, counts)
+        begin = np.maximum(copies.source[row], block * BLOCK_BYTES)
+        end = np.minimum((copies.source + copies.size)[row], (block + 1) * BLOCK_BYTES)
+        cut = copies.take(row)
+        cut = replace(cut, source=begin, target=cut.target + begin - cut.source, size=end - begin)
+        order = np.lexsort([cut.source, block, cut.part])
+        self._copies, block = cut.take(order), block[order]
+        self._edges = list(_edges(self._copies, block))
+        batch = np.repeat(np.arange(len(self)), np.diff(self._edges))
+        order = np.lexsort([self._copies.target, self._copies.wanted, batch])
+        wanted, target, size = self._copies.wanted[order], self._copies.target[order], self._copies.size[order]
+        place = np.cumsum(size) - size
+        place -= place[self._edges[:-1]][batch]  # both orders have a batch's copies at the same places
+        self._offset = np.empty_like(place)
+        self._offset[order] = place
+        is_new = np.append(True, (wanted[1:] != wanted[:-1]) | (target[1:] != target[:-1] + size[:-1]))
+        is_new[self._edges[:-1]] = True
+        firsts = np.flatnonzero(is_new)
+        sizes = np.add.reduceat(size, firsts)
+        self._pieces = np.stack([wanted[firsts], target[firsts], place[firsts], sizes], axis=1)
+        self._piece_edges = np.searchsorted(firsts, self._edges).tolist()
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def batch(self, number: int) -> tuple[LoadPlan, Ints, list[list[int]]]:
+        """Return a batch: its copies, the place of each in a buffer, and pieces of the buffer.
+
+        A piece is for a wanted chunk, from one of its bytes on: chunk, byte, place in the buffer, bytes.
+        """
+        own, pieces = (slice(*edges[number : number + 2]) for edges in (self._edges, self._piece_edges))
+        return self._copies.take(own), self._offset[own], self._pieces[pieces].tolist()
+
+
+def _edges(copies: LoadPlan, block: Ints) -> Iterator[int]:
+    """Yield where batches of copies begin, which are sorted by part and block, and the end."""
+    is_new = np.append(True, (copies.part[1:] != copies.part[:-1]) | (block[1:] != block[:-1]))
+    for start, stop in pairwise(np.append(np.flatnonzero(is_new), len(copies)).tolist()):
+        while start < stop:
+            yield start
+            start += int(np.searchsorted(np.cumsum(copies.size[start:stop]), BLOCK_BYTES, "right"))
+    yield len(copies)

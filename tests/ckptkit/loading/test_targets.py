@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptkit.io.torch_tensors import host_addresses
 from ckptkit.loading.restore import restore
 from ckptkit.loading.targets import Targets
 from ckptkit.model.layout import ParallelLayout
@@ -24,24 +25,20 @@ class Device:
 
     def __init__(self, copies: list[int]) -> None:
         self._copies = copies
-        self._started: list[tuple[np.ndarray, np.ndarray]] = []
+        self._started: list[tuple[int, int, int]] = []
 
     def follow(self, tensors: Sequence[np.ndarray]) -> None:
         assert tensors
 
-    def start(
-        self, memory: np.ndarray, copies: Sequence[tuple[np.ndarray, int, int]], *, to_device: bool, follows: bool
-    ) -> None:
-        assert to_device
-        assert follows
+    def send(self, memory: np.ndarray, copies: Sequence[tuple[object, int, int, int]]) -> None:
         assert len(memory) == BLOCK_BYTES
-        self._started += [(data, memory[at : at + size]) for data, at, size in copies]
+        assert all(at + size <= BLOCK_BYTES for _, _, at, size in copies)
+        self._started += [(address, memory.ctypes.data + at, size) for _, address, at, size in copies]
         self._copies += [size for *_, size in copies]
 
     def wait(self) -> None:
-        for data, held in self._started:
-            assert data.nbytes == held.nbytes
-            data.view(np.uint8)[:] = held
+        for copy in self._started:
+            ctypes.memmove(*copy)
         self._started = []
 
     def unlock(self) -> None:
@@ -54,7 +51,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made, module = list[int](), "ckptkit.loading.targets"
     monkeypatch.setattr(f"{module}.BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(f"{module}.is_on_host", lambda data: False)
-    monkeypatch.setattr(f"{module}.byte_range", lambda data, at, size: data.view(np.uint8)[at : at + size])
+    monkeypatch.setattr(f"{module}.device_addresses", host_addresses)
     monkeypatch.setattr(f"{module}.Transfer", lambda: Device(made))
     return made
 

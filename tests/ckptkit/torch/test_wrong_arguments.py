@@ -56,7 +56,7 @@ def test_best_lists_metrics_alone(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_ls_of_a_folder_of_hugging_face_says_what_it_is_for(capsys: Capture) -> None:
-    assert_refused(call(capsys, "ls", "hf:a model"), 2, "a Hugging Face folder", "ckptkit import 'a model' RUN")
+    assert_refused(call(capsys, "ls", "hf:a model"), 2, "a folder of another program", "ckptkit import 'a model' RUN")
 
 
 def test_options_and_exchange_of_other_types_are_refused(tmp_path: Path) -> None:
