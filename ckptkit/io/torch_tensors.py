@@ -127,8 +127,11 @@ def byte_range(tensor: Any, offset: int, size: int) -> Any:
 
 @cache
 def _driver() -> Any:
-    """Return the CUDA driver's library, which torch has loaded already."""
-    library = ctypes.CDLL("libcuda.so.1")
+    """Return the CUDA driver's library, which torch has loaded already.
+
+    Its calls keep the interpreter: they only start copies, and threads that let go of it queue to get it back.
+    """
+    library = ctypes.PyDLL("libcuda.so.1")
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return library
 

@@ -1,7 +1,8 @@
 """Targets: the memory that a restore fills; host memory in place, that of devices through bounded buffers.
 
-What is for devices is read block by block of the files, each by one thread into a buffer of its own, and goes over
-while the same thread reads the next one: no thread waits for others. Memory: two buffers of BLOCK_BYTES a thread.
+What is for devices is read block by block of the files, each by one lane into a buffer of its own, and goes over while
+the same lane reads the next one: none waits for others. A lane is a Python thread that reads with LANE_THREADS native
+ones, as Python threads wait for the interpreter. Memory: two buffers of BLOCK_BYTES a lane.
 """
 
 import threading
@@ -18,7 +19,8 @@ from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 from threefold.closing import Closing
 
-BLOCK_BYTES = 8 << 20  # whole granules, so that no granule is read for two blocks
+BLOCK_BYTES = 16 << 20  # whole granules, so that no granule is read for two blocks
+LANE_THREADS = 2
 
 
 class Read(Protocol):
@@ -29,17 +31,16 @@ class Read(Protocol):
 
 
 class Targets(Closing):
-    """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`. Memory of devices is filled by threads."""
+    """Arrays and tensors, one a wanted chunk of a plan; use it in a `with`. Memory of devices is filled by lanes."""
 
     def __init__(self, data: Sequence[Any], num_threads: int) -> None:
-        self._num_threads = num_threads
+        self._most_lanes, self._lanes = max(num_threads // LANE_THREADS, 1), list[_Lane]()
         self._on_host = np.array([is_on_host(each) for each in data], bool)
         self._addresses = host_addresses(data)
         self._there = device_addresses(data)
         self._devices = [None if is_on_host(each) else each.device for each in data]
         self._away = [each for each in data if not is_on_host(each)]
-        self._lanes: list[_Lane] = []
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ckptkit-targets")
+        self._pool = ThreadPoolExecutor(self._most_lanes, thread_name_prefix="ckptkit-targets")
 
     def fill(self, copies: LoadPlan, read: Read) -> None:
         """Have `read` make copies of a plan, in the plan's order, and bring what is for devices there."""
@@ -52,13 +53,13 @@ class Targets(Closing):
             self._fill_devices(_Batches(away), read)
 
     def _fill_devices(self, batches: "_Batches", read: Read) -> None:
-        num_lanes = min(self._num_threads, len(batches))
+        num_lanes = min(self._most_lanes, len(batches))
         self._lanes += [_Lane() for _ in range(len(self._lanes), num_lanes)]
         rest, stopped = iter(range(len(batches))), threading.Event()
 
         def work(lane: _Lane) -> None:
             try:
-                for number in rest:  # each goes to one thread
+                for number in rest:  # each goes to one lane
                     if stopped.is_set():
                         return
                     copies, offset, pieces = batches.batch(number)
@@ -103,7 +104,7 @@ class _Lane:
         memory, transfer = self._buffers[self._turn]
         self._turn = 1 - self._turn
         transfer.wait()
-        read(copies, memory.ctypes.data + offset, 1)
+        read(copies, memory.ctypes.data + offset, LANE_THREADS)
         transfer.send(memory, moves)
 
     def wait(self) -> None:
