@@ -82,10 +82,10 @@ class Targets(Closing):
             stopped.set()
 
     def close(self) -> None:
-        """End the threads and let go of the buffers."""
+        """Let go of the buffers and end the threads."""
+        for done in [self._pool.submit(lane.close) for lane in self._lanes]:
+            done.result()
         self._pool.shutdown()
-        for lane in self._lanes:
-            lane.close()
 
 
 class _Lane:

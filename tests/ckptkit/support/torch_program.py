@@ -7,7 +7,7 @@ from ckptkit.torch import LoadReport, Run
 SIZES = (7, 10, 5)  # 5 rows are cut unevenly, as are 10 by tensor parallelism and then FSDP2
 
 
-def make(layout: str) -> tuple[Any, Any, Any]:
+def make(layout: str, device: str = "cpu") -> tuple[Any, Any, Any]:
     """Return the model in a wrapper, its optimizer and its scheduler; the same values under any layout."""
     import torch
     from torch import nn
@@ -16,13 +16,13 @@ def make(layout: str) -> tuple[Any, Any, Any]:
     first, middle, last = SIZES
     model: Any = nn.Sequential(
         nn.Linear(first, middle), nn.Tanh(), nn.Linear(middle, middle), nn.LayerNorm(middle), nn.Linear(middle, last)
-    ).double()
-    model = wrapped(model, layout)
+    ).double().to(device)  # fmt: skip
+    model = wrapped(model, layout, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
 
 
-def wrapped(model: Any, layout: str) -> Any:
+def wrapped(model: Any, layout: str, device: str) -> Any:
     import torch.distributed as dist
     from torch import nn
 
@@ -36,7 +36,7 @@ def wrapped(model: Any, layout: str) -> Any:
 
     size = dist.get_world_size()
     shape = (size,) if layout == "fsdp" or size == 2 else (2, size // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[: len(shape)])
     if layout.endswith("tp"):
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(model, mesh if mesh.ndim == 1 else mesh["inner"], plan)
@@ -55,10 +55,10 @@ def batch(step: int) -> Any:
 
 
 def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[float]:
-    losses = []
+    losses, device = [], next(model.parameters()).device
     for step in steps:
         optimizer.zero_grad()
-        loss = model(batch(step)).square().mean()
+        loss = model(batch(step).to(device)).square().mean()
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -66,9 +66,11 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[floa
     return losses
 
 
-def save_at(rank: int, layout: str, url: str, step: int, overlap: bool = False) -> list[float]:
+def save_at(
+    rank: int, layout: str, url: str, step: int, overlap: bool = False, device: str = "cpu"
+) -> list[float]:  # fmt: skip
     """Train to a step, save it, train on for three steps; return the losses of these."""
-    model, optimizer, scheduler = make(layout)
+    model, optimizer, scheduler = make(layout, device)
     train(model, optimizer, scheduler, range(step))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": True, "step": step}
     with Run(url) as run:
@@ -79,9 +81,9 @@ def save_at(rank: int, layout: str, url: str, step: int, overlap: bool = False) 
     return losses
 
 
-def load_at(rank: int, layout: str, url: str) -> tuple[LoadReport, list[float]]:
+def load_at(rank: int, layout: str, url: str, device: str = "cpu") -> tuple[LoadReport, list[float]]:
     """Load the newest step under another layout, train on for three steps; return the losses of these."""
-    model, optimizer, scheduler = make(layout)
+    model, optimizer, scheduler = make(layout, device)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": True, "step": 0}
     with Run(url) as run:
         report = run.load(state)
