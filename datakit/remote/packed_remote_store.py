@@ -33,7 +33,7 @@ _READ_BYTES = 8 << 20
 
 
 class PackedRemoteStore(PackedStore, RemoteStore):
-    """Tokens are the remote store's, rows the index's; safe to read from several threads, and after a fork."""
+    """Tokens are the remote store's, rows the index's; as safe to share as a RemoteStore."""
 
     @classmethod
     def packed_at(

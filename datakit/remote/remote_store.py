@@ -64,7 +64,11 @@ class RemoteShard(TokenShard):
 
 
 class RemoteStore(TokenStore):
-    """An open store behind a URL; safe to read from several threads, and after a fork."""
+    """An open store behind a URL; safe to read from several threads.
+
+    A forked process reads what is behind s3://, gs:// or az:// if its parent made no request yet: opening one is. Else
+    the first block that it fetches is a StorageError. Pickled to a process that was not forked, it goes on.
+    """
 
     def __init__(self, url: str, source: StoreSource, cache: BlockCache) -> None:
         """Wrap what was read already; `RemoteStore.at` is the usual way."""
