@@ -23,7 +23,7 @@ from datakit.store.origins import Origins
 from datakit.store.shard import Int64s, ShardIndex, Tokens, TokenShard, map_open
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 from threefold.masking import masked
 from threefold.storage.repeating import open_repeating
 
@@ -202,7 +202,7 @@ class RemoteStore(TokenStore):
         return self.source.files[3 * number : 3 * number + 3]
 
     def _damaged(self, what: str) -> CheckFailed:
-        return CheckFailed(what, hint=f"datakit verify {self.place}")
+        return CheckFailed(what, hint=f"datakit verify {quoted(self.place)}")
 
 
 def is_store(url: str) -> bool:
@@ -228,5 +228,5 @@ def _reopen(url: str, fingerprint: str, **place: Any) -> RemoteStore:
     store = RemoteStore.at(url, **place)
     if store.fingerprint != fingerprint:
         what = f"{url} is not the store that was pickled: its fingerprint is {store.fingerprint}, not {fingerprint}"
-        raise CheckFailed(what, hint=f"datakit inspect {url}")
+        raise CheckFailed(what, hint=f"datakit inspect {quoted(url)}")
     return store

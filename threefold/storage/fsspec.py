@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 from threefold.masking import masked, shown_cause
 from threefold.packages import needed_for
 from threefold.storage.contract import (
@@ -46,7 +46,7 @@ class FsspecStorage:
         if url.startswith("ftp://"):
             raise UserError(
                 f"{self.url}: FTP cannot be read in ranges side by side, nor written to at once",
-                hint=f"wget -r {self.url}, then name the files; or use sftp:// or https://",
+                hint=f"wget -r {quoted(self.url)}, then name the files; or use sftp:// or https://",
             )
         # Listings are never cached: other processes write to the same place.
         self._make = partial(url_to_fs, url, use_listings_cache=False)
