@@ -178,6 +178,8 @@ def checked(
     record: PackingRecord | None, folder: Path | str, store: TokenStore, *, packing: str, seq_length: int
 ) -> PackingRecord:
     """Return the record of a folder if it is of these rows of the store; UserError otherwise, or without a record."""
+    if packing not in PACKINGS:
+        raise UserError(f"{packing!r} is not a packing", hint=" or ".join(PACKINGS))
     again = f"datakit pack {quoted(store.place)} --seq-length {seq_length} --packing {packing}"
     if record is None:
         what = f"{store.place} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"

@@ -83,10 +83,10 @@ class RemoteStore(TokenStore):
     def at(cls, url: str, *, cache: str, cache_mib: int = 10240) -> "RemoteStore":
         """Open the store or archive at a URL, with a cache of so many MiB in the folder `cache`.
 
-        UserError if there is neither; StorageError if nobody answers or the cache cannot be written. Processes and
-        stores that name the same folder share it.
+        UserError if there is neither, or the cache is not a local folder; StorageError if nobody answers or the cache
+        cannot be written. Processes and stores that name the same folder share it.
         """
-        return cls(url, StoreSource.open(url), shared_cache(cache, cache_mib << 20))
+        return cls(url, StoreSource.open(url), shared_cache(cache, cache_mib))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as URL and cache; whoever unpickles it opens the store there and checks that it is the same one."""

@@ -109,7 +109,7 @@ class Manifest:
                     if size_bytes > MAX_BYTES:
                         raise damaged(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
                     data = file.read()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise _not_a_store(folder) from None
         return cls.parse(path, data)
 
