@@ -9,10 +9,12 @@ rows, micro-batch 3 of rank 1 is samples 28 to 31. A Loader with any number of m
 
 from collections.abc import Iterator, Mapping
 from itertools import count
+from operator import index
 from typing import Any
 
 import numpy as np
 
+from datakit.stream.arguments import require, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
@@ -41,6 +43,12 @@ class _MicroBatches:
         options: BatchOptions = PLAIN,
     ) -> None:
         """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
+        require("blend", blend, Blend, "Blend([(TokenStore.open(FOLDER), 1.0)], seq_length=2048, seed=1)")
+        require("options", options, BatchOptions, "BatchOptions(reset_positions=True)")
+        if cursor is not None:
+            require("cursor", cursor, Cursor, 'Cursor.from_json(batch["cursor"])')
+        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        dp_rank, dp_size = whole_number("dp_rank", dp_rank), whole_number("dp_size", dp_size, 1)
         self._options = options
         self._loader = Loader(blend, micro_batch_size, 1, dp_rank, dp_size, cursor, options)
         self._begin_here()
@@ -126,12 +134,12 @@ class MapDataset(_MicroBatches, Dataset[Batch]):
     ) -> None:
         """Take what StreamDataset takes, and the number of micro-batches, which is the length."""
         super().__init__(blend, micro_batch_size, dp_rank, dp_size, cursor, options)
-        self._num_batches = num_batches
+        self._num_batches = whole_number("num_batches", num_batches)
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __getitem__(self, number: int) -> Batch:
-        if not 0 <= number < self._num_batches:
+        if not 0 <= index(number) < self._num_batches:
             raise IndexError(f"micro-batch {number} of {self._num_batches}")
-        return self._micro_batch(int(number))
+        return self._micro_batch(index(number))

@@ -1,5 +1,6 @@
 """The errors a user can meet: one sentence with the values and the place, a hint that can be pasted, an exit code."""
 
+import shlex
 from collections.abc import Sequence
 
 from threefold.masking import masked
@@ -43,6 +44,11 @@ def listed(faults: Sequence[str], most: int = 30) -> str:
     """Faults for the end of a message, an indented line each: the first ones and the number of the others."""
     more = [f"and {len(faults) - most} more"] if len(faults) > most else []
     return "".join(f"\n  {fault}" for fault in [*faults[:most], *more])
+
+
+def quoted(place: object) -> str:
+    """Return a path or a URL as one word of a hint's command: with quotes, if a shell needs them."""
+    return shlex.quote(str(place))
 
 
 def _rebuild(kind: type[UserError], message: str, hint: str | None) -> UserError:

@@ -92,7 +92,7 @@ def text_type(annotation: Any, leaf: Leaf) -> Any:
                 raise argparse.ArgumentTypeError(str(mismatch)) from None
             if annotation not in KINDS:
                 raise argparse.ArgumentTypeError(f"{text!r}: each must be {mismatch}") from None
-            bounds = " and ".join(f"{sign} {bound:g}" for _, sign, bound in bounds_of(leaf.option))
+            bounds = " and ".join(f"{sign} {bound}" for _, sign, bound in bounds_of(leaf.option))
             raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[annotation]} {bounds}".rstrip()) from None
 
     return parse

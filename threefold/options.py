@@ -112,7 +112,8 @@ def read_toml(path: str, *, sample: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"no configuration file {path}", hint=f"start from {sample}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read {path} as TOML: {error}", hint=f"{sample} is a sample") from error
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read {path} as TOML: {cause}", hint=f"{sample} is a sample") from error
 
 
 def raise_faults(source: str, faults: Sequence[Fault], *, hint: str) -> None:
@@ -245,7 +246,7 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
     if type(parsed) is not annotation or (annotation is float and not math.isfinite(parsed)):
         raise Mismatch(KINDS.get(annotation, "text"))
     if annotation in (int, float) and not is_within(parsed, described):
-        raise Mismatch(" and ".join(f"{word} {bound:g}" for word, _, bound in bounds_of(described)))
+        raise Mismatch(" and ".join(f"{word} {bound}" for word, _, bound in bounds_of(described)))
     return parsed
 
 

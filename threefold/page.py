@@ -7,7 +7,7 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.storage import open_storage
 
 FRAME = "page.html.j2"
@@ -35,7 +35,7 @@ def check_page_path(path: str | os.PathLike[str]) -> Path:
     """Return where a page will be; UserError if no page can be there."""
     file = Path(path).absolute()
     if file.is_dir():
-        raise UserError(f"{path} is a folder, not a file for the page", hint=f"{Path(path) / 'page.html'}")
+        raise UserError(f"{path} is a folder, not a file for the page", hint=quoted(Path(path) / "page.html"))
     if not file.parent.is_dir():
-        raise UserError(f"the folder {file.parent} of the page does not exist", hint=f"mkdir -p {file.parent}")
+        raise UserError(f"the folder {file.parent} of the page does not exist", hint=f"mkdir -p {quoted(file.parent)}")
     return file

@@ -5,7 +5,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.packages import require
 
 
@@ -14,9 +14,9 @@ def require_plot(path: str | os.PathLike[str]) -> None:
     require("matplotlib", "a plot")
     file = Path(path)
     if file.suffix != ".png":
-        raise UserError(f"a plot is a .png file, not {file.name}", hint=f"--plot {file.with_suffix('.png')}")
+        raise UserError(f"a plot is a .png file, not {file.name}", hint=f"--plot {quoted(file.with_suffix('.png'))}")
     if not file.parent.is_dir():
-        raise UserError(f"the folder {file.parent} for the plot does not exist", hint=f"mkdir -p {file.parent}")
+        raise UserError(f"the folder {file.parent} for the plot does not exist", hint=f"mkdir -p {quoted(file.parent)}")
 
 
 def write_png(path: str | os.PathLike[str], figure: Any) -> None:

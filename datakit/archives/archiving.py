@@ -21,7 +21,7 @@ from datakit.store.claim import claim
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, WORK_FOLDER, is_plain_folder
 from datakit.store.output import LOCK, Output
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 DEFAULT_LEVEL, MAX_LEVEL = 3, 19
 _MAX_NOTE_BYTES = 4096
@@ -55,7 +55,7 @@ def archive(
     threads = FileThreads(num_workers)
     if not is_plain_folder(os.fspath(store)):
         raise UserError(
-            f"{store} is not a token store in a local folder", hint=f"datakit unarchive {store} --output STORE"
+            f"{store} is not a token store in a local folder", hint=f"datakit unarchive {quoted(store)} --output STORE"
         )
     opened = TokenStore.open(store)
     return _Archiving(opened, Output(destination, ARCHIVE_NAME), level, threads, report).run()
@@ -113,7 +113,7 @@ class _Archiving:
             if sizes.get(name) != digest.size_bytes:
                 raise CheckFailed(
                     f"{url}/{name} has {sizes.get(name, 'no')} bytes, {ARCHIVE_NAME} says {digest.size_bytes}",
-                    hint=f"datakit verify {url}",
+                    hint=f"datakit verify {quoted(url)}",
                 )
         return record
 

@@ -13,7 +13,7 @@ from datakit.archives.archive_record import MAX_RECORD_BYTES, PLAN_KEY, SUFFIX, 
 from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
 from datakit.files.durable import FileDigest
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, MAX_BYTES, Manifest
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating
 
@@ -147,7 +147,7 @@ def _fault(message: str) -> CheckFailed:
 def _nothing_there(storage: Storage) -> UserError:
     parts = [name for name in ("train", "valid") if storage.info(f"{name}/{FILE_NAME}")]
     if parts:
-        return UserError(f"{storage.url} is split; name one of its stores", hint=f"{storage.url}/{parts[0]}")
+        return UserError(f"{storage.url} is split; name one of its stores", hint=quoted(f"{storage.url}/{parts[0]}"))
     return UserError(
         f"{storage.url} is not a token store or archive: it has no {FILE_NAME}",
         hint=f"name the place that holds the {FILE_NAME}",

@@ -15,7 +15,7 @@ from datakit.store.claim import claim
 from datakit.store.manifest import FILE_NAME, is_plain_folder
 from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError, quoted
 
 
 def unarchive(
@@ -30,7 +30,7 @@ def unarchive(
     if url := url_behind(folder):
         raise UserError(
             f"{url} is not a local folder, and only there can this be made",
-            hint=f"choose a folder as --output; for a store, then datakit archive FOLDER --output {url}",
+            hint=f"choose a folder as --output; for a store, then datakit archive FOLDER --output {quoted(url)}",
         )
     place = Output(os.fspath(output), ASSEMBLY_NOTE)
     # an archive has such a manifest too, and files of other names

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from datakit.commands.shared import OfRun
 from threefold.cli import print_json, print_line
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.options import option
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(options: Options) -> None:
     from datakit.reports.provenance import blame
 
     if options.step is None and options.sample is None:
-        raise UserError("nothing says which samples", hint=f"datakit blame {options.config} --step 1")
+        raise UserError("nothing says which samples", hint=f"datakit blame {quoted(options.config)} --step 1")
     blend, steps, last = options.open()
     samples = _samples(steps, last, options)
     passages = blame(blend, samples)
@@ -73,7 +73,7 @@ def _samples(steps: "Steps", last: int, options: Options) -> range:
     if samples.stop > num_samples:
         raise UserError(
             f"there is no {what}: the run of {options.config} ends after step {last}, {num_samples} samples",
-            hint=f"datakit blame {options.config} {nearest}",
+            hint=f"datakit blame {quoted(options.config)} {nearest}",
         )
     return samples
 

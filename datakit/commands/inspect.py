@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from datakit.commands.shared import OfStored, counts_text
 from threefold.cli import print_json, print_line
 from threefold.console import has_colours, print_table
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.options import option
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run(options: Options) -> None:
         if not is_plain_folder(place):
             raise UserError(
                 f"{place} is not a store in a local folder: its documents and samples cannot be shown",
-                hint=f"datakit unarchive {place} --output STORE",
+                hint=f"datakit unarchive {quoted(place)} --output STORE",
             )
         inspect_excerpt(options)
         return

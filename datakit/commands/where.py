@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from datakit.commands.shared import OfRun
 from threefold.cli import print_json, print_line
 from threefold.console import print_table
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.options import option
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def _document(blend: "Blend", asked: str) -> tuple[list[int], int]:
     sources = [source for source, path in enumerate(known) if place and path == os.path.abspath(place)]
     paths = [str(store.path) for store in blend.stores]
     if not number.isdecimal() or not place:
-        raise UserError(f"{asked!r} is not a store and a number", hint=f"--document {paths[0]}:0")
+        raise UserError(f"{asked!r} is not a store and a number", hint=f"--document {quoted(f'{paths[0]}:0')}")
     if not sources:
         raise UserError(
             f"the run does not read the store {place}: its stores are {', '.join(paths)}",
-            hint=f"--document {paths[0]}:{number}",
+            hint=f"--document {quoted(f'{paths[0]}:{number}')}",
         )
     return sources, int(number)
 

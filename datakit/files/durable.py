@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed, StorageError, quoted
 from threefold.storage.folders import sync_folder
 
 _LIMITS = {  # what to look at when it is a limit of the process or the machine that is reached, not the file's fault
@@ -64,7 +64,9 @@ def checked_blocks(path: Path, digest: FileDigest) -> Iterator[bytes]:
         hasher.update(block)
         yield block
     if hasher.hexdigest() != digest.xxh3_64:
-        raise CheckFailed(f"{path} is damaged: its checksum does not hold", hint=f"datakit verify {path.parent}")
+        raise CheckFailed(
+            f"{path} is damaged: its checksum does not hold", hint=f"datakit verify {quoted(path.parent)}"
+        )
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -118,7 +120,7 @@ def reading(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = _LIMITS.get(error.errno or 0, f"ls -l {path}")
+        hint = _LIMITS.get(error.errno or 0, f"ls -l {quoted(path)}")
         raise StorageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
 
 
@@ -142,7 +144,7 @@ def temporary_folder() -> Path:
         wanted = os.environ.get("TMPDIR") or "/tmp"
         raise StorageError(
             f"no temporary folder takes a file, {wanted} neither: perhaps its disk is full",
-            hint=f"df -h {wanted}; make room, or export TMPDIR=FOLDER of another disk",
+            hint=f"df -h {quoted(wanted)}; make room, or export TMPDIR=FOLDER of another disk",
         ) from error
 
 

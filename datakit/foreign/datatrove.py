@@ -16,7 +16,7 @@ from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 SUFFIX = ".ds"
 _DTYPES = {2: "uint16", 4: "uint32"}
@@ -44,7 +44,7 @@ def ds_files(source: Path) -> list[Path]:
         return [source]
     found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
     if not found:
-        raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=f"ls {source}")
+        raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=f"ls {quoted(source)}")
     return found
 
 
@@ -159,5 +159,5 @@ def _refuse_masks(path: Path) -> None:
     if path.exists() and any(block.count(1) != len(block) for block in blocks_of(path)):
         raise UserError(
             f"{path} masks tokens from the loss, a store cannot",
-            hint=f"mv {path} {path}.off, to convert the tokens alone",
+            hint=f"mv {quoted(path)} {quoted(path)}.off, to convert the tokens alone",
         )

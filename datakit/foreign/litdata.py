@@ -24,7 +24,7 @@ from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.foreign.token_column import choose_column, read_column, require_dtype
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 _TENSOR_DTYPES = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64",
                   18: "int64", 20: "uint16"}  # fmt: skip
@@ -145,7 +145,7 @@ class _Chunk:
     def open(cls, table: ForeignIndex, layout: _Layout) -> "_Chunk":
         path = table.file("filename")
         if not path.is_file():
-            raise UserError(f"{table.path} names {path.name}, which is missing", hint=f"ls -l {path.parent}")
+            raise UserError(f"{table.path} names {path.name}, which is missing", hint=f"ls -l {quoted(path.parent)}")
         stream = str(path.parent / path.name.rpartition("-")[0])
         return cls(path, stream, table.number("chunk_size"), table.number("chunk_bytes"), layout)
 

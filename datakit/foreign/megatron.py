@@ -22,7 +22,7 @@ from datakit.store.shard import HEADER, Int64s, TokenShard
 from datakit.store.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 _WINDOW_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 8 << 20
@@ -78,7 +78,7 @@ class _Dataset:
         for file in (f"{prefix}.bin", f"{prefix}.idx"):
             if not os.path.isfile(file):
                 raise UserError(f"there is no {file}: PREFIX names the two files PREFIX.bin and PREFIX.idx",
-                                hint=f"ls {prefix}*")  # fmt: skip
+                                hint=f"ls {quoted(prefix)}*")  # fmt: skip
         shard = TokenShard(prefix)
         index = shard.index
         text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)
@@ -206,7 +206,7 @@ def _blocks(dataset: _Dataset, vocab_size: int) -> Iterator[tuple[bytes, list[in
 def _check_block(shard: TokenShard, block: bytes, first: int, ends: Int64s, vocab_size: int) -> None:
     """CheckFailed if the documents from `first` on, which end at these bytes, hold a token beyond the vocabulary."""
     if len(block) != ends[-1]:
-        raise CheckFailed(f"{shard.bin_path} was cut short while it was read", hint=f"ls -l {shard.bin_path}")
+        raise CheckFailed(f"{shard.bin_path} was cut short while it was read", hint=f"ls -l {quoted(shard.bin_path)}")
     tokens = np.frombuffer(block, shard.dtype)
     if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
         at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))

@@ -19,7 +19,7 @@ from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices, store_of_files
 from datakit.foreign.token_column import choose_column, read_column, require_dtype
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 _ANEW = "write the tokens as a column ndarray:int32 with streaming's MDSWriter, or begin with text: datakit preprocess"
 _DTYPES = {
@@ -108,7 +108,9 @@ class _MdsFile:
             _choose_column(shard, names, encodings, choices),
         )
         if not file.path.is_file():
-            raise UserError(f"{shard.path} names {file.path.name}, which is missing", hint=f"ls -l {file.path.parent}")
+            raise UserError(
+                f"{shard.path} names {file.path.name}, which is missing", hint=f"ls -l {quoted(file.path.parent)}"
+            )
         if not kind and file.path.stat().st_size != file.size_bytes:
             size_bytes = file.path.stat().st_size
             raise damaged(f"{file.path} has {size_bytes} bytes, its index says {file.size_bytes}")

@@ -36,7 +36,7 @@ from datakit.store.claim import claim
 from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 WINDOW_DOCUMENTS = 1 << 18
 Rows = tuple[Int64s, Int64s, Int32s]
@@ -67,7 +67,7 @@ def pack(
         raise UserError(f"{output} is not a local folder: an index is mapped", hint="--output FOLDER")
     if not opened.num_tokens:
         raise UserError(
-            f"{opened.path} holds no token: there is nothing to pack", hint=f"datakit inspect {opened.path}"
+            f"{opened.path} holds no token: there is nothing to pack", hint=f"datakit inspect {quoted(opened.path)}"
         )
     fingerprint, documents = identity_of(opened.manifest)
     made_of = {

@@ -8,7 +8,7 @@ from typing import Any
 from datakit.packing.packing_index import PackingIndex, Piece, default_folder
 from datakit.store.shard import Int64s
 from datakit.store.token_store import Reading, TokenStore
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 
 class PackedStore(TokenStore):
@@ -54,7 +54,7 @@ class PackedStore(TokenStore):
         if seq_length != record.seq_length:
             raise UserError(
                 f"{self.index.folder} has rows of {record.seq_length} tokens, not {seq_length}",
-                hint=f"datakit pack {self.path} --seq-length {seq_length} --packing {record.packing}",
+                hint=f"datakit pack {quoted(self.path)} --seq-length {seq_length} --packing {record.packing}",
             )
         return record.num_rows
 
@@ -98,5 +98,5 @@ def _reopen(
 ) -> PackedStore:
     store = PackedStore.of(path, packing=packing, seq_length=seq_length, index=folder, reading=reading)
     if store.fingerprint != fingerprint:
-        raise UserError(f"{folder} is not the index that was pickled", hint=f"datakit verify {folder}")
+        raise UserError(f"{folder} is not the index that was pickled", hint=f"datakit verify {quoted(folder)}")
     return store

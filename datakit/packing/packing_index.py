@@ -20,7 +20,7 @@ from datakit.store.fields import Fields
 from datakit.store.manifest import Manifest, content_checksum, digest_in
 from datakit.store.shard import Int64s, map_file
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 RECORD_NAME = "packing.json"
 COLUMNS = {"ends": "<i8", "starts": "<i8", "sizes": "<i4"}  # files by name, each with its type
@@ -171,14 +171,16 @@ class PackingIndex:
 
     def damaged(self, what: str) -> CheckFailed:
         """Return the error of an index that is not as it was written."""
-        return CheckFailed(f"{self.folder} is damaged: {what}", hint=f"datakit verify {self.folder}")
+        return CheckFailed(f"{self.folder} is damaged: {what}", hint=f"datakit verify {quoted(self.folder)}")
 
 
 def checked(
     record: PackingRecord | None, folder: Path | str, store: TokenStore, *, packing: str, seq_length: int
 ) -> PackingRecord:
     """Return the record of a folder if it is of these rows of the store; UserError otherwise, or without a record."""
-    again = f"datakit pack {store.place} --seq-length {seq_length} --packing {packing}"
+    if packing not in PACKINGS:
+        raise UserError(f"{packing!r} is not a packing", hint=" or ".join(PACKINGS))
+    again = f"datakit pack {quoted(store.place)} --seq-length {seq_length} --packing {packing}"
     if record is None:
         what = f"{store.place} is not packed by {packing} into rows of {seq_length} tokens: {folder} is not there"
         raise UserError(what, hint=again)

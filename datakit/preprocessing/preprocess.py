@@ -38,7 +38,7 @@ from datakit.tokenization.encoder import AUTO, FAST, choose_backend, require_bac
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import sidecar_path
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, identify, open_tokenizer
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 if TYPE_CHECKING:
     from datakit.preprocessing.ray_pool import RayPool
@@ -179,8 +179,11 @@ class _Job:
     ) -> None:  # fmt: skip
         self.output, self.recipe, self._report, self._show = output, recipe, report, show
         if not any(file.size_bytes for file in files):
-            names = ", ".join(file.path for file in files[:3])
-            raise UserError(f"the input is empty: {len(files)} files of 0 bytes: {names}", hint=f"ls -l {names}")
+            names = [file.path for file in files[:3]]
+            raise UserError(
+                f"the input is empty: {len(files)} files of 0 bytes: {', '.join(names)}",
+                hint=f"ls -l {' '.join(map(quoted, names))}",
+            )
         self._files, self._item_bytes = files, item_bytes or default_item_bytes(files)
         self._sources: Sources | None = None  # of complete stores
         self._input = {
@@ -277,7 +280,7 @@ class _Job:
         if not any(shard.num_tokens for entries in shards.values() for shard in entries):
             raise UserError(
                 f"the input is empty: {num_documents} documents without any text, {counts.total()} skipped",
-                hint=f"head -c 300 {self.items[0].slices[0].file.path}",
+                hint=f"head -c 300 {quoted(self.items[0].slices[0].file.path)}",
             )
         Sources.of(self._files, records).write(self.output)
         manifests = {}

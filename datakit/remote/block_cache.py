@@ -25,7 +25,7 @@ import xxhash
 from datakit.store.shard_file import ShardFile
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
-from threefold.storage import Buffer, is_temporary, temporary_name
+from threefold.storage import Buffer, is_temporary, open_storage, temporary_name
 
 PATIENCE_S = 60.0
 ROOM_PART = 16  # an eviction frees this part of the cache beyond what is asked for, so that few look through it
@@ -208,14 +208,26 @@ class BlockCache:
     def _failure(self, error: OSError) -> StorageError:
         hint = "--data.cache FOLDER that can be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = f"make room, or --data.cache-mib less than {max(2, self.max_bytes >> 20)}"
+            hint = f"make room, or --data.cache-mib less than {max(2, self.max_bytes >> 20)}, or another --data.cache"
         return StorageError(f"cannot use the cache {self.place}: {error.strerror or error}", hint=hint)
 
 
+def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
+    """Return the cache in a folder, the same for all stores of the process; errors as of BlockCache.
+
+    UserError if it is not a folder of this machine, or of so many MiB.
+    """
+    if not isinstance(cache_mib, int) or cache_mib < 1:
+        raise UserError(f"a cache has a whole number of MiB, 1 or more, not {cache_mib!r}", hint="cache_mib=10240")
+    if "://" in str(folder):
+        raise UserError(f"the cache {folder} is not a folder of this machine", hint="--data.cache /local/cache")
+    open_storage(folder)  # refuses "~", which only a shell knows, and what is not a path
+    return _cache_in(Path(folder), cache_mib << 20)
+
+
 @cache
-def shared_cache(folder: str, max_bytes: int) -> BlockCache:
-    """Return the cache in a folder, the same for all stores of the process; errors as of BlockCache."""
-    return BlockCache(Path(folder), max_bytes)
+def _cache_in(folder: Path, max_bytes: int) -> BlockCache:
+    return BlockCache(folder, max_bytes)
 
 
 def _lock_of(name: str) -> int:

@@ -25,7 +25,7 @@ from datakit.remote.remote_store import RemoteStore
 from datakit.remote.shard_tokens import twice
 from datakit.store.shard import map_open
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating
 
@@ -33,7 +33,7 @@ _READ_BYTES = 8 << 20
 
 
 class PackedRemoteStore(PackedStore, RemoteStore):
-    """Tokens are the remote store's, rows the index's; safe to read from several threads, and after a fork."""
+    """Tokens are the remote store's, rows the index's; as safe to share as a RemoteStore."""
 
     @classmethod
     def packed_at(
@@ -110,5 +110,5 @@ def _fetch(storage: Storage, name: str, record: PackingRecord) -> bytes:
 def _reopen(url: str, fingerprint: str, **place: Any) -> PackedRemoteStore:
     store = PackedRemoteStore.packed_at(url, **place)
     if store.fingerprint != fingerprint:
-        raise UserError(f"{store.index.folder} is not the index that was pickled", hint=f"datakit verify {url}")
+        raise UserError(f"{store.index.folder} is not the index that was pickled", hint=f"datakit verify {quoted(url)}")
     return store

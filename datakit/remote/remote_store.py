@@ -23,7 +23,7 @@ from datakit.store.origins import Origins
 from datakit.store.shard import Int64s, ShardIndex, Tokens, TokenShard, map_open
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 from threefold.masking import masked
 from threefold.storage.repeating import open_repeating
 
@@ -64,7 +64,11 @@ class RemoteShard(TokenShard):
 
 
 class RemoteStore(TokenStore):
-    """An open store behind a URL; safe to read from several threads, and after a fork."""
+    """An open store behind a URL; safe to read from several threads.
+
+    A forked process reads what is behind s3://, gs:// or az:// if its parent made no request yet: opening one is. Else
+    the first block that it fetches is a StorageError. Pickled to a process that was not forked, it goes on.
+    """
 
     def __init__(self, url: str, source: StoreSource, cache: BlockCache) -> None:
         """Wrap what was read already; `RemoteStore.at` is the usual way."""
@@ -79,10 +83,10 @@ class RemoteStore(TokenStore):
     def at(cls, url: str, *, cache: str, cache_mib: int = 10240) -> "RemoteStore":
         """Open the store or archive at a URL, with a cache of so many MiB in the folder `cache`.
 
-        UserError if there is neither; StorageError if nobody answers or the cache cannot be written. Processes and
-        stores that name the same folder share it.
+        UserError if there is neither, or the cache is not a local folder; StorageError if nobody answers or the cache
+        cannot be written. Processes and stores that name the same folder share it.
         """
-        return cls(url, StoreSource.open(url), shared_cache(cache, cache_mib << 20))
+        return cls(url, StoreSource.open(url), shared_cache(cache, cache_mib))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as URL and cache; whoever unpickles it opens the store there and checks that it is the same one."""
@@ -198,7 +202,7 @@ class RemoteStore(TokenStore):
         return self.source.files[3 * number : 3 * number + 3]
 
     def _damaged(self, what: str) -> CheckFailed:
-        return CheckFailed(what, hint=f"datakit verify {self.place}")
+        return CheckFailed(what, hint=f"datakit verify {quoted(self.place)}")
 
 
 def is_store(url: str) -> bool:
@@ -224,5 +228,5 @@ def _reopen(url: str, fingerprint: str, **place: Any) -> RemoteStore:
     store = RemoteStore.at(url, **place)
     if store.fingerprint != fingerprint:
         what = f"{url} is not the store that was pickled: its fingerprint is {store.fingerprint}, not {fingerprint}"
-        raise CheckFailed(what, hint=f"datakit inspect {url}")
+        raise CheckFailed(what, hint=f"datakit inspect {quoted(url)}")
     return store

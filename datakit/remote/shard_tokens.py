@@ -16,7 +16,7 @@ import numpy as np
 from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.store.origins import Origins
 from datakit.store.shard import ShardIndex, damaged
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 from threefold.storage import Buffer
 
 BLOCK_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class PlainTokens:
             raise CheckFailed(
                 f"{self._source.place_of(self._file)} is damaged: the checksum of document {number} of it does not "
                 f"hold, in bytes {start} to {stop}",
-                hint=f"datakit verify {self._source.storage.url}",
+                hint=f"datakit verify {quoted(self._source.storage.url)}",
             )
         return content
 

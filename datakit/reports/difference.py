@@ -15,7 +15,7 @@ from datakit.files.durable import reading
 from datakit.store.origins import Origin
 from datakit.store.shard import Int64s, ShardIndex, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 
 _WINDOW_DOCUMENTS = 1 << 18
 _WINDOW_TOKENS = 1 << 19
@@ -145,4 +145,4 @@ class _Stream:
             self._file = path.open("rb", buffering=0)
 
     def _damaged(self, what: str) -> CheckFailed:
-        return CheckFailed(f"{self._index.path} is damaged: {what}", hint=f"datakit verify {self.store.path}")
+        return CheckFailed(f"{self._index.path} is damaged: {what}", hint=f"datakit verify {quoted(self.store.path)}")

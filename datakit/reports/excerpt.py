@@ -12,7 +12,7 @@ from datakit.store.origins import Origin
 from datakit.store.shard import Tokens
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.tokenizer import Tokenizer, open_tokenizer
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 _MAX_SPLIT_TOKENS = 8  # tokens that one character may be split over
 _REPLACEMENT = "\ufffd"  # what decoders make of bytes that are no whole character
@@ -53,7 +53,7 @@ def document_excerpt(store: TokenStore, number: int) -> Excerpt:
     if not 0 <= number < store.num_documents:
         raise UserError(
             f"there is no document {number}: {store.place} has {store.num_documents} documents, counted from 0",
-            hint=f"datakit inspect {store.place} --document {max(store.num_documents - 1, 0)}",
+            hint=f"datakit inspect {quoted(store.place)} --document {max(store.num_documents - 1, 0)}",
         )
     tokens = store.document(number)
     return Excerpt(store.first_token(number), tokens, (_part(store, number, 0, len(tokens)),))
@@ -71,7 +71,7 @@ def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
         raise UserError(
             f"there is no sample {number}: {store.place} has {num_samples} samples of {seq_length} tokens, "
             "counted from 0",
-            hint=f"datakit inspect {store.place} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}"
+            hint=f"datakit inspect {quoted(store.place)} --sample {max(num_samples - 1, 0)} --seq-length {seq_length}"
             + (f" --packing {store.packing}" if store.packing != "concat" else ""),
         )
     spans = store.row_spans(number, seq_length)
@@ -86,7 +86,7 @@ def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
         recorded = f"one of fingerprint {made_with.fingerprint}" if made_with.fingerprint else "one that is not known"
         raise UserError(
             f"{path} has fingerprint {tokenizer.fingerprint}, {store.place} was made with {recorded}",
-            hint=f"datakit inspect {store.place}",
+            hint=f"datakit inspect {quoted(store.place)}",
         )
     return tokenizer
 

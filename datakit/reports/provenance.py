@@ -16,7 +16,7 @@ from datakit.store.origins import Origin
 from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
     if not 0 <= document < store.num_documents:
         raise UserError(
             f"{store.place} has {store.num_documents} documents, counted from 0, and none of number {document}",
-            hint=f"--document {store.place}:{max(store.num_documents - 1, 0)}",
+            hint=f"--document {quoted(f'{store.place}:{max(store.num_documents - 1, 0)}')}",
         )
     begin = store.first_token(document)
     end = begin + len(store.document(document))
@@ -116,4 +116,4 @@ def where(blend: Blend, source: int, document: int, num_samples: int) -> Passage
 
 def _damaged(store: TokenStore, shard: int) -> CheckFailed:
     what = f"{store.shard(shard).idx_path} is damaged: its documents do not follow each other"
-    return CheckFailed(what, hint=f"datakit verify {store.place}")
+    return CheckFailed(what, hint=f"datakit verify {quoted(store.place)}")

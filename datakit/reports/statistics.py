@@ -15,7 +15,7 @@ import numpy as np
 from datakit.store.origins import Origins
 from datakit.store.shard import Int64s, ShardIndex
 from datakit.store.token_store import TokenStore
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 
 MAX_NAMED_SOURCES = 20
 _TABLE_TOKENS = 1 << 20
@@ -208,7 +208,7 @@ class _SourceCounts:
         numbers = origins.source_numbers[start : start + len(lengths)].astype(np.int64)
         if numbers.max() >= len(paths):
             what = f"{origins.path} is damaged: a document names source {numbers.max()} of {len(paths)}"
-            raise CheckFailed(what, hint=f"datakit verify {origins.path.parent}")
+            raise CheckFailed(what, hint=f"datakit verify {quoted(origins.path.parent)}")
         found, inverse = np.unique(numbers, return_inverse=True)
         tokens = np.zeros(len(found), np.int64)
         np.add.at(tokens, inverse, lengths)
@@ -237,4 +237,4 @@ class _SourceCounts:
 
 
 def _damaged(store: TokenStore, file: Path, what: str) -> CheckFailed:
-    return CheckFailed(f"{file} is damaged: {what}", hint=f"datakit verify {store.path}")
+    return CheckFailed(f"{file} is damaged: {what}", hint=f"datakit verify {quoted(store.path)}")

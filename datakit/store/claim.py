@@ -16,7 +16,7 @@ import orjson
 
 from datakit.files.durable import writing
 from datakit.store.output import LOCK, Output
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 from threefold.scratch import is_kept
 from threefold.storage.folders import make_folders
 
@@ -77,10 +77,10 @@ def _take_lock(descriptor: int, path: Path, place: str, patience_s: float) -> No
             break
         except BlockingIOError:
             if time.monotonic() > deadline_s:
-                raise StorageError(f"another run is writing {place}", hint=f"lsof {path}") from None
+                raise StorageError(f"another run is writing {place}", hint=f"lsof {quoted(path)}") from None
             time.sleep(0.1)
         except OSError as error:  # some network and parallel file systems are mounted without locks
             hint = "mount it with locks (Lustre: -o flock), or choose another --output"
             raise StorageError(f"cannot lock {path}: {error.strerror}", hint=hint) from error
     if not os.fstat(descriptor).st_nlink:
-        raise StorageError(f"another run has just completed {place}", hint=f"datakit inspect {place}")
+        raise StorageError(f"another run has just completed {place}", hint=f"datakit inspect {quoted(place)}")

@@ -20,7 +20,7 @@ from datakit.store.fields import Fields
 from datakit.store.shard import damaged
 from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 FILE_NAME = "manifest.json"
 ARCHIVE_NAME = "archive.json"  # what makes a folder an archive of a store
@@ -109,7 +109,7 @@ class Manifest:
                     if size_bytes > MAX_BYTES:
                         raise damaged(f"{path} has {size_bytes} bytes, more than the {MAX_BYTES} a manifest may have")
                     data = file.read()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise _not_a_store(folder) from None
         return cls.parse(path, data)
 
@@ -203,19 +203,19 @@ def content_checksum(content: dict[str, Any], shards: ScannedShards | None = Non
 def _not_a_store(folder: Path) -> UserError:
     parts = [name for name in ("train", "valid") if (folder / name / FILE_NAME).is_file()]
     if parts:
-        return UserError(f"{folder} is split; name one of its stores", hint=f"{folder / parts[0]}")
+        return UserError(f"{folder} is split; name one of its stores", hint=quoted(folder / parts[0]))
     if (folder / WORK_FOLDER).is_dir():
         return UserError(
             f"{folder} is unfinished: the command that makes it did not come to an end",
             hint="rerun the same `datakit` command to continue it",
         )
-    return UserError(f"{folder} is not a token store: it has no {FILE_NAME}", hint=f"ls {folder}")
+    return UserError(f"{folder} is not a token store: it has no {FILE_NAME}", hint=f"ls {quoted(folder)}")
 
 
 def require_folder(path: Path) -> None:
     """Raise UserError if the path of a store is a URL: only files of this machine can be mapped."""
     if url := url_behind(path):
-        raise UserError(f"{url} is not a local folder", hint=f"datakit unarchive {url} --output STORE")
+        raise UserError(f"{url} is not a local folder", hint=f"datakit unarchive {quoted(url)} --output STORE")
 
 
 def is_plain_folder(place: str) -> bool:

@@ -8,7 +8,7 @@ from weakref import finalize
 
 from datakit.files.durable import reading
 from datakit.store.kept_open import Bound
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, quoted
 
 # of all stores of a process together; the rest of its open files is left to others
 OPEN_FILES = Bound(max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)))
@@ -30,7 +30,7 @@ class ShardFile:
             found = os.fstat(file.descriptor).st_size
         if found != size_bytes:
             what = f"{path} has {found} bytes, its manifest says {size_bytes}"
-            raise CheckFailed(what, hint=f"datakit verify {path.parent}")
+            raise CheckFailed(what, hint=f"datakit verify {quoted(path.parent)}")
         return file
 
 

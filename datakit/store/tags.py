@@ -15,7 +15,7 @@ from typing import Any
 from datakit.files.remote_file import is_url
 from datakit.store.manifest import Manifest
 from datakit.text.folders import plain_path
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def require_matches(tags: Sequence[Tag], paths: Sequence[str]) -> None:
         if not any(map(tag.matches, paths)):
             raise UserError(
                 f"tag {tag.name!r} matches no input file: {tag.pattern}",
-                hint=f"--tag '{tag.name}={os.path.dirname(paths[0]) or paths[0]}'",
+                hint=f"--tag {quoted(f'{tag.name}={os.path.dirname(paths[0]) or paths[0]}')}",
             )
 
 

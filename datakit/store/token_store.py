@@ -27,7 +27,7 @@ from datakit.store.shard import Int64s, Tokens, TokenShard
 from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.tags import StoreTags
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError, quoted
 
 NO_EOD = -1
 OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
@@ -248,7 +248,7 @@ class TokenStore:
         return ShardFile.open(self.path / f"{entry.name}.bin", entry.bin.size_bytes)
 
     def _damaged(self, what: str) -> CheckFailed:
-        return CheckFailed(what, hint=f"datakit verify {self.path}")
+        return CheckFailed(what, hint=f"datakit verify {quoted(self.path)}")
 
     def _locate_document(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self.num_documents:
@@ -265,11 +265,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
                 size_bytes = os.stat(prefix + name).st_size
             except OSError as error:
                 verb = "verify {}" if is_plain_folder(str(folder)) else "unarchive {} --output STORE"
-                hint = f"datakit {verb.format(folder)}"
+                hint = f"datakit {verb.format(quoted(folder))}"
                 raise StorageError(f"cannot read {folder / name}: {error.strerror}", hint=hint) from error
             if size_bytes != digest.size_bytes:
                 what = f"{folder / name} has {size_bytes} bytes, its manifest says {digest.size_bytes}"
-                raise CheckFailed(what, hint=f"datakit verify {folder}")
+                raise CheckFailed(what, hint=f"datakit verify {quoted(folder)}")
 
 
 def _find_faults(folder: Path, manifest: Manifest, faults: list[UserError]) -> None:
@@ -291,7 +291,7 @@ def _reopen(path: str, fingerprint: str, reading: Reading = "mmap") -> TokenStor
     store = TokenStore.open(path, reading=reading)
     if store.fingerprint != fingerprint:
         what = f"{path} is not the store that was pickled: its fingerprint is {store.fingerprint}, not {fingerprint}"
-        raise CheckFailed(what, hint=f"datakit inspect {path}")
+        raise CheckFailed(what, hint=f"datakit inspect {quoted(path)}")
     return store
 
 

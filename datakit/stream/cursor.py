@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from datakit.stream.arguments import whole_number
 from threefold.errors import UserError
 
 VERSION = 1
@@ -34,9 +35,13 @@ class Cursor:
     num_segments: int
     digest: str
 
+    def __post_init__(self) -> None:
+        whole_number("num_samples", self.num_samples)
+
     @classmethod
     def start(cls, blend: Stream, num_samples: int = 0) -> "Cursor":
-        """Return the cursor of a blend after its first samples."""
+        """Return the cursor of a blend after its first samples; UserError if that is not a whole number."""
+        num_samples = whole_number("num_samples", num_samples)
         num_segments = blend.num_begun(num_samples)
         return cls(num_samples, blend.seed, blend.seq_length, num_segments, blend.digest(num_segments))
 
@@ -57,5 +62,7 @@ class Cursor:
                 num_segments=int(value["num_segments"]),
                 digest=str(value["digest"]),
             )
+        except UserError as error:
+            raise UserError(f"{value!r} is not a cursor: {error.message}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{value!r} is not a cursor: {error}") from None

@@ -19,7 +19,7 @@ from datakit.store.token_store import TokenStore
 from datakit.stream.gone_store import GoneStore
 from datakit.stream.mixture import Segment
 from datakit.stream.sources import Sources
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 Documents = tuple[tuple[int, int], ...]  # the number of a store as the blend took it, and that of a document
 
@@ -86,7 +86,7 @@ class DocumentMasks:
                 raise UserError(
                     f"document {number} of {store.place} cannot be masked: it has {store.num_documents}, "
                     "counted from 0",
-                    hint=f"datakit inspect {store.place}",
+                    hint=f"datakit inspect {quoted(store.place)}",
                 )
             begin = store.first_token(number)
             found.setdefault(source, []).append((begin, begin + len(store.document(number))))

@@ -12,7 +12,7 @@ from typing import Any
 
 from datakit.files.remote_file import is_url
 from datakit.text.inputs import FileSlice
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 
 _BATCH_ROWS = 64
 _BUFFER_BYTES, _REMOTE_BUFFER_BYTES = 1 << 20, 8 << 20
@@ -48,7 +48,9 @@ def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes 
             yield [column.to_pylist() for column in columns]
     except (ArrowException, EOFError, OSError, UnicodeDecodeError) as error:  # the last from a damaged column's name
         if isinstance(error, OSError) and error.errno:
-            raise StorageError(f"cannot read {path}: {os.strerror(error.errno)}", hint=f"ls -l {path}") from error
+            raise StorageError(
+                f"cannot read {path}: {os.strerror(error.errno)}", hint=f"ls -l {quoted(path)}"
+            ) from error
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path} is truncated or damaged, or no {part.file.kind}: {why}", hint="copy or download it again"

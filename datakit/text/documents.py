@@ -23,7 +23,7 @@ from datakit.text.columns import read_columns, rows_before
 from datakit.text.formats import COLUMN_KINDS, SHOWN_BY, is_lines
 from datakit.text.inputs import FileSlice, InputFile
 from datakit.text.json_text import BOM, Fault, JsonText, decode, require_lines
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 
 MAX_LINE_BYTES = 1 << 30
 _RUN_CHARACTERS, _RUN_DOCUMENTS = 1 << 18, 1024
@@ -237,9 +237,9 @@ class DocumentReader:
         line += _lines_before(part) + content.count(b"\n", 0, fault.byte or 0) + 1
         if fault.byte is not None:
             message += f" at byte {offset + fault.byte}"
-            hint = f"iconv -f LATIN1 -t UTF-8 {part.file.path} -o FIXED, if it is Latin-1"
+            hint = f"iconv -f LATIN1 -t UTF-8 {quoted(part.file.path)} -o FIXED, if it is Latin-1"
         show = SHOWN_BY[part.file.compression]
-        look = "--skip-invalid" if is_url(part.file.path) else f"{show} {part.file.path} | sed -n {line}p"
+        look = "--skip-invalid" if is_url(part.file.path) else f"{show} {quoted(part.file.path)} | sed -n {line}p"
         return UserError(f"{part.file.path}, line {line}: {message}", hint=hint or look)
 
     def _too_large(self, size_bytes: int) -> StorageError:

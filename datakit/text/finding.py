@@ -13,7 +13,7 @@ from datakit.files.remote_file import is_url, storage_of
 from datakit.text.folders import entries_below, is_hidden, is_through_link, matches_of, plain_path
 from datakit.text.formats import format_of, other_kind
 from datakit.text.spool import is_pipe
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.storage import ObjectInfo
 from threefold.storage.repeating import open_repeating
 
@@ -88,7 +88,7 @@ def _find_local(argument: str, found: Found) -> Iterator[str]:
     is_named = is_pipe(argument) or os.path.lexists(argument)
     matches = [argument] if is_named else matches_of(argument) if glob.has_magic(argument) else []
     if not matches:
-        raise UserError(f"no such input: {argument}", hint=f"ls {os.path.dirname(argument) or '.'}")
+        raise UserError(f"no such input: {argument}", hint=f"ls {quoted(os.path.dirname(argument) or '.')}")
     for path in matches:
         if is_pipe(path):
             found.pipes.add(path)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from threefold.errors import StorageError
+from threefold.errors import StorageError, quoted
 
 
 def plain_path(path: str) -> str:
@@ -105,7 +105,7 @@ def _entries(folder: str) -> tuple[list[os.DirEntry[str]], tuple[int, int]]:
             entries = sorted(found, key=lambda entry: entry.name)
         status = os.stat(folder)
     except OSError as error:
-        raise StorageError(f"cannot read {folder}: {error.strerror}", hint=f"ls -ld {folder}") from error
+        raise StorageError(f"cannot read {folder}: {error.strerror}", hint=f"ls -ld {quoted(folder)}") from error
     return entries, _identity(status)
 
 

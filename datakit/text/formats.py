@@ -2,7 +2,7 @@
 
 import os
 
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.packages import require
 
 LINE_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt"}
@@ -35,7 +35,7 @@ def known_format(path: str, default: tuple[str, str] | None = None) -> tuple[str
     if found is None:
         raise UserError(
             f"{path} is not text that can be read, by its name",
-            hint=f"mv {path} {path}.jsonl, if that is what it holds; {NAMES_HINT}",
+            hint=f"mv {quoted(path)} {quoted(path)}.jsonl, if that is what it holds; {NAMES_HINT}",
         )
     if found[0] in COLUMN_KINDS.values():
         require("pyarrow", f"{path}: reading {found[0]}")

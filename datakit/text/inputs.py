@@ -18,7 +18,7 @@ from datakit.files.remote_file import RemoteFile, is_url, storage_of
 from datakit.text.finding import find
 from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format
 from datakit.text.spool import Spool
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.storage import ObjectInfo
 
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
@@ -238,7 +238,9 @@ def _describe_object(url: str, info: ObjectInfo) -> InputFile:
 
 def _copy(path: str, spool: Spool | None) -> InputFile:
     if spool is None:
-        raise UserError(f"{path} is a pipe or a device, and only files are read here", hint=f"cat {path} > NEW.jsonl")
+        raise UserError(
+            f"{path} is a pipe or a device, and only files are read here", hint=f"cat {quoted(path)} > NEW.jsonl"
+        )
     kind, compression = known_format(path, PIPE_FORMAT)
     copy = spool.copy(path)
     return InputFile(path, kind, compression, copy.size_bytes, 0, f"xxh3-{copy.xxh3_64}", copy.path)

@@ -13,7 +13,7 @@ import orjson
 
 from datakit.text.formats import SHOWN_BY
 from datakit.text.inputs import InputFile
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 BOM = "\ufeff"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -108,7 +108,7 @@ def require_lines(file: InputFile, head: bytes) -> None:
     others = "or name the other files, such as 'FOLDER/*.jsonl'"
     raise UserError(
         f"{file.path} is {what}, not one JSON object a line",
-        hint=f"{SHOWN_BY[file.compression]} {file.path} | {convert} > NEW.jsonl, {others}",
+        hint=f"{SHOWN_BY[file.compression]} {quoted(file.path)} | {convert} > NEW.jsonl, {others}",
     )
 
 

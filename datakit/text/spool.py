@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from datakit.files.durable import temporary_folder, writing
-from threefold.errors import StorageError
+from threefold.errors import StorageError, quoted
 
 STANDARD_INPUT = "-"
 _READ_BYTES, _REPORT_INTERVAL_S = 1 << 20, 2.0
@@ -62,7 +62,9 @@ class Spool:
             with writing(place):
                 file.flush()
         except OSError as error:
-            raise StorageError(f"cannot read {name}: {error.strerror or error}", hint=f"ls -l {path}") from error
+            raise StorageError(
+                f"cannot read {name}: {error.strerror or error}", hint=f"ls -l {quoted(path)}"
+            ) from error
         return Spooled(f"/proc/{os.getpid()}/fd/{file.fileno()}", size_bytes, checksum.hexdigest())
 
 

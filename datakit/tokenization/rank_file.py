@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 
 SUFFIX = ".tiktoken"
 MAX_RANK_FILE_BYTES, MAX_SIDECAR_BYTES = 32 << 20, 4 << 20
@@ -92,7 +92,8 @@ def read_rank_file(path: Path, content: bytes) -> RankFile:
     """Parse the content of a rank file, and its sidecar; UserError names the line that is wrong."""
     if len(content) > MAX_RANK_FILE_BYTES:
         raise UserError(
-            f"{path} has {len(content)} bytes, more than a rank file's {MAX_RANK_FILE_BYTES}", hint=f"head -1 {path}"
+            f"{path} has {len(content)} bytes, more than a rank file's {MAX_RANK_FILE_BYTES}",
+            hint=f"head -1 {quoted(path)}",
         )
     encoding = _read_encoding(path, content)
     ranks = _parse_ranks(path, content, encoding.special_tokens)
@@ -111,22 +112,22 @@ def _read_encoding(path: Path, content: bytes) -> Encoding:
     sidecar = sidecar_path(path)
     try:
         if sidecar.stat().st_size > MAX_SIDECAR_BYTES:
-            raise UserError(f"{sidecar} is larger than {MAX_SIDECAR_BYTES} bytes", hint=f"ls -l {sidecar}")
+            raise UserError(f"{sidecar} is larger than {MAX_SIDECAR_BYTES} bytes", hint=f"ls -l {quoted(sidecar)}")
         said = sidecar.read_bytes()
     except FileNotFoundError:
         known = _PUBLISHED.get(hashlib.sha256(content).hexdigest())
         if known is None:
             raise UserError(
                 f"{path} is a rank file of unknown origin: {sidecar} must say how its text is split",
-                hint=f'write {{"pattern": REGEX, "special_tokens": {{TOKEN: ID, ...}}}} into {sidecar}',
+                hint=f'write {{"pattern": REGEX, "special_tokens": {{TOKEN: ID, ...}}}} into {quoted(sidecar)}',
             ) from None
         return known
     except OSError as error:
-        raise StorageError(f"cannot read {sidecar}: {error.strerror}", hint=f"ls -l {sidecar}") from error
+        raise StorageError(f"cannot read {sidecar}: {error.strerror}", hint=f"ls -l {quoted(sidecar)}") from error
     try:
         return _parse_sidecar(orjson.loads(said))
     except ValueError as error:  # invalid JSON is one too
-        raise UserError(f"{sidecar}: {error}", hint=f"python -m json.tool {sidecar}") from None
+        raise UserError(f"{sidecar}: {error}", hint=f"python -m json.tool {quoted(sidecar)}") from None
 
 
 def _parse_sidecar(raw: Any) -> Encoding:
@@ -171,7 +172,9 @@ def _parse_ranks(path: Path, content: bytes, special_tokens: dict[str, int]) -> 
         ranks[token], lines[rank] = rank, line
     for byte in range(256):
         if bytes([byte]) not in ranks:
-            raise UserError(f"{path} has no token for the byte 0x{byte:02x}: is it complete?", hint=f"wc -l {path}")
+            raise UserError(
+                f"{path} has no token for the byte 0x{byte:02x}: is it complete?", hint=f"wc -l {quoted(path)}"
+            )
     known = sorted(lines.keys() | {number for number in special if number < max(lines)})
     for missing, rank in enumerate(known):
         if rank != missing:
@@ -187,4 +190,4 @@ def _parse_rank(text: bytes) -> int:
 
 
 def _fault(path: Path, line: int, message: str) -> UserError:
-    return UserError(f"{path}, line {line}: {message}", hint=f"sed -n {line}p {path}")
+    return UserError(f"{path}, line {line}: {message}", hint=f"sed -n {line}p {quoted(path)}")

@@ -14,7 +14,7 @@ import orjson
 import xxhash
 
 from datakit.tokenization.rank_file import MAX_ID, Encoding, RankFile
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 MAX_TEKKEN_BYTES = 128 << 20
 _WITHOUT_SPECIAL_TOKENS = ("v1", "v2", "v3", "v7")  # versions whose files may leave them out: they are these
@@ -33,7 +33,9 @@ def is_tekken(path: Path, content: bytes) -> bool:
 def read_tekken(path: Path, content: bytes) -> RankFile:
     """Parse the content of a tekken.json; UserError names the entry that is wrong."""
     if len(content) > MAX_TEKKEN_BYTES:
-        raise UserError(f"{path} has {len(content)} bytes, more than {MAX_TEKKEN_BYTES}", hint=f"head -c 300 {path}")
+        raise UserError(
+            f"{path} has {len(content)} bytes, more than {MAX_TEKKEN_BYTES}", hint=f"head -c 300 {quoted(path)}"
+        )
     try:
         raw = orjson.loads(content)
         config = _typed(_typed(raw, dict, "the file")["config"], dict, "config")
@@ -45,9 +47,9 @@ def read_tekken(path: Path, content: bytes) -> RankFile:
         special = _special_tokens(raw.get("special_tokens"), num_special, str(config.get("version")))
         ranks = _ranks(_typed(raw["vocab"], list, "vocab"), vocab_size - num_special, num_special)
     except KeyError as error:
-        raise UserError(f"{path}: there is no {error}", hint=f"head -c 300 {path}") from None
+        raise UserError(f"{path}: there is no {error}", hint=f"head -c 300 {quoted(path)}") from None
     except ValueError as error:  # invalid JSON is one too
-        raise UserError(f"{path}: {error}", hint=f"head -c 300 {path}") from None
+        raise UserError(f"{path}: {error}", hint=f"head -c 300 {quoted(path)}") from None
     return RankFile(ranks, Encoding(pattern, special), xxhash.xxh3_128_hexdigest(content), num_special, False)
 
 

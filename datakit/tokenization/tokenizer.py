@@ -8,7 +8,6 @@ is opened.
 """
 
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from datakit.tokenization.encoded import Ids
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
 from datakit.tokenization.tekken import is_tekken, read_tekken
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.packages import needed_for
 
 DEFAULT_EOD = "<|endoftext|>"
@@ -94,7 +93,7 @@ def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool)
             f"{path} has no token {eod_token!r} to end documents with"
             + (f"; of its own it has {', '.join(map(repr, own[:_MAX_SHOWN]))}" if own else "")
             + (f" and {len(own) - _MAX_SHOWN} more" if len(own) > _MAX_SHOWN else ""),
-            hint=f"--eod-token {shlex.quote(own[0] if len(own) == 1 else 'TOKEN')}" if own else TRAIN_HINT,
+            hint=f"--eod-token {quoted(own[0] if len(own) == 1 else 'TOKEN')}" if own else TRAIN_HINT,
         )
     return TokenizerIdentity(
         kind=tokenizer.kind,
@@ -196,14 +195,15 @@ class TiktokenTokenizer:
             )
         except ValueError as error:
             raise UserError(
-                f"tiktoken cannot split text by the pattern {pattern!r}: {error}", hint=f"cat {sidecar_path(path)}"
+                f"tiktoken cannot split text by the pattern {pattern!r}: {error}",
+                hint=f"cat {quoted(sidecar_path(path))}",
             ) from None
         self.vocab_size = 1 + int(self._library.max_token_value)
         [ids] = self.encode_batch([_EVERY_CLASS])
         if self.decode(ids) != _EVERY_CLASS:
             raise UserError(
                 f"the pattern {pattern!r} leaves out parts of the text: {_EVERY_CLASS!r} becomes {self.decode(ids)!r}",
-                hint=f"cat {sidecar_path(path)}",
+                hint=f"cat {quoted(sidecar_path(path))}",
             )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:

@@ -12,7 +12,7 @@ from datakit.text.hf_datasets import Input, paths_of
 from datakit.text.inputs import FileSlice, InputFile, find_inputs
 from datakit.text.spool import Spool
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
 NUM_BYTES = 256
 
@@ -44,9 +44,13 @@ def train_tokenizer(
         )
     path = Path(output)
     if url := url_behind(path):
-        raise UserError(f"{url} is not a local file, and a tokenizer is written to one", hint=f"--output {path.name}")
+        raise UserError(
+            f"{url} is not a local file, and a tokenizer is written to one", hint=f"--output {quoted(path.name)}"
+        )
     if path.suffix != ".json":
-        raise UserError(f"{output}: a tokenizer file ends in .json", hint=f"--output {path.with_suffix('.json')}")
+        raise UserError(
+            f"{output}: a tokenizer file ends in .json", hint=f"--output {quoted(path.with_suffix('.json'))}"
+        )
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -65,7 +69,7 @@ def train_tokenizer(
     if texts.num_replaced:
         report(f"replaced lone surrogates by U+FFFD in {texts.num_replaced:,} documents")
     if not texts.num_documents:
-        raise UserError(f"the input is empty: no document in {' '.join(paths)}", hint=f"head -c 300 {paths[0]}")
+        raise UserError(f"the input is empty: no document in {' '.join(paths)}", hint=f"head -c 300 {quoted(paths[0])}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, library.to_str(pretty=True).encode())

@@ -78,7 +78,7 @@ def test_what_a_client_library_says_shows_no_password_in_a_traceback() -> None:
             raise RuntimeError("no route to ftp://me:secret@host/run")
 
     storage = FsspecStorage("memory://me:secret@host/run")
-    storage._fs = Chatty()
+    storage._opened = Chatty()
     with pytest.raises(StorageError) as raised:
         storage.info("key")
     assert "secret" not in "".join(traceback.format_exception(raised.value))

@@ -184,3 +184,5 @@ def test_a_file_that_is_missing_or_not_toml_has_a_sample_in_the_hint(tmp_path: P
     (tmp_path / "bad").write_bytes(b"[a")
     with pytest.raises(UserError, match="as TOML"):
         read_toml(str(tmp_path / "bad"), sample="a.toml")
+    with pytest.raises(UserError, match=f"^cannot read {tmp_path} as TOML: Is a directory\n"):
+        read_toml(str(tmp_path), sample="a.toml")

@@ -7,12 +7,11 @@ StorageErrors that say what was done, where and what to try; those that another 
 
 import os
 import re
-import shlex
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from threefold.debug import is_debugging
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.storage.contract import OBJECT_STORES as OBJECT_STORES
 from threefold.storage.contract import AlreadyExists as AlreadyExists
 from threefold.storage.contract import Buffer as Buffer
@@ -56,15 +55,17 @@ def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
         folder = text.removeprefix("hf:") or "FOLDER"
         raise UserError(
             f"{text!r} is a Hugging Face folder to what loads a model; here a folder or URL of a run or store is meant",
-            hint=f"make a run of it: ckptkit import {shlex.quote(folder)} RUN; on the Hub it is hf://OWNER/MODEL",
+            hint=f"make a run of it: ckptkit import {quoted(folder)} RUN; on the Hub it is hf://OWNER/MODEL",
         )
     if typo := _BROKEN_URL.match(text):
         raise UserError(
             f"{text!r} is not a URL, and a strange name for a folder",
-            hint=f"{typo[1]}://{text[typo.end() :].lstrip('/')}",
+            hint=quoted(f"{typo[1]}://{text[typo.end() :].lstrip('/')}"),
         )
     if text == "~" or text.startswith("~/"):
-        raise UserError(f"only a shell knows {text!r}, here it is a folder named ~", hint=str(Path(text).expanduser()))
+        raise UserError(
+            f"only a shell knows {text!r}, here it is a folder named ~", hint=quoted(Path(text).expanduser())
+        )
     if scheme in ("", "file"):
         from threefold.storage.local import LocalStorage
 
@@ -83,7 +84,9 @@ def _folder_of(url: str) -> str:
     host, slash, path = url.partition("://")[2].partition("/")
     if host not in ("", "localhost") or not slash:
         meant = Path(host, path).absolute()
-        raise UserError(f"{url!r} names the host {host!r}, a file URL has three slashes", hint=f"file://{meant}")
+        raise UserError(
+            f"{url!r} names the host {host!r}, a file URL has three slashes", hint=quoted(f"file://{meant}")
+        )
     return unquote(f"/{path}")
 
 

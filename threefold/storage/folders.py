@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from threefold.closing import Closing
-from threefold.errors import StorageError
+from threefold.errors import StorageError, quoted
 from threefold.storage.contract import Storage
 
 MAX_RACES = 5  # with deletions that leave a folder empty
@@ -169,7 +169,7 @@ def _step_into(descriptor: int, part: str, path: Path) -> int:
 def _link_in_the_way(link: Path) -> StorageError:
     return StorageError(
         f"{link} is a link, and nothing is written or deleted through links",
-        hint=f"ls -l {link} shows where it leads: name that place, or take the link away",
+        hint=f"ls -l {quoted(link)} shows where it leads: name that place, or take the link away",
     )
 
 

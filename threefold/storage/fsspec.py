@@ -1,16 +1,19 @@
 """Any URL that fsspec knows, through fsspec's own backend for it.
 
 A write goes to a hidden temporary name, which is never listed, and is then moved to its key: a rename on file systems,
-a copy within the server on object stores. An if-absent write does not exist here: one writer only may commit.
+a copy within the server on object stores. An if-absent write does not exist here: one writer only may commit. A forked
+process opens the file system again: threads and connections stay with its parent.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 from threefold.masking import masked, shown_cause
 from threefold.packages import needed_for
 from threefold.storage.contract import (
@@ -43,11 +46,18 @@ class FsspecStorage:
         if url.startswith("ftp://"):
             raise UserError(
                 f"{self.url}: FTP cannot be read in ranges side by side, nor written to at once",
-                hint=f"wget -r {self.url}, then name the files; or use sftp:// or https://",
+                hint=f"wget -r {quoted(self.url)}, then name the files; or use sftp:// or https://",
             )
+        # Listings are never cached: other processes write to the same place.
+        self._make = partial(url_to_fs, url, use_listings_cache=False)
+        self._opened, root = self._open()
+        self._process = os.getpid()
+        self._root = root.rstrip("/")
+
+    def _open(self) -> tuple[Any, str]:
+        """Return the file system and the URL's path on it."""
         try:
-            # Listings are never cached: other processes write to the same place.
-            self._fs, root = url_to_fs(url, use_listings_cache=False)
+            opened, root = self._make()
         except (ValueError, TypeError, ImportError) as error:
             raise UserError(
                 f"cannot open {self.url}: {_one_line(error)}", hint="check the URL's scheme and its fsspec package"
@@ -56,7 +66,13 @@ class FsspecStorage:
             raise StorageError(
                 f"cannot open {self.url}: {_one_line(error)}", hint="check the address, and that a server answers there"
             ) from shown_cause(error)
-        self._root = root.rstrip("/")
+        return opened, root
+
+    @property
+    def _fs(self) -> Any:
+        if self._process != os.getpid():
+            self._opened, self._process = self._open()[0], os.getpid()
+        return self._opened
 
     def write(
         self, key: str, data: Buffer | Iterable[Buffer], *, if_absent: bool = False, size_bytes: int | None = None

@@ -4,15 +4,20 @@ Large objects go up in parts, several at once, each repeated on its own if its r
 taken back, and what a killed process left behind `abort_stale_uploads` finds. Memory of a write is at most
 MAX_PARTS_IN_FLIGHT + 2 parts; a part has PART_BYTES, or of an object that is known to exceed 70 GiB a
 MAX_PARTS-th. obstore does not check what it receives: who reads must.
+
+obstore's threads begin with the first request of a process, and a fork leaves them behind. A request of the child would
+wait for ever; it would also put its sockets into the parent's epoll, whose threads crash or stop on them. So a child of
+a process that has made a request is refused, whichever storage it asks.
 """
 
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from threefold.backoff import Backoff
 from threefold.errors import StorageError
@@ -43,12 +48,12 @@ class ObjectStorage:
     """Keys below SCHEME://BUCKET/PREFIX."""
 
     supports_if_absent = True
+    _threads_of: ClassVar[int | None] = None  # the process that has obstore's threads, if any has
 
     def __init__(self, url: str, *, write_memory_bytes: int | None = None) -> None:
         self._service = open_service(url)
         from obstore.exceptions import BaseError
 
-        self._store = self._service.store
         self.url = self.address = url.rstrip("/")
         self._write_memory_bytes = write_memory_bytes
         self._prefix = f"{self._service.path}/" if self._service.path else ""
@@ -171,6 +176,24 @@ class ObjectStorage:
     def local_path(self, key: str) -> Path | None:
         return None
 
+    @property
+    def _store(self) -> Any:
+        return self._usable(self._service.store)
+
+    def _usable(self, store: Any) -> Any:
+        """Return a client that is about to be used; StorageError if a fork left its threads behind."""
+        process = os.getpid()
+        if ObjectStorage._threads_of is None:
+            ObjectStorage._threads_of = process
+        if ObjectStorage._threads_of != process:
+            raise StorageError(
+                f"cannot reach {self.url}: this process was forked from one that had used an object store, whose "
+                "client does not survive a fork",
+                hint='DataLoader(..., multiprocessing_context="forkserver"), '
+                'or multiprocessing.set_start_method("forkserver")',
+            )
+        return store
+
     def _path(self, key: str) -> str:
         return self._prefix + check_key(key)
 
@@ -200,10 +223,11 @@ class ObjectStorage:
         import obstore
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
+        exclusive_store = self._usable(self._service.exclusive_store)
         backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts, within_s=request_timeout_s())
         while True:
             try:
-                obstore.put(self._service.exclusive_store, path, body, mode="create", use_multipart=False)
+                obstore.put(exclusive_store, path, body, mode="create", use_multipart=False)
                 return
             except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
                 raise self._failure(error, "write", key) from shown_cause(error)

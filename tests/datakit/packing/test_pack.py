@@ -147,6 +147,8 @@ def test_an_index_of_other_rows_is_refused(tmp_path: Path) -> None:
         PackedStore.of(store.path, packing="best_fit", seq_length=5, index=folder)
     with pytest.raises(UserError, match="is not packed by pad into rows of 4 tokens"):
         PackedStore.of(store.path, packing="pad", seq_length=4)
+    with pytest.raises(UserError, match="'best' is not a packing\nhint: best_fit or pad"):
+        PackedStore.of(store.path, packing="best", seq_length=4)
     with pytest.raises(UserError, match="is not empty: it holds"):
         pack(store.path, seq_length=5, output=folder)
     with pytest.raises(UserError, match="has rows of 4 tokens, not 8"):

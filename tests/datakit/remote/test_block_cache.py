@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from datakit.remote import block_cache
-from datakit.remote.block_cache import BlockCache
+from datakit.remote.block_cache import BlockCache, shared_cache
 from datakit.store.shard_file import ShardFile
 from threefold.errors import StorageError, UserError
 
@@ -215,3 +215,26 @@ def test_a_full_disk_and_a_block_too_large_are_one_error_each(tmp_path: Path, mo
         get(cache, "a")
     assert "--data.cache-mib" in str(caught.value.hint)
     assert not blocks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "cache_mib", "hint"),
+    [
+        ("s3://bucket/cache", 16, "--data.cache /local/cache"),
+        ("file:///cache", 16, "--data.cache /local/cache"),
+        ("~/cache", 16, str(Path("~/cache").expanduser())),
+        ("s3:/bucket", 16, "s3://bucket"),
+        ("", 16, "give a folder"),
+        (None, 16, ""),
+        ("cache", 0, "cache_mib=10240"),
+        ("cache", 1.5, "cache_mib=10240"),
+    ],
+)
+def test_a_cache_that_cannot_be_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Any, cache_mib: Any, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        shared_cache(folder, cache_mib)
+    assert (caught.value.hint or "").startswith(hint)
+    assert list(tmp_path.iterdir()) == []
