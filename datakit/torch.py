@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from datakit.stream.arguments import require, whole_number
+from datakit.stream.arguments import whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
@@ -43,14 +43,7 @@ class _MicroBatches:
         options: BatchOptions = PLAIN,
     ) -> None:
         """Begin at `cursor`, by default at the stream's start; UserError if the blend does not continue it."""
-        require("blend", blend, Blend, "Blend([(TokenStore.open(FOLDER), 1.0)], seq_length=2048, seed=1)")
-        require("options", options, BatchOptions, "BatchOptions(reset_positions=True)")
-        if cursor is not None:
-            require("cursor", cursor, Cursor, 'Cursor.from_json(batch["cursor"])')
-        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
-        dp_rank, dp_size = whole_number("dp_rank", dp_rank), whole_number("dp_size", dp_size, 1)
-        self._options = options
-        self._loader = Loader(blend, micro_batch_size, 1, dp_rank, dp_size, cursor, options)
+        self._loader, self._options = Loader(blend, micro_batch_size, 1, dp_rank, dp_size, cursor, options), options
         self._begin_here()
 
     def _begin_here(self) -> None:

@@ -19,7 +19,7 @@ from ckptkit.model.tensor import MAX_DIMS
 from ckptkit.plan.certificate import digest, is_readable
 from ckptkit.plan.cover import box_weights, weights
 from ckptkit.plan.load_plan import LoadPlan
-from threefold.errors import CheckFailed, listed
+from threefold.errors import CheckFailed, listed, quoted
 
 # of every rank the same; whoever could choose boxes by them could change the root too
 KEYS = tuple(np.random.default_rng(64).integers(0, 1 << 63, MAX_DIMS, np.uint64))
@@ -83,7 +83,7 @@ class LoadSums:
             text = (
                 f"what was read of {url} is not equal to what was saved, by the certificate of the save:{listed(names)}"
             )
-            raise CheckFailed(text, hint=f"ckptkit verify {url}")
+            raise CheckFailed(text, hint=f"ckptkit verify {quoted(url)}")
         return num_certified
 
 

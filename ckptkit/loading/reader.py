@@ -29,7 +29,7 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.load_plan import LoadPlan, plan_load
 from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
 from threefold.closing import Closing
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed, StorageError, quoted
 from threefold.storage import Storage
 
 # each keeps a granule and two descriptors, and two checkpoints may be open
@@ -282,7 +282,9 @@ class CheckpointReader(Closing):
             run = self.storage.url
             raise StorageError(
                 f"step {self.root.step} of {run} was pruned while it was read",
-                hint=f"ckptkit ls {run}" if newest is None else f"read the newest one: {run}/{step_folder(newest)}",
+                hint=f"ckptkit ls {quoted(run)}"
+                if newest is None
+                else f"read the newest one: {run}/{step_folder(newest)}",
             )
 
 

@@ -23,7 +23,7 @@ from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.certificate import is_readable
 from ckptkit.plan.save_plan import storage_rows
-from threefold.errors import UserError, listed
+from threefold.errors import UserError, listed, quoted
 
 
 def restore(
@@ -39,7 +39,7 @@ def restore(
     """
     storage, named = on_all(exchange or Alone(), lambda: open_address(url))
     if named not in (None, step):
-        raise UserError(f"{url} is not step {step}", hint=f"restore from {storage.url}")
+        raise UserError(f"{url} is not step {step}", hint=f"ckptkit ls {quoted(storage.url)}")
     with CheckpointReader(storage, step, exchange=exchange) as reader:
         restore_from(reader, pieces, tensors=tensors, certify=certify)
         return reader.root
@@ -86,7 +86,7 @@ def _wanted(
     table = reader.root.tensors
     faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
     if faults:
-        hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {reader.url}")
+        hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(reader.url)}")
         raise UserError(f"{reader.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
     stored = [_untied(piece, table) for piece in pieces]
     wanted = ChunkTable.of_pieces(stored, table.values())

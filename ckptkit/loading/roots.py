@@ -12,7 +12,7 @@ from typing import TypeVar
 from ckptkit.format.keys import ROOT_KEY, parse_step_folder, step_folder
 from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_HEAD_BYTES, Root, attempt_of_head
 from ckptkit.loading.exchange import Alone, Exchange, agreed
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage import ObjectInfo, Storage
 
 NUM_AT_ONCE = 32
@@ -93,7 +93,7 @@ def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> b
     key = root_key(step)
     info = info or storage.info(key)
     if info is None:
-        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {storage.url}")
+        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {quoted(storage.url)}")
     if info.size_bytes > MAX_ROOT_BYTES:
         raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
     try:

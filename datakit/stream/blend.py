@@ -9,7 +9,6 @@ Weights may change along the way, samples be skipped, documents be masked: segme
 on, and a store goes on where it was. Rows of another length begin each store again: see Sources.
 """
 
-import reprlib
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -23,19 +22,20 @@ from datakit.remote.block_cache import BlockCache
 from datakit.remote.remote_store import RemoteStore
 from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
+from datakit.stream.arguments import sample_numbers, stores_of, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.block_order import BlockOrder, block_elements_at
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.gather import gather
-from datakit.stream.mixture import MAX_SAMPLES, Change, Mixture, Segment, segment_of, weight_of
+from datakit.stream.mixture import Change, Mixture, Segment, segment_of, weight_of
 from datakit.stream.permutation import Epochs, Permutation
 from datakit.stream.row_pieces import ShardTable, packed_spans, plain_spans
 from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 
-_MAX_KEPT_ORDERS = 4096
+_MAX_KEPT_ORDERS, MAX_SEED = 4096, 2**63 - 1
 
 
 class Blend:
@@ -59,9 +59,8 @@ class Blend:
         no finite number from 0 on, or the stores were made with different tokenizers. A packed store opens its index of
         a later length by itself.
         """
-        if not sources or seq_length < 1:
-            raise UserError(f"a blend of {len(sources)} stores with rows of {seq_length} tokens")
-        stores = [store for store, _ in sources]
+        seq_length, seed = whole_number("seq_length", seq_length, 1), whole_number("seed", seed, most=MAX_SEED)
+        stores = stores_of(sources)
         segments = [Segment(0, tuple(weight_of(weight) for _, weight in sources)), *map(segment_of, later)]
         made = Sources.of(stores, segments, seq_length)
         mixture = Mixture(made.segments, seed)
@@ -167,7 +166,7 @@ class Blend:
 
     def locate(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and which of that store's samples it is; O(log) each."""
-        return self.mixture.locate(_checked(samples, self.mixture.max_samples))
+        return self.mixture.locate(sample_numbers(samples, self.mixture.max_samples))
 
     def addresses(self, samples: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """For each global sample, its store's number and the address of its first token there.
@@ -303,15 +302,16 @@ class Blend:
             raise UserError(
                 f"{store.place} holds {store.num_tokens} tokens, too few for one row of "
                 f"{self._seq_lengths[source]} + 1",
-                hint=f"--seq-length {max(1, store.num_tokens - 1)}",
+                hint=f"--seq-length {store.num_tokens - 1}" if store.num_tokens > 1 else "leave it out, or fill it",
             )
 
     def _check_packings(self) -> None:
         concat, packed = ([store for store in self.stores if (store.packing == "concat") == is_so] for is_so in (1, 0))
         if concat and packed:
+            packing, plain = packed[0].packing, concat[0].path
             raise UserError(
-                f"{packed[0].path} is packed by {packed[0].packing}, {concat[0].path} is not: they have other rows",
-                hint=f"datakit pack {concat[0].path} --seq-length {self.seq_length} --packing {packed[0].packing}",
+                f"{packed[0].path} is packed by {packing}, {plain} is not: they have other rows",
+                hint=f"datakit pack {quoted(plain)} --seq-length {self.seq_length} --packing {packing}",
             )
 
     def _check_tokenizers(self) -> None:
@@ -325,20 +325,3 @@ class Blend:
                     f"{fingerprint}: the same token is other text there",
                     hint="datakit preprocess INPUT... --output STORE --tokenizer FILE, one for all stores",
                 )
-
-
-def _checked(samples: npt.ArrayLike, limit: int) -> Int64s:
-    """Return sample numbers as an array of its own; UserError if one is none."""
-    found = np.array(samples, ndmin=1)
-    if not found.size:
-        raise UserError("no samples are asked for", hint="batch([0]) is the stream's first sample")
-    is_whole = found.dtype.kind in "iu" and found.ndim == 1
-    wide: Int64s = found.astype(np.int64, copy=False) if is_whole else np.array([-1])
-    if not wide.view(np.uint64).max() < limit:  # as which negative ones are larger than any limit
-        what = reprlib.repr(found.tolist())
-        raise UserError(f"samples {what} are not a list of whole numbers from 0 to {_power(limit)} - 1")
-    return wide
-
-
-def _power(limit: int) -> str:
-    return "2^62" if limit == MAX_SAMPLES else str(limit)

@@ -17,6 +17,7 @@ from weakref import finalize
 import numpy as np
 
 from datakit.store.shard import Int64s
+from datakit.stream.arguments import require, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
@@ -47,12 +48,14 @@ class Loader(Closing):
 
         UserError too if the length of rows changes inside a step.
         """
-        if min(micro_batch_size, num_microbatches) < 1 or not 0 <= dp_rank < dp_size:
-            raise UserError(
-                f"micro-batches of {micro_batch_size}, {num_microbatches} of them, on rank {dp_rank} of {dp_size}"
-            )
+        require("blend", blend, Blend, "Blend([(TokenStore.open(FOLDER), 1.0)], seq_length=2048, seed=1)")
+        require("options", options, BatchOptions, "BatchOptions(reset_positions=True)")
+        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
+        dp_size = whole_number("dp_size", dp_size, 1)
+        dp_rank = whole_number("dp_rank", dp_rank, most=dp_size - 1)
         if cursor is not None:
-            blend.check(cursor)
+            blend.check(require("cursor", cursor, Cursor, 'Cursor.from_json(batch["cursor"])'))
         self._blend = blend
         self._rows = num_microbatches, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
@@ -169,6 +172,8 @@ class Loader(Closing):
         """
         if not self._blend.caches:
             return
+        if self._process != os.getpid():  # the threads that read ahead stayed with the parent
+            self._start_thread()
         ahead, stride = self._reading, every * self.global_batch_size
         number = ahead.number(first) if ahead and ahead.stride == stride else None
         if ahead is None or number is None:

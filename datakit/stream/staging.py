@@ -17,7 +17,7 @@ from datakit.store.shard_file import OPEN_FILES, FilePiece
 from datakit.store.token_store import TokenStore
 from datakit.stream.batch import Bytes
 from datakit.stream.native import address_of, stream_library
-from threefold.errors import CheckFailed, StorageError
+from threefold.errors import CheckFailed, StorageError, quoted
 
 MAX_GAP_BYTES = 16 << 10  # is read along, as a further request would cost more
 MAX_FILES = 64  # open at once for one batch
@@ -81,5 +81,5 @@ def _read(group: Sequence[tuple[FilePiece, int]], address: int) -> None:
         return
     file, start, size = group[failed[0]][0]
     if code == -errno.ENODATA:
-        raise CheckFailed(f"{file.path} ends before byte {start + size}", hint=f"ls -l {file.path}")
-    raise StorageError(f"cannot read {file.path}: {os.strerror(-code)}", hint=f"ls -l {file.path}")
+        raise CheckFailed(f"{file.path} ends before byte {start + size}", hint=f"ls -l {quoted(file.path)}")
+    raise StorageError(f"cannot read {file.path}: {os.strerror(-code)}", hint=f"ls -l {quoted(file.path)}")

@@ -207,9 +207,22 @@ def test_a_store_too_small_for_one_row(stores: list[TokenStore], tmp_path: Path)
     blend([*stores[:2], small], [1, 1, 0])
 
 
-def test_no_stores() -> None:
-    with pytest.raises(UserError, match="0 stores"):
-        Blend([], seq_length=8)
+@pytest.mark.parametrize("sources", [[], "store", [1], [("store", 1.0)], None])
+def test_what_is_no_store_with_a_weight_is_refused(sources: Any) -> None:
+    with pytest.raises(UserError, match="a blend") as refused:
+        Blend(sources, seq_length=8)
+    assert "Blend([(TokenStore.open(FOLDER), 1.0)]" in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [{"seq_length": "64"}, {"seq_length": 2.0}, {"seed": None}, {"seed": 2**63}])
+def test_numbers_of_a_blend_are_whole_and_not_too_large(stores: list[TokenStore], wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(wrong))} is a whole number"):
+        Blend([(stores[0], 1.0)], **({"seq_length": 8} | wrong))
+
+
+def test_an_empty_store_is_not_told_of_shorter_rows(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds 0 tokens.*\n.*leave it out"):
+        Blend([(write_store(tmp_path / "empty", [], vocab_size=9), 1.0)], seq_length=8)
 
 
 @settings(max_examples=20)

@@ -119,10 +119,27 @@ def test_the_cursor_is_small_and_checked(blend: Blend) -> None:
         Loader(blend, 1, 1, cursor=Cursor(0, 6, L, 1, blend.digest()))
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1), (1, 1, -1, 1)])
-def test_faulty_shapes(blend: Blend, arguments: tuple[int, int, int, int]) -> None:
-    with pytest.raises(UserError, match="micro-batches"):
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0, 1, 0, 1), "micro_batch_size is a whole number of 1 or more, not 0"),
+        ((2.0, 1, 0, 1), "micro_batch_size is a whole number of 1 or more, not 2.0"),
+        ((1, None, 0, 1), "num_microbatches is a whole number of 1 or more, not None"),
+        ((1, 1, 1, 1), "dp_rank is a whole number up to 0, not 1"),
+        ((1, 1, -1, 1), "dp_rank is a whole number of 0 or more, not -1"),
+        ((1, 1, 0, 0), "dp_size is a whole number of 1 or more, not 0"),
+        ((1, 1, 0, 1, {"seed": 1}), "cursor is of class Cursor, not dict"),
+        ((1, 1, 0, 1, None, {}), "options is of class BatchOptions, not dict"),
+    ],
+)
+def test_faulty_arguments(blend: Blend, arguments: Any, text: str) -> None:
+    with pytest.raises(UserError, match=text):
         Loader(blend, *arguments)
+
+
+def test_a_store_is_no_blend(blend: Blend) -> None:
+    with pytest.raises(UserError, match="blend is of class Blend, not TokenStore"):
+        Loader(blend.stores[0], 1, 1)  # type: ignore[arg-type]
 
 
 def test_damage_found_while_reading_ahead_is_raised_by_the_step_it_belongs_to(tmp_path: Path) -> None:

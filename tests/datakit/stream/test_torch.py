@@ -203,7 +203,7 @@ def test_a_state_of_another_stream_is_refused(blend: Blend) -> None:
         assert same(islice(dataset, 2), expected(blend, 2))
     with pytest.raises(UserError, match="seed"):
         StreamDataset(blend, 2, cursor=Cursor.start(seeded))
-    with pytest.raises(UserError, match="on rank 2 of 2"):
+    with pytest.raises(UserError, match="dp_rank is a whole number up to 1, not 2"):
         MapDataset(blend, 2, 9, 2, 2)
 
 
