@@ -57,7 +57,6 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
     return json.loads(capsys.readouterr().out)["loss"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "qwen2"])
 def test_training_begins_with_the_folders_model_and_ends_as_one(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source
-from threefold.errors import CheckFailed, UserError
+from threefold.errors import CheckFailed, UserError, quoted
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation, environment
@@ -80,7 +80,7 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
     for url in tiers.urls if tiers else ():
         if (run := Run(url)).named is not None:
             text = f"--save {url} names one step, a run is saved to a folder of steps"
-            raise UserError(text, hint=f"--save {run.url}")
+            raise UserError(text, hint=f"--save {quoted(run.url)}")
     places = steps_of_tiers(tiers, of_nodes).values()
     found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each[1])  # of equal ones the first tier's first
     first = next(found, None)
@@ -88,7 +88,7 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
         found = steps_of(load)
         first = next(found, None)
         if first is None:
-            raise UserError(f"{load} holds no committed step to seed the run with", hint=f"ckptkit ls {load}")
+            raise UserError(f"{load} holds no committed step to seed the run with", hint=f"ckptkit ls {quoted(load)}")
     if first is not None:
         yield first
         yield from found

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ckptkit import Run, Tiers
-from threefold.errors import CheckFailed, UserError
+from ckptkit import Run, Tiers, open_source
+from threefold.errors import CheckFailed, UserError, quoted
 from threefold.masking import masked
 from trainer.config import CheckpointConfig
 
@@ -27,7 +27,7 @@ def rewind_target(config: CheckpointConfig, tiers: Tiers | None) -> tuple[str, i
             place = tiers.first.url if tiers else "RUN"
             raise UserError(
                 f"--rewind goes back to a step of the run that is saved to, which --load {masked(config.load)} is not",
-                hint=f"--load {masked(place)}/step-000000100 --rewind",
+                hint=f"--load {quoted(masked(place))}/step-000000100 --rewind",
             )
         return None
     url, step = named
@@ -44,7 +44,7 @@ def rewind_target(config: CheckpointConfig, tiers: Tiers | None) -> tuple[str, i
     if tiers.first.of_node:
         raise UserError(
             f"--rewind needs a first tier that all nodes share, {tiers.first.url} is each node's own",
-            hint=f"--save {masked(url)} --load {masked(config.load)} --rewind",
+            hint=f"--save {quoted(masked(url))} --load {quoted(masked(config.load))} --rewind",
         )
     Run(config.load).resolve()
     for each in shared_urls(tiers):
@@ -64,11 +64,11 @@ def rewind(tiers: Tiers, step: int) -> str:
 
 def own_step(load: str, tiers: Tiers | None) -> tuple[str, int] | None:
     """Return the tier, by its URL, and the step of it that `--load` names; None if it names something else."""
-    run = Run(load) if load and tiers is not None else None
-    if run is None or run.named is None or tiers is None:
+    source = open_source(load) if load and tiers is not None else None
+    if tiers is None or not isinstance(source, Run) or source.named is None:
         return None
-    same = [url for url in shared_urls(tiers) if Run(url).storage.address == run.storage.address]
-    return (same[0], run.named) if same else None
+    same = [url for url in shared_urls(tiers) if Run(url).storage.address == source.storage.address]
+    return (same[0], source.named) if same else None
 
 
 def shared_urls(tiers: Tiers) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckptkit import Checkpointer, CheckpointerOptions, Run, SaveReport, Tiers
 from threefold.cli import log
-from threefold.errors import StorageError
+from threefold.errors import StorageError, quoted
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.checkpoint.progress import Progress, Resumed
 from trainer.config import Config
@@ -157,7 +157,7 @@ class Saver:
             url = self._checkpointer.url
             error = StorageError(
                 f"{num_failed} saves in a row to {url} failed",
-                hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {url}",
+                hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {quoted(url)}",
             )
             self._ranks.raise_on_all(error)
 
