@@ -1,6 +1,5 @@
 """Batches of packed rows that end with their longest row: nothing but padding is left out, whoever makes them."""
 
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 from datakit import BatchOptions, Blend, HostBatch, Loader, RunStream, Segment, pack
 from datakit.torch import MapDataset, StreamDataset
 from tests.datakit.packing.test_packed_stream import make_packed
+from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import UserError
 
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=40).filter(any)
@@ -95,7 +95,7 @@ def test_workers_send_rows_of_any_length(blend: Blend, num_workers: int) -> None
     options = BatchOptions(pad_to_multiple_of=2)
     numbers = MapDataset(blend, 3, 16, options=options)
     stream = DataLoader(StreamDataset(blend, 3, options=options), batch_size=None, num_workers=num_workers)
-    batches = list(islice(iter(stream), 16))
+    batches = first_batches(stream, 16)
     for batch, other in zip(batches, numbers, strict=True):
         assert all(torch.equal(batch[name], other[name]) for name in (*COLUMNS, "cu_seqlens"))
     assert len({batch["tokens"].shape[1] for batch in batches}) > 3

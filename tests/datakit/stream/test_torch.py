@@ -1,13 +1,11 @@
 """datakit.torch: through any DataLoader comes the plain Loader's stream, and any resume continues it."""
 
-import gc
 import json
 import pickle
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -21,6 +19,7 @@ from hypothesis import strategies as st
 
 from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, TokenStore, write_store
 from datakit.stream.batch import PLAIN
+from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import CheckFailed, UserError
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
@@ -31,18 +30,6 @@ MapDataset, StreamDataset = datasets.MapDataset, datasets.StreamDataset
 L = 8
 ARRAYS = ("tokens", "labels", "positions", "loss_mask")
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def no_queue_is_left() -> Iterator[None]:
-    """End the queues of data loaders: of one that is garbage while its thread ends, both close the pipes at once."""
-    yield
-    threads = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
-    for each in gc.get_objects() if threads else ():
-        if isinstance(each, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
-            each._shutdown_workers()
-    for thread in threads:
-        thread.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +71,6 @@ def same(found: Iterable[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
 def state(blend: Blend, cursor: dict[str, Any]) -> dict[str, Any]:
     """What a `state_dict` is at a cursor: that, and the record."""
     return cursor | {"stream": blend.record.to_json()}
-
-
-def loaded(batches: Any, num: int) -> list[dict[str, Any]]:
-    """The first batches of a DataLoader, whose workers then end."""
-    return list(islice(iter(batches), num))
 
 
 def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, num_workers: int) -> None:
@@ -224,7 +206,7 @@ def test_a_loader_in_a_dataloader_is_one_error_with_the_way_out(blend: Blend, ar
             next(iter(DataLoader(loader, **arguments)))
         assert caught.value.hint is not None
         names = {"DataLoader": DataLoader, "datakit": SimpleNamespace(torch=datasets), "blend": blend}
-        assert same(loaded(eval(caught.value.hint, names), 2), expected(blend, 2, (4, 1, 2)))
+        assert same(first_batches(eval(caught.value.hint, names), 2), expected(blend, 2, (4, 1, 2)))
         assert bool(loader)
         with pytest.raises(TypeError):
             len(loader)
@@ -243,15 +225,15 @@ def test_numbers_end_where_the_length_says(blend: Blend) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataloader_keeps_the_order_and_resumes_with_other_workers(blend: Blend, num_workers: int) -> None:
     wanted = expected(blend, 12, (2, 1, 2))
-    before = loaded(DataLoader(StreamDataset(blend, 2, 1, 2), batch_size=None, num_workers=num_workers), 7)
+    before = first_batches(DataLoader(StreamDataset(blend, 2, 1, 2), batch_size=None, num_workers=num_workers), 7)
     resumed = StreamDataset(blend, 2, 1, 2, Cursor.from_json(before[-1]["cursor"]))
-    after = loaded(DataLoader(resumed, batch_size=None, num_workers=2 - num_workers), 5)
+    after = first_batches(DataLoader(resumed, batch_size=None, num_workers=2 - num_workers), 5)
     assert same(before + after, wanted)
 
 
 def test_a_dataloader_over_numbers_resumes_by_its_sampler(blend: Blend) -> None:
     dataset, wanted = MapDataset(blend, 2, 9), expected(blend, 9)
-    assert same(DataLoader(dataset, batch_size=None, num_workers=2), wanted)
+    assert same(first_batches(DataLoader(dataset, batch_size=None, num_workers=2), 10), wanted)
     assert same(DataLoader(dataset, batch_size=None, sampler=range(6, 9)), wanted[6:])
 
 
@@ -262,7 +244,7 @@ def test_workers_that_persist_begin_each_iteration_at_the_cursor(blend: Blend, s
     batches = DataLoader(dataset, batch_size=None, **options)
     wanted = expected(blend, 5, first=4)
     for num in (3, 5):
-        assert same(loaded(batches, num), wanted[:num])
+        assert same(first_batches(batches, num), wanted[:num])
 
 
 def test_damage_in_a_worker_is_raised_with_the_name_of_the_file(tmp_path: Path) -> None:
@@ -271,7 +253,7 @@ def test_damage_in_a_worker_is_raised_with_the_name_of_the_file(tmp_path: Path) 
     index.write_bytes(b"X" + index.read_bytes()[1:])
     stream = Blend([(TokenStore.open(store.path), 1)], seq_length=L, seed=1)
     with pytest.raises(CheckFailed, match=index.name):
-        loaded(DataLoader(StreamDataset(stream, 1), batch_size=None, num_workers=1), 40)
+        first_batches(DataLoader(StreamDataset(stream, 1), batch_size=None, num_workers=1), 40)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -281,11 +263,11 @@ def test_torchdatas_loader_saves_and_resumes(blend: Blend, num_workers: int, bef
     StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader", reason=needed).StatefulDataLoader
     wanted = expected(blend, before + 5)
     whole = StatefulDataLoader(StreamDataset(blend, 2), batch_size=None, num_workers=num_workers)
-    assert same(loaded(whole, before), wanted[:before]) == bool(before)
+    assert same(first_batches(whole, before), wanted[:before]) == bool(before)
     state = json.loads(json.dumps(whole.state_dict()))
     resumed = StatefulDataLoader(StreamDataset(blend, 2), batch_size=None, num_workers=num_workers)
     resumed.load_state_dict(state)
-    assert same(loaded(resumed, 5), wanted[before:])
+    assert same(first_batches(resumed, 5), wanted[before:])
 
 
 def test_without_torch_the_import_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """datakit.torch over stores in object storage: workers that are forked are refused, others read the one stream."""
 
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from datakit import Blend, RemoteStore, archive, write_store
+from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import StorageError
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
@@ -31,13 +31,13 @@ def far(near: Blend, s3_url: str, tmp_path: Path) -> Blend:
 
 
 def rows(batches: Any, num: int) -> list[Any]:
-    return [batch["tokens"].tolist() for batch in islice(batches, num)]
+    return [batch["tokens"].tolist() for batch in first_batches(batches, num)]
 
 
 def test_forked_workers_are_refused_and_the_parent_reads_on(near: Blend, far: Blend) -> None:
     batches = DataLoader(StreamDataset(far, 2), batch_size=None, num_workers=2, multiprocessing_context="fork")
     with pytest.raises(StorageError, match=r'forked(.|\n)*\nhint: DataLoader.*multiprocessing_context="forkserver"'):
-        next(iter(batches))
+        first_batches(batches, 1)
     assert rows(StreamDataset(far, 2), 3) == rows(StreamDataset(near, 2), 3)
 
 

@@ -1,0 +1,27 @@
+"""The batches of a DataLoader in a test, after which its workers and the threads of its queues have ended."""
+
+from itertools import islice
+from typing import Any
+
+
+def first_batches(loader: Any, num: int) -> list[dict[str, Any]]:
+    """The first `num` batches of an iteration that ends here, with its workers unless the loader keeps them."""
+    iterator = iter(loader)
+    try:
+        return list(islice(iterator, num))
+    finally:
+        if getattr(loader, "_iterator", None) is not iterator:
+            end_iteration(iterator)
+
+
+def end_iteration(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator, then the threads that feed its queues.
+
+    Of an iterator that is let go sooner, both the thread and the collector close the same pipes, and the second close
+    can hit a file that was opened in between.
+    """
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        for queue in iterator._index_queues:
+            if queue._thread is not None:
+                queue._thread.join(10)
