@@ -27,7 +27,7 @@ class Options(Reporting):
 def run(options: Options) -> None:
     """Write a folder as a committed step, the values bit for bit: of a Hugging Face model the tensors, under the
     trainer's names, config.json and tokenizer; of torch.distributed.checkpoint the tensors, whole, and what it pickled
-    as bytes; of megatron-core's torch_dist common.pt too, as bytes; of torch_checkpointing the whole state, for
+    as bytes; of megatron-core's torch_dist the files beside it too; of torch_checkpointing the whole state, for
     ckptkit.torch.Run; of DeepSpeed's universal checkpoints weights and optimizer states; of Zarr arrays each as a
     tensor. Nothing is unpickled; neither torch nor transformers is needed. The same command repeats an import that was
     killed.

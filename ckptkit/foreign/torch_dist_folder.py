@@ -1,7 +1,7 @@
-"""A folder that megatron-core's dist_checkpointing wrote with its backend torch_dist: a save of DCP and two files more.
+"""A folder that megatron-core's dist_checkpointing wrote with its backend torch_dist: a save of DCP, files beside it.
 
-`metadata.json` names the backends; `common.pt` is what all ranks have alike, pickled: opaque bytes here, as is
-`metadata.json`, under the names `files/common.pt` and `files/metadata.json`.
+`metadata.json` names the backends. What all ranks have alike is pickled: in the save as `common_state/shard_0_1`, since
+megatron-core 0.19, or in the file `common.pt`. Both files are opaque bytes here, `files/metadata.json` and so on.
 """
 
 import json
@@ -16,6 +16,7 @@ from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 
 CONFIG, COMMON = "metadata.json", "common.pt"
+COMMON_STATE = "common_state/shard_0_1"  # in the save, in place of COMMON
 BACKENDS = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
     "common_backend": "torch", "common_backend_version": 1,
@@ -31,8 +32,11 @@ class TorchDistFolder(DcpFolder):
     @cached_property
     def contents(self) -> DcpContents:
         """Return what `.metadata` says, and the files beside it; CheckFailed or UserError if it is not understood."""
-        sizes = {name: _size(self.storage, name) for name in (CONFIG, COMMON)}
+        sizes = {CONFIG: _size(self.storage, CONFIG)}
         _check_backends(self.storage)
+        found = self.read_contents()
+        if COMMON_STATE not in found.blobs or self.storage.info(COMMON) is not None:
+            sizes[COMMON] = _size(self.storage, COMMON)
         others = [
             info.key for info in self.storage.list()
             if info.key not in (CONFIG, COMMON, FILE) and not info.key.endswith(".distcp")
@@ -40,7 +44,6 @@ class TorchDistFolder(DcpFolder):
         if others:
             text = f"{self.storage.url} holds {others[0]}, which is not read"
             raise UserError(text, hint="save it by torch_dist alone")
-        found = self.read_contents()
         return replace(found, blobs={**found.blobs, **{FILES + n: Place(n, 0, size) for n, size in sizes.items()}})
 
 

@@ -18,7 +18,7 @@ from ckptkit.check.slabs import fill
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, DcpTensor, write_metadata
 from ckptkit.foreign.hf_contents import FILES
 from ckptkit.foreign.stored_reader import Place
-from ckptkit.foreign.torch_dist_folder import COMMON, CONFIG
+from ckptkit.foreign.torch_dist_folder import COMMON, COMMON_STATE, CONFIG
 from ckptkit.foreign.torch_zip_writer import TensorZip
 from ckptkit.format.dcp_state import DcpState
 from ckptkit.format.root import Root
@@ -116,6 +116,8 @@ def _files_beside(source: CheckpointReader) -> dict[str, bytes]:
     found = {}
     for name in (COMMON, CONFIG):  # the latter says that a folder is complete
         info = source.root.tensors.get(FILES + name)
+        if info is None and name == COMMON and COMMON_STATE in source.root.tensors:
+            continue
         if info is None:
             text = f"{source.url} has no {name}, as it was not imported from torch_dist"
             raise UserError(text, hint="--to dcp")

@@ -77,8 +77,8 @@ def test_a_split_matrix_is_loaded_with_its_moments_and_step(tmp_path: Path) -> N
     Run(tmp_path / "new").load(target)
     found = dict(zip((name for name, _ in target["model"].named_parameters()), step(target), strict=True))
     for number, name in enumerate("qkv"):
-        assert torch.equal(found[f"{name}.weight"], expected[0][number])
-        assert torch.equal(found[f"{name}.bias"], expected[1][number])
+        torch.testing.assert_close(found[f"{name}.weight"], expected[0][number])  # sums go by a matrix's shape
+        torch.testing.assert_close(found[f"{name}.bias"], expected[1][number])
 
 
 def test_dropped_parameters_leave_the_groups_too(tmp_path: Path) -> None:

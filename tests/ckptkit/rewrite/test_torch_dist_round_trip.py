@@ -25,30 +25,37 @@ def call(*arguments: object) -> int:
     return main([str(each) for each in arguments])
 
 
-def write_folder(folder: Path) -> Path:
-    """What megatron-core writes, made by DCP."""
+def write_folder(folder: Path, *, has_file: bool = True) -> Path:
+    """What megatron-core writes, made by DCP; what is common in a file, as before 0.19, or in the save."""
     state = {"decoder.layers.weight": torch.arange(24.0).reshape(2, 3, 4), "rng/shard_0_1": {"seed": 1}}
+    if not has_file:
+        state["common_state/shard_0_1"] = {"iteration": 7}
     dcp.save(
         state, storage_writer=dcp.FileSystemWriter(folder), planner=dcp.DefaultSavePlanner(flatten_state_dict=False)
     )
-    torch.save({"iteration": 7}, folder / "common.pt")
+    if has_file:
+        torch.save({"iteration": 7}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(BACKENDS))
     return folder
 
 
-def test_a_folder_comes_back_with_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, run, back = write_folder(tmp_path / "source"), tmp_path / "run", tmp_path / "back"
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_folder_comes_back_with_its_files(tmp_path: Path, has_file: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    source, run, back = write_folder(tmp_path / "source", has_file=has_file), tmp_path / "run", tmp_path / "back"
+    files = ("common.pt", "metadata.json") if has_file else ("metadata.json",)
     assert call("import", source, run, "--from", "torch_dist") == 0
     assert call("export", run, back, "--to", "torch_dist") == 0
     assert call("diff", f"dcp:{source}", f"dcp:{back}") == 0
-    for name in ("common.pt", "metadata.json"):
+    for name in files:
         assert (back / name).read_bytes() == (source / name).read_bytes()
-    assert set(read_root(open_storage(run), 0).tensors) == {
-        "decoder.layers.weight", "rng/shard_0_1", "files/common.pt", "files/metadata.json"
+    assert sorted(path.name for path in back.iterdir() if path.suffix != ".distcp") == sorted((".metadata", *files))
+    assert read_root(open_storage(run), 0).tensors.keys() == {
+        "decoder.layers.weight", "rng/shard_0_1", *(f"files/{name}" for name in files),
+        *(() if has_file else ("common_state/shard_0_1",)),
     }  # fmt: skip
     capsys.readouterr()
     assert call("import", source, tmp_path / "other", "--from", "dcp") == 0
-    assert "holds what is not read: common.pt, metadata.json" in capsys.readouterr().err
+    assert f"holds what is not read: {', '.join(files)}" in capsys.readouterr().err
     assert call("export", tmp_path / "other", tmp_path / "no", "--to", "torch_dist") == 2
     assert "was not imported from torch_dist" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
