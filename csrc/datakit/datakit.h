@@ -1,4 +1,4 @@
-// C ABI of datakit's native library: manifests, reads, the batch gather, packing, and random access into a blend's rotation and permutations.
+// C ABI of datakit's native library: manifests, reads, the batch gather, packing, and random access into a blend's rotation and epochs.
 #pragma once
 
 #include <cstdint>
@@ -108,30 +108,27 @@ DK_API void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num
 DK_API void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
                                int64_t num_samples, int64_t* sources, int64_t* numbers);
 
-enum { DK_NUM_ROUNDS = 8 };  // of a permutation
+enum { DK_MAX_WINDOW_BLOCKS = 64, DK_WINDOW_PART = 64 };  // of an order in blocks
 
-struct dk_place {  // a position below `size`, at most 2^62, of the permutation that the keys choose
-  const uint64_t* keys;
-  uint64_t size;
-  uint64_t position;
-};
-
-// The element at each place: a Feistel network over the bits that hold the size - 1, two at least, is walked along its
-// cycle until it lands below the size.
-DK_API void dk_permute(const dk_place* places, int64_t num_places, uint64_t* elements);
-
-struct dk_epochs {  // of a source: what the order of its `size` elements in an epoch is named by
+struct dk_epochs {  // of a source: what the order of its `size` elements, at most 2^62, in an epoch is named by
   const char* before;  // the epoch in decimal digits
   int64_t before_bytes;
   const char* after;
   int64_t after_bytes;
   int64_t size;
+  int64_t block_rows;  // at most the size; 0 if elements are not ordered in blocks
 };
 
-// Number n of a source is at position n mod size of epoch n div size. Finds the element that is there in the permutation
-// whose key of round r is XXH3-64 of the epoch's name, of at most 240 bytes, with seed r.
+// Number n of a source is at position n mod size of epoch n div size. Finds the element that is there in the epoch's order: the
+// permutation whose key of round r is XXH3-64 of the epoch's name, of at most 240 bytes, with seed r. In blocks of block_rows
+// elements, the name with "/blocks" permutes the blocks, which are cut into windows of a DK_WINDOW_PART-th of them, one at least
+// and DK_MAX_WINDOW_BLOCKS at most; the name with "/window/" and its number permutes the elements of a window.
 DK_API void dk_elements(const dk_epochs* epochs, const int64_t* sources, const int64_t* numbers, int64_t count,
                         int64_t* elements);
+
+// Finds the positions of elements in one epoch of a source: dk_elements inverted.
+DK_API void dk_positions(const dk_epochs* source, int64_t epoch, const int64_t* elements, int64_t count,
+                         int64_t* positions);
 
 // Shuffles values as numpy.random.RandomState does, from its state on: the 624 words of its Mersenne Twister, and how many
 // of them are used up. There are at most 2^32 values. The state goes on.

@@ -24,18 +24,17 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.arguments import sample_numbers, stores_of, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
-from datakit.stream.block_order import BlockOrder, block_elements_at
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
+from datakit.stream.epochs import Epochs
 from datakit.stream.gather import gather
 from datakit.stream.mixture import Change, Mixture, Segment, segment_of, weight_of
-from datakit.stream.permutation import Epochs, Permutation
 from datakit.stream.row_pieces import ShardTable, packed_spans, plain_spans
 from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError, quoted
 
-_MAX_KEPT_ORDERS, MAX_SEED = 4096, 2**63 - 1
+MAX_SEED = 2**63 - 1
 
 
 class Blend:
@@ -54,7 +53,7 @@ class Blend:
     ) -> None:
         """Take `sources`, stores with their first weights; `later` appends segments, or (from_sample, all weights).
 
-        With `block_tokens`, rows of so many tokens stay near each other: the order is a BlockOrder. A store that joins
+        With `block_tokens`, rows of so many tokens stay near each other: see Epochs. A store that joins
         later has weight 0 at first. UserError if a weighted store holds no row, a weight is
         no finite number from 0 on, or the stores were made with different tokenizers. A packed store opens its index of
         a later length by itself.
@@ -68,8 +67,8 @@ class Blend:
         rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
         self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
-        self._orders: dict[tuple[int, int], Permutation | BlockOrder] = {}
-        self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows)
+        block_rows = [self._block_rows(era) for era in made.eras] if block_tokens else ()
+        self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows, block_rows)
 
     def _take(self, sources: Sources, mixture: Mixture, rows: Sequence[int], seed: int, masks: DocumentMasks) -> None:
         """Take what any order of samples has: sources, which of them a sample is of, and the rows of their epochs."""
@@ -176,13 +175,20 @@ class Blend:
         sources, numbers = self.locate(samples)
         return sources, self._rows_at(sources, numbers) * self._lengths[sources]
 
+    def spans(self, sources: Int64s, starts: Int64s) -> Int64s:
+        """Return the tokens that rows of one length read, which begin at addresses `starts`: as ShardTable.cut's."""
+        seq_length = self._seq_lengths[sources[0]]
+        if self._is_packed:
+            return packed_spans(self.stores, sources.tolist(), (starts // seq_length).tolist())
+        return plain_spans(sources, starts, seq_length)
+
     def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
         """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
         num_read = int(self.mixture.positions(num_samples)[source])
         size = max(1, self._num_rows[source])
         found = []
         for epoch, first in enumerate(range(0, num_read, size)):
-            numbers = first + self._order(source, epoch).positions(rows)
+            numbers = first + self._epochs.positions(source, epoch, rows)
             found += [self.mixture.sample_of(source, number) for number in numbers.tolist() if number < num_read]
         return np.sort(np.array([sample for sample in found if sample is not None], np.int64))
 
@@ -208,7 +214,7 @@ class Blend:
         seq_length = self._seq_lengths[sources[0]]
         if len(self.sources.lengths) > 1 and (self._lengths[sources] != seq_length).any():
             raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")
-        pieces = self._table.cut(self._spans(sources, starts, seq_length), whole=self._is_packed)
+        pieces = self._table.cut(self.spans(sources, starts), whole=self._is_packed)
         eod_ids, tokens_only = self._table.eod_ids[sources], self._makes_tokens_only(options)
         batch = gather(pieces, eod_ids, seq_length, options, out, is_packed=self._is_packed, tokens_only=tokens_only)
         if self._masks:
@@ -226,39 +232,12 @@ class Blend:
 
     def _rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
         """Return the rows that are the `numbers` of some sources, epoch after epoch."""
-        if not self._block_tokens:
-            return self._epochs.elements(sources, numbers)
-        num_rows, places = self._num_rows, list[tuple[Any, int]]()
-        for source, number in zip(sources.tolist(), numbers.tolist()):
-            epoch, position = divmod(number, num_rows[source])
-            places.append((self._order(source, epoch), position))
-        return np.array(block_elements_at(places), np.int64)
-
-    def _spans(self, sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:
-        """Return the tokens that the rows of a batch read, which begin at `starts`: spans as of ShardTable.cut."""
-        if self._is_packed:
-            return packed_spans(self.stores, sources.tolist(), (starts // seq_length).tolist())
-        return plain_spans(sources, starts, seq_length)
+        return self._epochs.elements(sources, numbers)
 
     def _epoch_name(self, source: int) -> tuple[bytes, bytes]:
         """Return what is before and after the number of an epoch in the key of a store's order."""
         era = self.sources.eras[source]
         return f"{self.seed}/{self.stores[source].fingerprint}/".encode(), f"/{era}".encode() if era else b""
-
-    def _order(self, source: int, epoch: int) -> Permutation | BlockOrder:
-        """Return the order of a store's rows in one epoch of it; the last few are kept."""
-        order = self._orders.get((source, epoch))
-        if order is None:
-            if len(self._orders) >= _MAX_KEPT_ORDERS:
-                self._orders.clear()
-            size, (before, after) = self._num_rows[source], self._epoch_name(source)
-            key = before + str(epoch).encode() + after
-            if self._block_tokens:
-                order = BlockOrder(size, key, self._block_rows(self.sources.eras[source]))
-            else:
-                order = Permutation(size, key)
-            self._orders[source, epoch] = order
-        return order
 
     def _block_rows(self, era: int) -> int:
         """Return the rows of a block of one length of rows."""

@@ -165,6 +165,16 @@ class MegatronBlend(Blend):
         if cursor.num_samples > self.mixture.max_samples:
             raise UserError(f"the order has {self.mixture.max_samples} samples, and {cursor.num_samples} are read")
 
+    def spans(self, sources: Int64s, starts: Int64s) -> Int64s:
+        """Return the tokens that rows read, which begin at addresses `starts`: as ShardTable.cut's."""
+        rows = enumerate(zip(sources.tolist(), (starts // self.seq_length).tolist()))
+        spans = [
+            (row, source, begin, stop - begin, 0)
+            for row, (source, number) in rows
+            for begin, stop in self._made[source].row_spans(number, self.seq_length)
+        ]
+        return np.array(spans, np.int64)
+
     def samples_of(self, source: int, rows: npt.ArrayLike, num_samples: int) -> Int64s:
         """Return which of the stream's first samples are these rows of a store, in order: `addresses` inverted."""
         num_read = int(self.mixture.positions(num_samples)[source])
@@ -175,15 +185,6 @@ class MegatronBlend(Blend):
     def _rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
         rows = [int(self._made[source].rows[number]) for source, number in zip(sources.tolist(), numbers.tolist())]
         return np.array(rows, np.int64)
-
-    def _spans(self, sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:
-        rows = enumerate(zip(sources.tolist(), (starts // seq_length).tolist()))
-        spans = [
-            (row, source, begin, stop - begin, 0)
-            for row, (source, number) in rows
-            for begin, stop in self._made[source].row_spans(number, seq_length)
-        ]
-        return np.array(spans, np.int64)
 
     @cached_property
     def _changes(self) -> list[tuple[int, str, list[Any]]]:

@@ -19,8 +19,8 @@ PROTOTYPES: Prototypes = {
     "dk_read_files": (INT64, POINTER, INT64, INT, POINTER),
     "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
     "dk_rotation_locate": (None, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
-    "dk_permute": (None, POINTER, INT64, POINTER),
     "dk_elements": (None, POINTER, POINTER, POINTER, INT64, POINTER),
+    "dk_positions": (None, POINTER, INT64, POINTER, INT64, POINTER),
 }  # fmt: skip
 MEGATRON_PROTOTYPES: Prototypes = {
     "dk_shuffle": (None, POINTER, POINTER, INT64),

@@ -20,6 +20,7 @@ import numpy as np
 from datakit.remote.remote_store import Block, RemoteStore
 from datakit.store.shard import Int64s
 from datakit.stream.blend import Blend
+from datakit.stream.row_pieces import GOES_ON, NUM_TOKENS, START, STORE
 from threefold.errors import UserError
 
 NUM_THREADS = 8
@@ -125,13 +126,13 @@ class ReadAhead:
             number += 1
 
     def _blocks_at(self, addresses: Addresses) -> dict[str, Block]:
-        (sources, starts), lengths, found = addresses, self._blend.sources.seq_lengths, dict[str, Block]()
-        for source in np.unique(sources).tolist():
-            store, length = self._blend.stores[source], lengths[source]
+        spans, found = self._blend.spans(*addresses), dict[str, Block]()
+        for source in np.unique(spans[:, STORE]).tolist():
+            store = self._blend.stores[source]
             if isinstance(store, RemoteStore):
-                rows = (starts[sources == source] // length).tolist()
-                spans = np.array([span for row in rows for span in store.row_spans(row, length)], np.int64)
-                blocks = (store.block(*place) for place in store.blocks(spans.reshape(-1, 2)))
+                own = spans[spans[:, STORE] == source]
+                ends = own[:, START] + own[:, NUM_TOKENS] + own[:, GOES_ON]
+                blocks = (store.block(*place) for place in store.blocks(np.stack([own[:, START], ends], axis=1)))
                 found |= {block.name: block for block in blocks}
         return found
 

@@ -20,7 +20,7 @@ from datakit.stream.native import address_of, stream_library
 from datakit.stream.staging import stage
 from threefold.errors import CheckFailed
 
-ROW, STORE, START, NUM_TOKENS, _ = range(5)  # the columns of spans, each a dk_span
+ROW, STORE, START, NUM_TOKENS, GOES_ON = range(5)  # the columns of spans, each a dk_span
 _, _TOKENS, _COUNT, _ITEMSIZE, _GOES_ON = range(5)  # and of pieces, each a dk_piece
 
 
