@@ -162,8 +162,11 @@ class Loader(Closing):
             HostBatch.over(out, self.shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self.shape))
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
-        self.read_ahead(self._num_samples)
-        self._ahead, self._out = self._thread.submit(self.step_at, self._num_samples, out), out
+        self._ahead, self._out = self._thread.submit(self._step_ahead, self._num_samples, out), out
+
+    def _step_ahead(self, first: int, out: Bytes | None) -> HostBatch:
+        self.read_ahead(first)  # here, as it costs the caller of `next_step` more than the rest
+        return self.step_at(first, out)
 
     def read_ahead(self, first: int, every: int = 1) -> None:
         """Let what the step that begins at sample `first` and those after it read of remote stores be fetched.
@@ -207,8 +210,8 @@ class Loader(Closing):
 
     def close(self) -> None:
         """End the threads; the loader yields no further step."""
-        self._end_reading()
         self._thread.shutdown(cancel_futures=True)
+        self._end_reading()
 
     def samples(self, first: int) -> Int64s:
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
