@@ -4,10 +4,12 @@ Pickled, it goes on at its cursor in the process that unpickles it; so does each
 
 In a step that begins at sample `first`, row i of micro-batch m on data-parallel rank r is global sample
 `first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works: in new
-memory by itself, in the caller's memory (pinned, say) if the caller asks by `prefetch`.
+memory by itself, in the caller's memory (pinned, say) if the caller asks by `prefetch`. Where stores are remote it is
+three in new memory, as requests and checks beside them make single steps late.
 """
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -25,6 +27,8 @@ from datakit.stream.read_ahead import ReadAhead
 from datakit.stream.stream_record import StreamRecord
 from threefold.closing import Closing
 from threefold.errors import UserError
+
+REMOTE_STEPS_AHEAD = 3
 
 
 class _NoLength(UserError, TypeError):
@@ -62,7 +66,8 @@ class Loader(Closing):
         self._options = options
         self._num_samples = 0 if cursor is None else cursor.num_samples
         blend.sources.check_steps(self._num_samples, self.global_batch_size)
-        self._ahead: Future[HostBatch] | None = None
+        self._most_ahead = REMOTE_STEPS_AHEAD if blend.caches else 1
+        self._ahead = deque[Future[HostBatch]]()  # the next step, and those after it
         self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
         self._reading: ReadAhead | None = None
         self._start_thread()
@@ -122,7 +127,8 @@ class Loader(Closing):
         recorded = state.get("stream")
         self._blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
         self._blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
-        self._num_samples, self._ahead = cursor.num_samples, None
+        self._num_samples = cursor.num_samples
+        self._drop_ahead()
 
     def __len__(self) -> int:
         """Raise UserError, which says what torch's DataLoader takes: it asks for the length of what it is given."""
@@ -142,11 +148,13 @@ class Loader(Closing):
         Without it the step has memory of its own, of `num_bytes`, and the next one is begun at once; with it,
         `prefetch` begins the next one.
         """
-        if self._ahead is None or self._out is not out or self._process != os.getpid():
+        if not self._ahead or self._out is not out or self._process != os.getpid():
             self.prefetch(out)
-        assert self._ahead is not None, "prefetch sets it"
-        ahead, self._ahead = self._ahead, None  # a step that failed is made again by the next call
-        batch = ahead.result()
+        try:
+            batch = self._ahead.popleft().result()
+        except BaseException:  # a step that failed is made again by the next call
+            self._drop_ahead()
+            raise
         self._num_samples += self.global_batch_size
         if out is None:
             self.prefetch()
@@ -162,7 +170,17 @@ class Loader(Closing):
             HostBatch.over(out, self.shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self.shape))
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
-        self._ahead, self._out = self._thread.submit(self._step_ahead, self._num_samples, out), out
+        if out is not None or self._out is not None:
+            self._drop_ahead()
+        self._out, most = out, 1 if out is not None else self._most_ahead
+        while len(self._ahead) < most:
+            first = self._num_samples + len(self._ahead) * self.global_batch_size
+            self._ahead.append(self._thread.submit(self._step_ahead, first, out))
+
+    def _drop_ahead(self) -> None:
+        for step in self._ahead:
+            step.cancel()
+        self._ahead.clear()
 
     def _step_ahead(self, first: int, out: Bytes | None) -> HostBatch:
         self.read_ahead(first)  # here, as it costs the caller of `next_step` more than the rest
@@ -219,8 +237,8 @@ class Loader(Closing):
 
     def _start_thread(self) -> None:
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
-        self._ahead = self._out = None
-        self._reading = None
+        self._ahead.clear()
+        self._out = self._reading = None
 
     def _end_reading(self) -> None:
         if self._reading:
