@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit import BatchOptions, Blend, Cursor, Loader, TokenStore, write_store
+from datakit.stream.loader import REMOTE_STEPS_AHEAD
 from threefold.errors import CheckFailed, UserError
 
 L = 8
@@ -142,18 +143,45 @@ def test_a_store_is_no_blend(blend: Blend) -> None:
         Loader(blend.stores[0], 1, 1)  # type: ignore[arg-type]
 
 
-def test_damage_found_while_reading_ahead_is_raised_by_the_step_it_belongs_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_ahead", [1, REMOTE_STEPS_AHEAD])
+def test_damage_found_while_reading_ahead_is_raised_by_the_step_it_belongs_to(tmp_path: Path, most_ahead: int) -> None:
     store = write_store(tmp_path / "a", [range(9)] * 20, vocab_size=99, shard_documents=1)
     stream = Blend([(store, 1)], seq_length=L, seed=1)
     index = tmp_path / "a" / "shard-000009-000.idx"
     index.write_bytes(b"X" + index.read_bytes()[1:])
-    with Loader(stream, 1, 1) as loader:
+    with Loader(stream, 1, 1) as loader, Loader(stream, 1, 1) as plain:
+        loader._most_ahead = most_ahead
         with pytest.raises(CheckFailed, match=index.name):
             [loader.next_step() for _ in range(40)]
         read = loader.cursor.num_samples
         with pytest.raises(CheckFailed, match=index.name):
             loader.next_step()
         assert loader.cursor.num_samples == read
+        with pytest.raises(CheckFailed, match=index.name):
+            [plain.next_step() for _ in range(40)]
+        assert plain.cursor == loader.cursor
+
+
+CALLS = st.lists(st.sampled_from(["next", "next in memory", "prefetch", "prefetch in memory", "go back"]), max_size=12)
+
+
+@given(calls=CALLS, most_ahead=st.integers(1, REMOTE_STEPS_AHEAD))
+def test_whatever_is_made_ahead_steps_come_in_order(blend: Blend, calls: list[str], most_ahead: int) -> None:
+    with Loader(blend, 2, 1) as loader:
+        loader._most_ahead = most_ahead
+        memory, states = memory_for(loader), [loader.state_dict()]
+        for call in calls:
+            number = len(states) - 1
+            if call == "go back":
+                states = states[: number // 2 + 1]
+                loader.load_state_dict(states[-1])
+            elif call.startswith("prefetch"):
+                loader.prefetch(memory if "memory" in call else None)
+                assert loader.state_dict() == states[-1]
+            else:
+                step = loader.next_step(memory if "memory" in call else None)
+                assert (step.tokens[0] == blend.batch([2 * number, 2 * number + 1]).tokens).all()
+                states.append(loader.state_dict())
 
 
 def test_a_loader_goes_on_in_a_process_that_unpickles_it(blend: Blend) -> None:
