@@ -203,7 +203,7 @@ def test_a_loader_goes_on_at_a_state(blend: Blend) -> None:
 def test_a_loader_in_a_dataloader_is_one_error_with_the_way_out(blend: Blend, arguments: dict[str, Any]) -> None:
     with Loader(blend, 4, 2, 1, 2) as loader:
         with pytest.raises(UserError, match="a Loader has no length") as caught:
-            next(iter(DataLoader(loader, **arguments)))
+            first_batches(DataLoader(loader, **arguments), 1)
         assert caught.value.hint is not None
         names = {"DataLoader": DataLoader, "datakit": SimpleNamespace(torch=datasets), "blend": blend}
         assert same(first_batches(eval(caught.value.hint, names), 2), expected(blend, 2, (4, 1, 2)))

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from itertools import islice
+from traceback import walk_tb
 from typing import Any
 
 _kept: list[Any] = []  # the iterators that their loaders keep for the next iteration
@@ -9,7 +10,12 @@ _kept: list[Any] = []  # the iterators that their loaders keep for the next iter
 
 def first_batches(loader: Any, num: int) -> list[dict[str, Any]]:
     """The first `num` batches of an iteration that ends here, with its workers unless the loader keeps them."""
-    iterator = iter(loader)
+    try:
+        iterator = iter(loader)
+    except Exception as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            _end(frame.f_locals.get("self"))  # an iterator that began its workers
+        raise
     try:
         return list(islice(iterator, num))
     finally:
