@@ -117,7 +117,15 @@ class ParameterNames:
                 self._loose[id(value)] = path
 
     def of(self, path: str, optimizer: Optimizer) -> dict[int, str]:
-        """Return the name of each of an optimizer's parameters, by id; UserError if one is in no module."""
+        """Return the name of each of an optimizer's parameters, by id; UserError if one is in no module.
+
+        UserError too if the optimizer has others keep its states, as ZeroRedundancyOptimizer does on each rank.
+        """
+        if any(isinstance(each, Optimizer) and each.state is not optimizer.state for each in vars(optimizer).values()):
+            raise UserError(
+                f"{path} is a {type(optimizer).__name__}, whose states are those of another optimizer inside it",
+                hint="shard by torch.distributed.fsdp.fully_shard, with an optimizer of torch.optim",
+            )
         parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
         for _, named in self._modules:
             if parameters.keys() <= named.keys():
