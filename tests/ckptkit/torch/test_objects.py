@@ -1,11 +1,14 @@
 """Optimizers of any kind, and the names of what modules hold, through ckptkit.torch in one process."""
 
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ckptkit.torch import Run
@@ -168,3 +171,20 @@ def test_names_are_those_of_get_state_dict(tmp_path: Path) -> None:
     assert names == {f"model/{name}" for name in tensors}
     assert states["state"].keys() == tensors.keys()
     assert torch.equal(fresh[0].weight, tensors["0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_an_optimizer_whose_states_another_one_has_is_refused_by_its_path(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 2)
+        zero = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+        optimizer = zero(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+        with Run(tmp_path / "run") as run:
+            run.save(1, {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.1)})
+            for call in (partial(run.save, 2, state), partial(run.load, state)):
+                with pytest.raises(UserError, match=r"is a ZeroRedundancyOptimizer, whose.*\nhint: shard by"):
+                    call()
+    finally:
+        dist.destroy_process_group()

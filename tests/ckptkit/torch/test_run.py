@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ckptkit import CheckpointerOptions, Retention
@@ -122,23 +120,6 @@ def test_what_no_checkpoint_holds_is_refused_by_its_path(value: Any, message: st
 def test_an_optimizer_of_parameters_that_no_model_holds_is_refused_by_its_path(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], 0.1)
     assert_refused(optimizer, r"deep/#1: 1 of its 1 parameters .*\[3\]\nhint: pass the", tmp_path / "run")
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_an_optimizer_whose_states_another_one_has_is_refused_by_its_path(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Linear(3, 2)
-        zero = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
-        optimizer = zero(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
-        state = {"model": model, "optimizer": optimizer}
-        with Run(tmp_path / "run") as run:
-            run.save(1, {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.1)})
-            for call in (partial(run.save, 2, state), partial(run.load, state)):
-                with pytest.raises(UserError, match=r"is a ZeroRedundancyOptimizer, whose.*\nhint: shard by"):
-                    call()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
