@@ -34,13 +34,10 @@ class TorchDistFolder(DcpFolder):
         """Return what `.metadata` says, and the files beside it; CheckFailed or UserError if it is not understood."""
         sizes = {CONFIG: _size(self.storage, CONFIG)}
         _check_backends(self.storage)
-        found = self.read_contents()
-        if COMMON_STATE not in found.blobs or self.storage.info(COMMON) is not None:
+        found, keys = self.read_contents(), [info.key for info in self.storage.list()]
+        if COMMON in keys or COMMON_STATE not in found.blobs:
             sizes[COMMON] = _size(self.storage, COMMON)
-        others = [
-            info.key for info in self.storage.list()
-            if info.key not in (CONFIG, COMMON, FILE) and not info.key.endswith(".distcp")
-        ]  # fmt: skip
+        others = [key for key in keys if key not in (CONFIG, COMMON, FILE) and not key.endswith(".distcp")]
         if others:
             text = f"{self.storage.url} holds {others[0]}, which is not read"
             raise UserError(text, hint="save it by torch_dist alone")

@@ -6,9 +6,8 @@ orders the rows of each window. So an epoch reads every row once, and at any tim
 rows, blocks of 2 and windows of 2 blocks, the blocks may come as 3 0 | 4 2 | 1: then the first four samples are rows 6,
 7, 0 and 1 in some order. The last block may be shorter.
 
-A window has at most MAX_WINDOW_BLOCKS blocks and at most one WINDOW_PART-th of the source, one block at least: a cache
-of a tenth of the source holds the window that is read, the next one, and the indices. csrc/datakit/epochs.cpp has both
-orders and their inverses.
+A window has at most 64 blocks and at most a 64th of the source, one block at least: a cache of a tenth of the source
+holds the window that is read, the next one, and the indices. Orders and their inverses: csrc/datakit/epochs.cpp.
 """
 
 from array import array
@@ -20,7 +19,6 @@ import numpy.typing as npt
 from datakit.store.shard import Int64s
 from datakit.stream.native import address_of, stream_library
 
-MAX_WINDOW_BLOCKS, WINDOW_PART = 64, 64  # DK_MAX_WINDOW_BLOCKS and DK_WINDOW_PART of csrc/datakit/datakit.h
 _MAX_NAME_BYTES = 180  # with an epoch and a window, at most 240
 
 

@@ -145,7 +145,7 @@ class Loader(Closing):
         """Return the next step's rows of this rank, arrays of `shape`, made in the memory `out` if it is given.
 
         `out` is an array of `num_bytes` or HostBatch.num_bytes(shape) bytes, which differ with the length of rows.
-        Without it the step has memory of its own, of `num_bytes`, and the next one is begun at once; with it,
+        Without it the step has memory of its own, of `num_bytes`, and what comes next is begun at once; with it,
         `prefetch` begins the next one.
         """
         if not self._ahead or self._out is not out or self._process != os.getpid():

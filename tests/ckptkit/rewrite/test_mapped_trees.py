@@ -38,6 +38,15 @@ def step(state: dict[str, Any]) -> list[torch.Tensor]:
     return [each.detach().clone() for each in state["model"].parameters()]
 
 
+def held(state: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """Of each parameter a copy, and of what the optimizer has of it."""
+    states = state["optimizer"].state
+    return {
+        name: [each.detach().clone() for each in (parameter, *states[parameter].values())]
+        for name, parameter in state["model"].named_parameters()
+    }
+
+
 def fresh(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": kind(model.parameters(), lr=9.0, **options)}
 
@@ -70,11 +79,16 @@ def test_a_split_matrix_is_loaded_with_its_moments_and_step(tmp_path: Path) -> N
     torch.manual_seed(0)
     state = trained(Model(qkv=6))
     save(tmp_path, state)
+    saved = held(state)
     expected = [each.reshape(3, 2, -1).squeeze(-1) for each in step(state)]
     to = ", ".join(f"'{{kind*}}{name}.{{rest*}}'" for name in "qkv")
     assert remap(tmp_path, f"[[split]]\ntensors = '{{kind*}}qkv.{{rest*}}'\nto = [{to}]\n") == 0
     target = fresh(Model(q=2, k=2, v=2))
     Run(tmp_path / "new").load(target)
+    for name, loaded in held(target).items():
+        which, _, kind = name.partition(".")
+        for ours, whole in zip(loaded, saved[f"qkv.{kind}"], strict=True):
+            assert torch.equal(ours, whole.chunk(3)["qkv".index(which)] if whole.ndim else whole)
     found = dict(zip((name for name, _ in target["model"].named_parameters()), step(target), strict=True))
     for number, name in enumerate("qkv"):
         torch.testing.assert_close(found[f"{name}.weight"], expected[0][number])  # sums go by a matrix's shape

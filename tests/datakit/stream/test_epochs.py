@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datakit.store.shard import Int64s
-from datakit.stream.epochs import MAX_WINDOW_BLOCKS, WINDOW_PART, Epochs
+from datakit.stream.epochs import Epochs
 
 LARGE = 2**62
 
@@ -48,7 +48,7 @@ def expected(size: int, name: bytes, block_rows: int) -> list[int]:
         return [permuted(size, name, position) for position in range(size)]
     count = -(-size // block_rows)
     blocks = [permuted(count, name + b"/blocks", position) for position in range(count)]
-    num_blocks = max(1, min(MAX_WINDOW_BLOCKS, count // WINDOW_PART))
+    num_blocks = max(1, min(64, count // 64))
     found = []
     for window, first in enumerate(range(0, count, num_blocks)):
         rows = [
@@ -134,7 +134,7 @@ def test_an_epoch_of_blocks_reads_every_row_once_and_few_blocks_at_a_time(
     assert sorted(rows) == list(range(size))
     assert epochs.positions(0, 0, rows).tolist() == list(range(size))
     num_blocks = -(-size // block_rows)
-    most = max(1, min(MAX_WINDOW_BLOCKS, num_blocks // WINDOW_PART))
+    most = max(1, min(64, num_blocks // 64))
     at, seen = 0, set[int]()
     while at < size:  # window by window: as many blocks as one has, none of them seen before
         window: list[int] = []
