@@ -5,13 +5,12 @@ the windows of 8 MiB that the stream reads: bare GETs, whose bytes are dropped, 
 in a cache of the same size. Both have the machine for themselves. Then one epoch is read with `shuffle = "blocks"`, at
 half the rate of fetches: a step is taken when it is due, and what it takes then is waiting. The same store, mapped from
 the disk and read at the rate of the archive, shows how much of that is the machine's. Store, archive and disk take
-turns; lines are medians. With `--ranks` several processes share the cache.
+turns; lines are medians. With `--ranks` several processes share the cache, and take each step together.
 
     PYTHONPATH=. python benchmarks/datakit/from_s3.py
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -31,21 +30,22 @@ from datakit import Blend, Loader, RemoteStore, TokenStore, archive, write_store
 from threefold.storage import open_storage
 from tools.s3_server import start, stop
 
-SEQ_LENGTH, ROWS_A_STEP, MIB, WINDOW_BYTES = 4096, 256, 1 << 20, 8 << 20
+SEQ_LENGTH, MIB, WINDOW_BYTES = 4096, 1 << 20, 8 << 20
 MAX_FETCHED, MAX_WAITING = 1.3, 0.01
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the store")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the cache")
+    parser.add_argument("--rows", type=int, default=256, help="rows a step of each rank")
     parser.add_argument("--of-rate", type=float, default=0.5, help="part of the rate of fetches that is consumed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.read:
         url, cache, rate, rank, size = arguments.read
-        read(url, cache, float(rate), int(rank), int(size), arguments.mib)
+        read(url, cache, float(rate), int(rank), int(size), arguments.mib, arguments.rows)
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,12 +91,17 @@ def upload(store: TokenStore, url: str) -> None:
 
 def read_by_ranks(url: str, cache: Path, arguments: argparse.Namespace, rate: float) -> dict[str, float]:
     """Read one epoch on all ranks, and return what was seen, of times the longest of all ranks."""
-    mib, num_ranks = arguments.mib, arguments.ranks
-    command = [sys.executable, __file__, "--mib", str(mib), "--read", url, str(cache), str(rate / num_ranks)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks)], stdout=subprocess.PIPE, text=True)
-        for rank in range(num_ranks)
-    ]
+    num_ranks = arguments.ranks
+    sizes = ["--mib", str(arguments.mib), "--rows", str(arguments.rows)]
+    command = [sys.executable, __file__, *sizes, "--read", url, str(cache), str(rate / num_ranks)]
+    Path(f"{cache}.steps").write_bytes(bytes(8 * num_ranks))
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), str(num_ranks)], **pipes) for rank in range(num_ranks)]
+    for process in ranks:
+        process.stdout.readline()  # its first step is there
+    started_s = time.monotonic()
+    for process in ranks:
+        print(started_s, file=process.stdin, flush=True)
     found = [json.loads(process.communicate()[0]) for process in ranks]
     fetched, used, consumed = (sum(each[key] for each in found) for key in ("fetched", "used", "consumed"))
     times = {key: max(each[key] for each in found) for key in ("first_s", "waiting", "longest_s")}
@@ -141,12 +146,12 @@ def get_rate(url: str) -> float:
 def fetch_rate(url: str, cache: Path, mib: int) -> float:
     """Return bytes a second that 8 threads fetch into a cache, checked and written, of all windows, likewise."""
     store = RemoteStore.at(url, cache=str(cache), cache_mib=mib // 10)
-    num_tokens = WINDOW_BYTES // store.itemsize
-    runs: list[list[Any]] = []
-    for first in range(0, store.num_tokens, num_tokens):
-        blocks = store.blocks(np.array([[first, min(first + num_tokens, store.num_tokens)]]))
-        by_shard = itertools.groupby(blocks, key=lambda block: block[0])
-        runs += [[store.block(*block) for block in run] for _, run in by_shard]
+    runs = []
+    for shard, entry in enumerate(store.manifest.shards):
+        for first in range(0, entry.bin.size_bytes, WINDOW_BYTES):
+            stop = min(first + WINDOW_BYTES, entry.bin.size_bytes)
+            numbers = store.blocks(shard, np.array([first]), np.array([stop]))
+            runs.append([store.block(shard, number) for number in numbers])
 
     def fetch(run: list[Any]) -> int:
         store.fetch_run(run)
@@ -160,30 +165,36 @@ def median_rate(things: list[Any], get: Callable[[Any], int]) -> float:
     rates = []
     with ThreadPoolExecutor(8) as pool:
         for part in range(3):
-            started_s = time.perf_counter()
+            started_s = time.monotonic()
             num_bytes = sum(pool.map(get, things[part::3]))
-            rates.append(num_bytes / (time.perf_counter() - started_s))
+            rates.append(num_bytes / (time.monotonic() - started_s))
     return statistics.median(rates)
 
 
-def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int) -> None:
+def read(url: str, cache: str, rate: float, rank: int, num_ranks: int, mib: int, rows: int) -> None:
     """Read one epoch on one rank at a rate of bytes a second, and print what was seen."""
-    begun_s = time.perf_counter()
+    begun_s = time.monotonic()
     is_remote = "://" in url
     store = RemoteStore.at(url, cache=cache, cache_mib=mib // 10) if is_remote else TokenStore.open(url)
     blend = Blend([(store, 1.0)], seq_length=SEQ_LENGTH, block_tokens=1 << 22)
-    step_bytes = ROWS_A_STEP * SEQ_LENGTH * store.itemsize
-    num_steps = int(blend.rows[0]) // (ROWS_A_STEP * num_ranks)
+    step_bytes = rows * SEQ_LENGTH * store.itemsize
+    num_steps = int(blend.rows[0]) // (rows * num_ranks)
     waits = []
-    with Loader(blend, ROWS_A_STEP, 1, rank, num_ranks) as loader:
+    with Loader(blend, rows, 1, rank, num_ranks) as loader:
         loader.next_step()
-        first_s, started_s = time.perf_counter() - begun_s, time.perf_counter()
+        first_s = time.monotonic() - begun_s
+        print("first step", flush=True)
+        started_s = float(sys.stdin.readline())
+        steps = np.memmap(f"{cache}.steps", np.int64, "r+")
         for step in range(1, num_steps):
-            time.sleep(max(0.0, started_s + step * step_bytes / rate - time.perf_counter()))
-            asked_s = time.perf_counter()
+            steps[rank] = step
+            while steps.min() < step:  # as in training, no rank begins a step before all have ended the one before
+                time.sleep(5e-5)
+            time.sleep(max(0.0, started_s + step * step_bytes / rate - time.monotonic()))
+            asked_s = time.monotonic()
             loader.next_step()
-            waits.append(time.perf_counter() - asked_s)
-        elapsed_s = time.perf_counter() - started_s
+            waits.append(time.monotonic() - asked_s)
+        elapsed_s = time.monotonic() - started_s
     found = {
         "fetched": store.cache.bytes_added if isinstance(store, RemoteStore) else 0,
         "used": num_steps * step_bytes,

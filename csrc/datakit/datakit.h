@@ -1,4 +1,5 @@
-// C ABI of datakit's native library: manifests, reads, the batch gather, packing, and random access into a blend's rotation and epochs.
+// C ABI of datakit's native library: manifests, reads, blocks of a cache, the batch gather, packing, and random access into a
+// blend's rotation and epochs.
 #pragma once
 
 #include <cstdint>
@@ -85,6 +86,19 @@ struct dk_read {  // a range of an open file, and where its bytes go
 // Reads ranges of files, on up to num_threads threads. Returns 0, or the negative errno of a read that failed, whose number
 // is in *failed: -ENODATA if its file ends before the range does. Other targets may then be unread.
 DK_API int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, int64_t* failed);
+
+// Of blocks, files of a folder by names that each end with a 0: sets found[i] to whether block i is there with sizes[i]
+// bytes. Its time of change becomes now, if that is not recent; one of another size is removed. 0, or a negative errno.
+DK_API int64_t dk_find_blocks(const char* folder, const char* names, const int64_t* sizes, int64_t num_blocks,
+                              int64_t* found);
+
+// Writes blocks that no reader sees before they are whole; one that is there stays. Returns 0, or a negative errno:
+// -EOPNOTSUPP, -EISDIR or -EINVAL of a file system that has no files without a name.
+DK_API int64_t dk_write_blocks(const char* folder, const char* names, const void* const* contents, const int64_t* sizes,
+                               int64_t num_blocks);
+
+// Maps a block for reading, at *address. Returns 0, or a negative errno: -ENOENT too if it has another size.
+DK_API int64_t dk_map_block(const char* path, int64_t num_bytes, void** address);
 
 // Cuts documents that follow each other from token first_token on into pieces of at most seq_length tokens, all but a
 // document's last of just so many, and returns their number; empty documents have none. -EINVAL if a length is negative

@@ -14,36 +14,49 @@ import os
 import shutil
 import stat
 import struct
+import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
+from datakit.files.durable import reading
+from datakit.remote.native import cache_library
+from datakit.store.kept_open import Bound
+from datakit.store.shard import map_open, mapped_at
 from datakit.store.shard_file import ShardFile
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
 from threefold.storage import Buffer, is_temporary, open_storage, temporary_name
 
 PATIENCE_S = 60.0
+LEAST_MAPPED, MAPPED_BYTES_EACH = 32, 8 << 20  # blocks that all its stores keep mapped: an eighth of it, or more
 ROOM_PART = 16  # an eviction frees this part of the cache beyond what is asked for, so that few look through it
 _STALE_S = 3600.0  # a hidden file of this age is no longer written
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FLOCK, _COUNT = struct.Struct("hhqqi4x"), struct.Struct("<q")  # fcntl's; bytes that the blocks have, about
 _LOCKS, _IN_USE = ".locks", ".in-use"
+_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # of a file system all of whose files have names
 
 
 class BlockCache:
     """Blocks by name; safe to use from several threads and processes, and after a fork.
 
     `needed` has the names of blocks that this process reads soon. `bytes_added` counts what it put into the cache.
+    `mapped` bounds how many blocks are kept mapped.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Make the folder, if it is not there; StorageError if it cannot be written."""
         self.place, self.max_bytes, self.needed, self.bytes_added = folder, max_bytes, set[str](), 0
+        self.mapped = Bound(max(LEAST_MAPPED, max_bytes // MAPPED_BYTES_EACH))
+        self._turns = dict[int, threading.Lock]()  # of each process, whose threads need not look again and again
         self._folder = folder / _BOOT_ID.read_text().strip()
         with self._writing():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,8 +70,25 @@ class BlockCache:
         file = self._open(name, size_bytes)
         if file is None:
             with self._locked(_lock_of(name)):
-                file = self._open(name, size_bytes) or self._add([(name, size_bytes)], [make()])[0]
+                file = self._open(name, size_bytes)
+                if file is None:
+                    content = make()
+                    with self._room_for([(name, size_bytes)], [content]):
+                        file = self._write(self._folder / name, content)
         return file
+
+    def memory(self, name: str, size_bytes: int, make: Callable[[], Buffer]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a block, fetched as by `get`, mapped: so they keep their room on the disk.
+
+        As of any mapped file, reading what somebody has cut off meanwhile ends the process.
+        """
+        address = array("q", [0])
+        path = os.fsencode(self._folder / name)
+        if not cache_library().dk_map_block(path, size_bytes, address.buffer_info()[0]):
+            return mapped_at(address[0], size_bytes)
+        file = self.get(name, size_bytes, make)
+        with reading(file.path):
+            return np.asarray(map_open(file.descriptor))
 
     def fill(self, blocks: Sequence[tuple[str, int]], make: Callable[[int, int], Sequence[Buffer]]) -> None:
         """Fetch those of some blocks, names with sizes, that are not there; `make(i, j)` returns blocks [i, j)."""
@@ -67,13 +97,21 @@ class BlockCache:
         places = sorted(_lock_of(name) for name, _ in blocks)  # in one order, so no two wait for each other
         with self._locked(*places):
             for first, stop in self._missing(blocks):
-                self._add(blocks[first:stop], make(first, stop))
+                contents = make(first, stop)
+                with self._room_for(blocks[first:stop], contents):
+                    self._write_all(blocks[first:stop], contents)
 
     def _missing(self, blocks: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
         """Return which of the blocks are not there, as ranges [first, stop); the others count as used."""
+        sizes, there = array("q", (size for _, size in blocks)), array("q", bytes(8 * len(blocks)))
+        with self._writing():
+            code = cache_library().dk_find_blocks(
+                *self._named(blocks), sizes.buffer_info()[0], len(blocks), there.buffer_info()[0]
+            )
+            _raise(code)
         found: list[tuple[int, int]] = []
-        for number, block in enumerate(blocks):
-            if self._open(*block) is None:
+        for number, is_there in enumerate(there):
+            if not is_there:
                 first = found.pop()[0] if found and found[-1][1] == number else number
                 found.append((first, number + 1))
         return found
@@ -95,7 +133,9 @@ class BlockCache:
                 os.utime(file.descriptor)
         return file
 
-    def _add(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> list[ShardFile]:
+    @contextmanager
+    def _room_for(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> Iterator[None]:
+        """Make room for blocks that are about to be written."""
         assert [len(content) for content in contents] == [size for _, size in blocks], "a block's name says its size"
         size_bytes = sum(size for _, size in blocks)
         if size_bytes > self.max_bytes:
@@ -105,9 +145,25 @@ class BlockCache:
             )
         with self._writing():
             self._make_room(size_bytes)
-            files = [self._write(self._folder / name, content) for (name, _), content in zip(blocks, contents)]
+            yield
         self.bytes_added += size_bytes
-        return files
+
+    def _write_all(self, blocks: Sequence[tuple[str, int]], contents: Sequence[Buffer]) -> None:
+        """Write blocks in one call, as each call costs a thread the interpreter."""
+        sizes = array("q", (size for _, size in blocks))
+        addresses = array("q", (np.frombuffer(content, np.uint8).ctypes.data for content in contents))
+        code = cache_library().dk_write_blocks(
+            *self._named(blocks), addresses.buffer_info()[0], sizes.buffer_info()[0], len(blocks)
+        )
+        if -code not in _NO_NAMELESS:
+            _raise(code)
+            return
+        for (name, _), content in zip(blocks, contents):
+            self._write(self._folder / name, content)
+
+    def _named(self, blocks: Sequence[tuple[str, int]]) -> tuple[bytes, bytes]:
+        """Return the folder and the names of blocks as native code takes them."""
+        return os.fsencode(self._folder), "\0".join(name for name, _ in blocks).encode()
 
     def _write(self, path: Path, content: Buffer) -> ShardFile:
         """Write a block without a name, then name it: nobody sees a part of one."""
@@ -115,7 +171,7 @@ class BlockCache:
         try:
             descriptor = os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            if error.errno not in _NO_NAMELESS:
                 raise
             temporary = path.with_name(temporary_name(path.name))  # of a file system that knows names only
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -136,7 +192,8 @@ class BlockCache:
 
     def _make_room(self, size_bytes: int) -> None:
         """Count blocks that are about to come, and remove others if the cache would be too large."""
-        with self._locked(0) as descriptor:
+        turn = self._turns.setdefault(os.getpid(), threading.Lock())  # a lock that a fork copied may never be released
+        with turn, self._locked(0) as descriptor:
             found = os.pread(descriptor, _COUNT.size, 0)
             used = (_COUNT.unpack(found)[0] if len(found) == _COUNT.size else 0) + size_bytes
             if used > self.max_bytes:  # the count may be too high, as killed processes counted what never came
@@ -228,6 +285,12 @@ def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
 @cache
 def _cache_in(folder: Path, max_bytes: int) -> BlockCache:
     return BlockCache(folder, max_bytes)
+
+
+def _raise(code: int) -> None:
+    """Raise the OSError of a negative errno."""
+    if code:
+        raise OSError(-code, os.strerror(-code))
 
 
 def _lock_of(name: str) -> int:

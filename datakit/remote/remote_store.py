@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from datakit.archives.store_source import SourceFile, StoreSource
-from datakit.files.durable import FileDigest, reading
+from datakit.files.durable import reading
 from datakit.remote.block_cache import BlockCache, shared_cache
-from datakit.remote.shard_tokens import ArchivedTokens, PlainTokens, ShardTokens, block_at, path_of, twice
+from datakit.remote.shard_tokens import ArchivedTokens, PlainTokens, ShardTokens, block_at, content_name, path_of, twice
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME
 from datakit.store.origins import Origins
@@ -25,11 +26,13 @@ from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, quoted
 from threefold.masking import masked
+from threefold.storage import Buffer
 from threefold.storage.repeating import open_repeating
 
 OPEN_TOKENS = Bound(4096)  # some dozen bytes a block each
 # what is open or mapped keeps its room on the disk when the cache drops it
 OPEN_INDICES, OPEN_ORIGINS, OPEN_BLOCKS = Bound(64), Bound(64), Bound(min(32, OPEN_FILES.most))
+MAPPED_PART = 16  # blocks are mapped if at least such a part of them is read
 _BLOCK_BITS = 32
 
 
@@ -74,10 +77,10 @@ class RemoteStore(TokenStore):
         """Wrap what was read already; `RemoteStore.at` is the usual way."""
         super().__init__(Path(source.storage.url), source.manifest, "pread")
         self.source, self.cache, self._url = source, cache, url
-        self._edges = np.array(self.token_starts)
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
         self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
         self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
+        self._mapped_blocks: KeptOpen[npt.NDArray[np.uint8]] = KeptOpen(cache.mapped)
 
     @classmethod
     def at(cls, url: str, *, cache: str, cache_mib: int = 10240) -> "RemoteStore":
@@ -98,28 +101,19 @@ class RemoteStore(TokenStore):
         """The store's URL as it was named, without a password."""
         return masked(self._url)
 
-    def blocks(self, spans: Int64s) -> list[tuple[int, int]]:
-        """Return the blocks that hold tokens at some spans of addresses, [spans, 2]: shard and number in it, sorted."""
-        starts, stops = spans[spans[:, 0] < spans[:, 1]].T
-        found: list[tuple[int, int]] = []
-        for number in _touched(self._edges, starts, stops):
-            begin, end = self._edges[number : number + 2]
-            inside = (starts < end) & (stops > begin)
-            firsts, lasts = (np.clip(edge[inside], begin, end) - begin for edge in (starts, stops))
-            bounds = np.array(self._tokens.get(number, self._open_tokens).bounds)
-            touched = _touched(bounds, firsts * self.itemsize, lasts * self.itemsize)
-            found += [(number, block) for block in touched]
-        return found
+    def blocks(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
+        """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
+        return _touched(self._bounds(number), starts, stops)
 
     def block(self, shard: int, number: int) -> Block:
         """Return what names a block in the cache."""
-        first, last = self._tokens.get(shard, self._open_tokens).bounds[number : number + 2]
-        return Block(self, shard, number, f"{_content(self.manifest.shards[shard].bin)}-{first}-{last}", last - first)
+        tokens = self._tokens.get(shard, self._open_tokens)
+        first, last = tokens.bounds[number : number + 2]
+        return Block(self, shard, number, f"{tokens.content}-{first}-{last}", last - first)
 
     def fetch(self, block: Block) -> ShardFile:
         """Return the open file of a block, out of the cache or fetched into it."""
-        tokens = self._tokens.get(block.shard, self._open_tokens)
-        return self.cache.get(block.name, block.size_bytes, lambda: tokens.fetch(block.number, block.number + 1)[0])
+        return self.cache.get(block.name, block.size_bytes, partial(self._content_of, block))
 
     def fetch_run(self, run: Sequence[Block]) -> None:
         """Fetch blocks of a shard that follow each other into the cache, in one request if none of them is there."""
@@ -128,12 +122,35 @@ class RemoteStore(TokenStore):
         blocks = [(block.name, block.size_bytes) for block in run]
         self.cache.fill(blocks, lambda start, stop: tokens.fetch(first + start, first + stop))
 
+    def mapped(self, number: int, starts: Int64s, stops: Int64s) -> tuple[Int64s, list[Any]] | None:
+        """Return where ranges of bytes of a shard's tokens are in memory, and what keeps them there.
+
+        They are in mapped blocks, and copied where they go over the end of one. A mapping keeps a block's room on the
+        disk: None if the ranges are less than a part of their blocks.
+        """
+        bounds, numbers = self._bounds(number), self.blocks(number, starts, stops)
+        if (stops - starts).sum() * MAPPED_PART < np.diff(bounds)[numbers].sum():
+            return None
+        firsts, lasts = (np.searchsorted(bounds, edges, side="right") - 1 for edges in (starts, stops - 1))
+        blocks = {each: self._mapped_blocks.get(_key(number, each), self._map_block) for each in numbers}
+        begins = np.zeros(len(bounds), np.int64)
+        begins[numbers] = [block.ctypes.data for block in blocks.values()]
+        addresses, held = (begins - bounds)[firsts] + starts, list(blocks.values())
+        for place in np.flatnonzero(firsts != lasts).tolist():
+            parts = [
+                blocks[each][max(0, starts[place] - bounds[each]) : stops[place] - bounds[each]]
+                for each in range(firsts[place], lasts[place] + 1)
+            ]
+            held.append(np.concatenate(parts))
+            addresses[place] = held[-1].ctypes.data
+        return addresses, held
+
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
         tokens = self._tokens.get(number, self._open_tokens)
         block = block_at(tokens, start)
         while start < stop:
-            file = self._open_blocks.get(number << _BLOCK_BITS | block, self._fetch)
+            file = self._open_blocks.get(_key(number, block), self._open_block)
             end = min(stop, tokens.bounds[block + 1])
             yield FilePiece(file, start - tokens.bounds[block], end - start)
             start, block = end, block + 1
@@ -158,8 +175,21 @@ class RemoteStore(TokenStore):
             start = end
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
-    def _fetch(self, key: int) -> ShardFile:
-        return self.fetch(self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1))
+    def _bounds(self, number: int) -> Int64s:
+        return self._tokens.get(number, self._open_tokens).edges
+
+    def _open_block(self, key: int) -> ShardFile:
+        return self.fetch(self._block_of(key))
+
+    def _map_block(self, key: int) -> npt.NDArray[np.uint8]:
+        block = self._block_of(key)
+        return self.cache.memory(block.name, block.size_bytes, partial(self._content_of, block))
+
+    def _block_of(self, key: int) -> Block:
+        return self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1)
+
+    def _content_of(self, block: Block) -> Buffer:
+        return self._tokens.get(block.shard, self._open_tokens).fetch(block.number, block.number + 1)[0]
 
     def _open_tokens(self, number: int) -> ShardTokens:
         [file, *_] = self._files_of(number)
@@ -191,9 +221,9 @@ class RemoteStore(TokenStore):
         """Map a whole file, out of the cache or fetched into it; it stays mapped when the cache drops it."""
         digest = file.digest
         if not file.packed:  # each block of the shard is checked by it
-            self.cache.needed.add(_content(digest))
+            self.cache.needed.add(content_name(digest))
         read = partial(twice, lambda: b"".join(self.source.blocks(file)))
-        cached = self.cache.get(_content(digest), digest.size_bytes, read)
+        cached = self.cache.get(content_name(digest), digest.size_bytes, read)
         with reading(cached.path):
             return map_open(cached.descriptor)
 
@@ -210,18 +240,20 @@ def is_store(url: str) -> bool:
     return open_repeating(url).info(FILE_NAME) is not None
 
 
+def _key(shard: int, block: int) -> int:
+    """Return what a block has as a number among those that are kept open."""
+    return shard << _BLOCK_BITS | block
+
+
 def _touched(bounds: Int64s, starts: Int64s, stops: Int64s) -> list[int]:
-    """Return which of the parts between bounds hold something of the ranges [starts[i], stops[i]), sorted."""
-    changes = np.zeros(len(bounds) + 1, np.int64)
-    np.add.at(changes, np.searchsorted(bounds, starts, side="right") - 1, 1)
-    np.subtract.at(changes, np.searchsorted(bounds, stops - 1, side="right"), 1)
+    """Return which of the parts between bounds hold something of the ranges [starts[i], stops[i]), sorted.
+
+    No range is empty.
+    """
+    begins, ends = (np.searchsorted(bounds, edges, side="right") for edges in (starts, stops - 1))
+    changes = np.bincount(begins - 1, minlength=len(bounds) + 1) - np.bincount(ends, minlength=len(bounds) + 1)
     found: list[int] = np.flatnonzero(np.cumsum(changes)).tolist()
     return found
-
-
-def _content(digest: FileDigest) -> str:
-    """Return what names a file's content in the cache."""
-    return f"{digest.xxh3_64}-{digest.size_bytes}"
 
 
 def _reopen(url: str, fingerprint: str, **place: Any) -> RemoteStore:

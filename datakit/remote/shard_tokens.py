@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from datakit.archives.store_source import SourceFile, StoreSource
+from datakit.files.durable import FileDigest
 from datakit.store.origins import Origins
-from datakit.store.shard import ShardIndex, damaged
+from datakit.store.shard import Int64s, ShardIndex, damaged
 from threefold.errors import CheckFailed, quoted
 from threefold.storage import Buffer
 
@@ -24,9 +25,14 @@ Value = TypeVar("Value")
 
 
 class ShardTokens(Protocol):
-    """Blocks of one shard's tokens; block k is bytes [bounds[k], bounds[k + 1]). Safe to use from several threads."""
+    """Blocks of one shard's tokens; block k is bytes [bounds[k], bounds[k + 1]). Safe to use from several threads.
 
+    `content` names all the tokens; `edges` are the bounds as an array.
+    """
+
+    content: str
     bounds: list[int]
+    edges: Int64s
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
         """Return the bytes of the blocks [first, stop), in one request, of an archive one for 8 MiB.
@@ -43,6 +49,7 @@ class PlainTokens:
     ) -> None:
         """Take the file of the tokens, and what opens the shard's other two; CheckFailed if its size is another one."""
         self._source, self._file, self._open_others = source, file, open_others
+        self.content = content_name(file.digest)
         index, _ = open_others()
         size_bytes = source.check_size(file, file.digest)
         ends = index.pointers + index.lengths.astype(np.int64) * index.dtype.itemsize
@@ -52,6 +59,7 @@ class PlainTokens:
         firsts = np.unique(firsts[firsts < len(ends)])
         self._firsts: list[int] = [*firsts.tolist(), len(ends)]
         self.bounds: list[int] = [*index.pointers[firsts].tolist(), size_bytes]
+        self.edges = np.array(self.bounds, np.int64)
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
         """Return the bytes of the blocks [first, stop), in one request."""
@@ -80,12 +88,18 @@ class ArchivedTokens:
     def __init__(self, source: StoreSource, file: SourceFile) -> None:
         """Read the table of frames; CheckFailed if the file is not of the recorded sizes."""
         self._reader = twice(lambda: source.open_packed(file))
-        self.bounds = self._reader.bounds
+        self.content, self.bounds = content_name(file.digest), self._reader.bounds
+        self.edges = np.array(self.bounds, np.int64)
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
         """Return the content of the frames [first, stop)."""
         unpack, packed_frames = self._reader.unpack, self._reader.packed_frames
         return twice(lambda: [unpack(number, packed) for number, packed in packed_frames(first, stop)])
+
+
+def content_name(digest: FileDigest) -> str:
+    """Return what names a file's content in the cache."""
+    return f"{digest.xxh3_64}-{digest.size_bytes}"
 
 
 def block_at(tokens: ShardTokens, byte: int) -> int:

@@ -195,7 +195,18 @@ def map_file(path: Path | str) -> memoryview:
 def map_open(descriptor: int) -> memoryview:
     """Map a whole open file, which may be closed then; OSError if that is refused."""
     size_bytes = os.fstat(descriptor).st_size
-    return np.asarray(_Mapping(descriptor, size_bytes)).data if size_bytes else memoryview(b"")
+    if not size_bytes:
+        return memoryview(b"")
+    address = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return mapped_at(address, size_bytes).data
+
+
+def mapped_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a mapped file, which are unmapped with the last reference to them."""
+    return np.asarray(_Mapping(address, size_bytes))
 
 
 class _Mapping:
@@ -203,11 +214,7 @@ class _Mapping:
     may open files.
     """
 
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
-        address = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-        if address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+    def __init__(self, address: int, size_bytes: int) -> None:
         finalize(self, _libc().munmap, address, size_bytes).atexit = False  # threads may read until the very end
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size_bytes,), "data": (address, True)}
 

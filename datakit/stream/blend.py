@@ -29,7 +29,7 @@ from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.epochs import Epochs
 from datakit.stream.gather import gather
 from datakit.stream.mixture import Change, Mixture, Segment, segment_of, weight_of
-from datakit.stream.row_pieces import ShardTable, packed_spans, plain_spans
+from datakit.stream.row_pieces import CutRows, ShardTable, packed_spans, plain_spans
 from datakit.stream.sources import Sources
 from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError, quoted
@@ -175,7 +175,7 @@ class Blend:
         sources, numbers = self.locate(samples)
         return sources, self._rows_at(sources, numbers) * self._lengths[sources]
 
-    def spans(self, sources: Int64s, starts: Int64s) -> Int64s:
+    def _spans(self, sources: Int64s, starts: Int64s) -> Int64s:
         """Return the tokens that rows of one length read, which begin at addresses `starts`: as ShardTable.cut's."""
         seq_length = self._seq_lengths[sources[0]]
         if self._is_packed:
@@ -196,29 +196,34 @@ class Blend:
         """Return whether the loss of a document of a store is masked in a sample."""
         return self._masks.holds(sample, source, document)
 
+    def cut(self, samples: npt.ArrayLike) -> CutRows:
+        """Return what a batch of samples reads, of which nothing is read yet; UserError if rows' lengths differ."""
+        sources, starts = self.addresses(samples)
+        seq_length = self._seq_lengths[sources[0]]
+        if len(self.sources.lengths) > 1 and (self._lengths[sources] != seq_length).any():
+            raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")
+        return self._table.cut(sources, starts, self._spans(sources, starts), whole=self._is_packed)
+
     def batch(
         self,
         samples: npt.ArrayLike,
         options: BatchOptions = PLAIN,
         *,
         out: Bytes | None = None,
-        addresses: tuple[Int64s, Int64s] | None = None,
+        rows: CutRows | None = None,
     ) -> HostBatch:
         """Return the given samples, whose rows have one length, as a batch [samples, seq_length]; UserError if none.
 
         It is made in the memory `out`, if that is given, of `num_bytes` or of HostBatch.num_bytes. Without it, and in
-        memory of `num_bytes`, positions and loss masks that are the same in all rows are not written. `addresses` are
-        those of the samples, where they are known.
+        memory of `num_bytes`, positions and loss masks that are the same in all rows are not written. `rows` is what
+        `cut` returned of the samples, where that is known.
         """
-        sources, starts = self.addresses(samples) if addresses is None else addresses
-        seq_length = self._seq_lengths[sources[0]]
-        if len(self.sources.lengths) > 1 and (self._lengths[sources] != seq_length).any():
-            raise UserError("the samples of a batch have rows of different lengths", hint="a batch of each length")
-        pieces = self._table.cut(self.spans(sources, starts), whole=self._is_packed)
-        eod_ids, tokens_only = self._table.eod_ids[sources], self._makes_tokens_only(options)
+        rows = self.cut(samples) if rows is None else rows
+        pieces, seq_length = self._table.place(rows), self._seq_lengths[rows.sources[0]]
+        eod_ids, tokens_only = self._table.eod_ids[rows.sources], self._makes_tokens_only(options)
         batch = gather(pieces, eod_ids, seq_length, options, out, is_packed=self._is_packed, tokens_only=tokens_only)
         if self._masks:
-            places = zip(sources.tolist(), starts.tolist())
+            places = zip(rows.sources.tolist(), rows.starts.tolist())
             self._masks.apply(batch.loss_mask, np.array(samples, ndmin=1).tolist(), places)
         return batch
 

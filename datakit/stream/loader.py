@@ -11,7 +11,6 @@ three in new memory, as requests and checks beside them make single steps late.
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
 from weakref import finalize
@@ -23,6 +22,7 @@ from datakit.stream.arguments import require, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
+from datakit.stream.making_thread import Making, MakingThread
 from datakit.stream.read_ahead import ReadAhead
 from datakit.stream.stream_record import StreamRecord
 from threefold.closing import Closing
@@ -67,7 +67,7 @@ class Loader(Closing):
         self._num_samples = 0 if cursor is None else cursor.num_samples
         blend.sources.check_steps(self._num_samples, self.global_batch_size)
         self._most_ahead = REMOTE_STEPS_AHEAD if blend.caches else 1
-        self._ahead = deque[Future[HostBatch]]()  # the next step, and those after it
+        self._ahead = deque[Making[HostBatch]]()  # the next step, and those after it
         self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
         self._reading: ReadAhead | None = None
         self._start_thread()
@@ -170,12 +170,14 @@ class Loader(Closing):
             HostBatch.over(out, self.shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self.shape))
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
+        if self._thread.is_closed:
+            raise UserError("the loader is closed", hint="Loader(..., cursor=loader.cursor) goes on where it was")
         if out is not None or self._out is not None:
             self._drop_ahead()
         self._out, most = out, 1 if out is not None else self._most_ahead
         while len(self._ahead) < most:
             first = self._num_samples + len(self._ahead) * self.global_batch_size
-            self._ahead.append(self._thread.submit(self._step_ahead, first, out))
+            self._ahead.append(self._thread.submit(partial(self._step_ahead, first, out)))
 
     def _drop_ahead(self) -> None:
         for step in self._ahead:
@@ -221,14 +223,16 @@ class Loader(Closing):
         """
         self._blend.sources.check_steps(first, self.global_batch_size)
         ahead = self._reading
-        addresses = ahead.addresses(first) if ahead else None
-        batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out, addresses=addresses)
+        rows = ahead.rows(first) if ahead else None
+        batch = self._blend.batch(self.samples(first).ravel(), self._options, out=out, rows=rows)
         epochs = self._blend.epochs(first + self.global_batch_size)
         return batch.reshaped(*self._rows, batch.shape[-1], first_sample=first, epochs=epochs)
 
     def close(self) -> None:
         """End the threads; the loader yields no further step."""
-        self._thread.shutdown(cancel_futures=True)
+        self._drop_ahead()
+        self._thread.close()
+        self._thread.wait()
         self._end_reading()
 
     def samples(self, first: int) -> Int64s:
@@ -236,7 +240,7 @@ class Loader(Closing):
         return _rows(self._rows, self._dp_rank, self._dp_size, first)
 
     def _start_thread(self) -> None:
-        self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="datakit-loader"), os.getpid()
+        self._thread, self._process = MakingThread("datakit-loader"), os.getpid()
         self._ahead.clear()
         self._out = self._reading = None
 

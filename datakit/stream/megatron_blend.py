@@ -165,7 +165,7 @@ class MegatronBlend(Blend):
         if cursor.num_samples > self.mixture.max_samples:
             raise UserError(f"the order has {self.mixture.max_samples} samples, and {cursor.num_samples} are read")
 
-    def spans(self, sources: Int64s, starts: Int64s) -> Int64s:
+    def _spans(self, sources: Int64s, starts: Int64s) -> Int64s:
         """Return the tokens that rows read, which begin at addresses `starts`: as ShardTable.cut's."""
         rows = enumerate(zip(sources.tolist(), (starts // self.seq_length).tolist()))
         spans = [

@@ -6,30 +6,27 @@ content do. The blocks of steps that are over are let go. Those of the others ar
 spares them when it makes room. A failure is left to whoever reads the block, who tries again.
 """
 
-import atexit
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from weakref import WeakSet
-
-import numpy as np
 
 from datakit.remote.remote_store import Block, RemoteStore
 from datakit.store.shard import Int64s
 from datakit.stream.blend import Blend
-from datakit.stream.row_pieces import GOES_ON, NUM_TOKENS, START, STORE
+from datakit.stream.making_thread import end_with_program
+from datakit.stream.row_pieces import CutRows
 from threefold.errors import UserError
 
 NUM_THREADS = 8
 AHEAD_PART = 0.65  # of the cache, the rest is for indices and for what other ranks still need
-MAX_STEPS = 1 << 14
+MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
-EXIT_WITHIN_S = 10.0  # the end of a program waits so long for requests that are under way
 
-Addresses = tuple[Int64s, Int64s]  # as of Blend.addresses
+
+Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block of that
 
 
 class ReadAhead:
@@ -43,17 +40,17 @@ class ReadAhead:
         self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
         self._most_bytes = int(AHEAD_PART * min(cache.max_bytes for cache in blend.caches))
         self._changed = threading.Condition()
-        self._num_over, self._is_closed, self._ahead_bytes = 0, False, 0
-        self._needed: dict[str, tuple[int, Block]] = {}  # by name, with the last step that needs it
-        self._steps: deque[tuple[int, list[str]]] = deque()
-        self._addresses: dict[int, Addresses] = {}  # of the samples of steps that are planned
+        self._num_over, self._is_closed, self._ahead_bytes, self._num_pieces = 0, False, 0, 0
+        self._needed: dict[Place, tuple[int, Block]] = {}  # with the last step that needs it
+        self._steps: deque[tuple[int, list[Place]]] = deque()
+        self._rows: dict[int, CutRows] = {}  # of steps that are planned
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
         self._wanted: queue.SimpleQueue[list[Block] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, name="datakit-read-ahead", daemon=True)
             for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS)
         ]
-        _all.add(self)
+        end_with_program(self)
         for thread in self._threads:
             thread.start()
 
@@ -67,27 +64,28 @@ class ReadAhead:
         with self._changed:
             self._num_over = num_steps
             while self._steps and self._steps[0][0] < num_steps:
-                number, names = self._steps.popleft()
-                self._addresses.pop(number, None)
-                for name in names:
-                    last, block = self._needed[name]
+                number, places = self._steps.popleft()
+                if (rows := self._rows.pop(number, None)) is not None:
+                    self._num_pieces -= len(rows.pieces)
+                for place in places:
+                    last, block = self._needed[place]
                     if last == number:
-                        self._let_go(name, block)
+                        self._let_go(place, block)
             self._changed.notify()
 
-    def addresses(self, first: int) -> Addresses | None:
-        """Return the addresses of the samples of the step that begins at a sample, None if it is not planned."""
+    def rows(self, first: int) -> CutRows | None:
+        """Return the rows of the step that begins at a sample, None if it is not planned."""
         number = self.number(first)
-        return None if number is None else self._addresses.get(number)
+        return None if number is None else self._rows.get(number)
 
     def close(self) -> None:
         """End the threads; a request that is under way ends by itself."""
         with self._changed:
             self._is_closed = True
-            for name, (_, block) in list(self._needed.items()):
-                self._let_go(name, block)
+            for place, (_, block) in list(self._needed.items()):
+                self._let_go(place, block)
             self._steps.clear()
-            self._addresses.clear()
+            self._rows.clear()
             self._changed.notify()
         for _ in range(NUM_THREADS):
             self._wanted.put(None)
@@ -97,55 +95,59 @@ class ReadAhead:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    def _let_go(self, name: str, block: Block) -> None:
-        del self._needed[name]
+    def _let_go(self, place: Place, block: Block) -> None:
+        del self._needed[place]
         self._ahead_bytes -= block.size_bytes
-        block.store.cache.needed.discard(name)
+        block.store.cache.needed.discard(block.name)
 
     def _plan_steps(self) -> None:
-        number = 0
+        number, blocks = 0, dict[Place, Block]()
         while True:
-            addresses, blocks = None, dict[str, Block]()
+            rows, before, blocks = None, blocks, {}
             with suppress(UserError):  # who makes the step finds it out
-                addresses = self._blend.addresses(self._samples_of(self._begin + number * self.stride).ravel())
-                blocks = self._blocks_at(addresses)
+                rows = self._blend.cut(self._samples_of(self._begin + number * self.stride).ravel())
+                blocks = self._blocks_of(rows, before)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._has_room(number, blocks))  # noqa: B023
                 if self._is_closed:
                     return
                 self._steps.append((number, list(blocks)))
-                if addresses is not None:
-                    self._addresses[number] = addresses
-                new = [block for name, block in blocks.items() if name not in self._needed]
+                if rows is not None:
+                    self._rows[number] = rows
+                    self._num_pieces += len(rows.pieces)
+                new = [block for place, block in blocks.items() if place not in self._needed]
                 for block in new:
                     block.store.cache.needed.add(block.name)
                     self._ahead_bytes += block.size_bytes
-                self._needed |= {name: (number, block) for name, block in blocks.items()}
+                self._needed |= {place: (number, block) for place, block in blocks.items()}
             for run in _runs(new, self._run_bytes):
                 self._wanted.put(run)
             number += 1
 
-    def _blocks_at(self, addresses: Addresses) -> dict[str, Block]:
-        spans, found = self._blend.spans(*addresses), dict[str, Block]()
-        for source in np.unique(spans[:, STORE]).tolist():
+    def _blocks_of(self, rows: CutRows, known: Mapping[Place, Block]) -> dict[Place, Block]:
+        """Return the blocks of remote stores that rows read, sorted; most are `known`, as those of the step before."""
+        slots, starts, stops = rows.ranges().T
+        found = dict[Place, Block]()
+        for slot, (source, shard) in enumerate(rows.shards):
             store = self._blend.stores[source]
             if isinstance(store, RemoteStore):
-                own = spans[spans[:, STORE] == source]
-                ends = own[:, START] + own[:, NUM_TOKENS] + own[:, GOES_ON]
-                blocks = (store.block(*place) for place in store.blocks(np.stack([own[:, START], ends], axis=1)))
-                found |= {block.name: block for block in blocks}
+                inside = slots == slot
+                for number in store.blocks(shard, starts[inside], stops[inside]):
+                    place = source, shard, number
+                    found[place] = known.get(place) or store.block(shard, number)
         return found
 
-    def _has_room(self, number: int, blocks: dict[str, Block]) -> bool:
+    def _has_room(self, number: int, blocks: Mapping[Place, Block]) -> bool:
         """Return whether a step may be planned: the one that is made now always may."""
         if number <= self._num_over:
             return True
-        new_bytes = sum(block.size_bytes for name, block in blocks.items() if name not in self._needed)
-        return self._ahead_bytes + new_bytes <= self._most_bytes and number < self._num_over + MAX_STEPS
+        new_bytes = sum(block.size_bytes for place, block in blocks.items() if place not in self._needed)
+        is_near = len(self._steps) < MAX_STEPS and self._num_pieces < MAX_PIECES
+        return self._ahead_bytes + new_bytes <= self._most_bytes and is_near
 
     def _fetch_blocks(self) -> None:
         while (run := self._wanted.get()) is not None:
-            if any(block.name in self._needed for block in run):  # it may be over by now
+            if any(block.name in block.store.cache.needed for block in run):  # it may be over by now
                 with suppress(UserError):
                     run[0].store.fetch_run(run)
 
@@ -161,17 +163,3 @@ def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:
         run.append(block)
     if run:
         yield run
-
-
-_all: WeakSet[ReadAhead] = WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """End all threads before the interpreter does: one that comes back to it from native code then would abort it."""
-    ended = list(_all)
-    for each in ended:
-        each.close()
-    until_s = time.monotonic() + EXIT_WITHIN_S
-    for each in ended:
-        each.wait(until_s)

@@ -1,4 +1,4 @@
-"""RowPieces: where the tokens of a batch's rows are in the memory of this process, or of open files.
+"""RowPieces: where the tokens of a batch's rows are in the memory of this process. CutRows: where they are in shards.
 
 A row is one span of token addresses of its store, or several: of packed rows each piece of a document is one. Spans are
 cut at the ends of shards (csrc/datakit/cut.cpp), and each shard that they meet is opened once a batch. Of a store with
@@ -22,6 +22,30 @@ from threefold.errors import CheckFailed
 
 ROW, STORE, START, NUM_TOKENS, GOES_ON = range(5)  # the columns of spans, each a dk_span
 _, _TOKENS, _COUNT, _ITEMSIZE, _GOES_ON = range(5)  # and of pieces, each a dk_piece
+
+
+@dataclass(frozen=True, slots=True)
+class CutRows:
+    """The rows of a batch, known before anything of their tokens is read.
+
+    Each row is of one of `sources`, its first token at one of `starts` there. `pieces`, [pieces, 5], are a dk_piece
+    each, of which piece i is in shard `slots[i]` of `shards`: pairs of a source and a number.
+    """
+
+    sources: Int64s
+    starts: Int64s
+    pieces: Int64s
+    slots: Int64s
+    shards: list[tuple[int, int]]
+
+    def ranges(self) -> Int64s:
+        """Return the bytes of shards that the pieces read, with the label after one whose document goes on.
+
+        [pieces, 3]: the slot, the first byte and the byte after the last.
+        """
+        begins = self.pieces[:, _TOKENS]
+        sizes = (self.pieces[:, _COUNT] + self.pieces[:, _GOES_ON]) * self.pieces[:, _ITEMSIZE]
+        return np.stack([self.slots, begins, begins + sizes], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +73,11 @@ class ShardTable:
         self._address = address_of(self._native)
         self.eod_ids = np.array([store.eod_or_none for store in stores], np.int64)
 
-    def cut(self, spans: Int64s, *, whole: bool = False) -> RowPieces:
-        """Return the pieces of spans, [spans, 5], a dk_span each, after all that is not mapped was read.
+    def cut(self, sources: Int64s, starts: Int64s, spans: Int64s, *, whole: bool = False) -> CutRows:
+        """Return rows, each of a store and begun at a token of it, cut at the ends of shards.
 
-        With `whole` they are those of packed rows, each in one shard with the token after it where it goes on:
-        CheckFailed if one is not. Errors as of TokenStore.shard, and of `stage`.
+        `spans`, [spans, 5], a dk_span each, are all that they read. With `whole` they are those of packed rows, each in
+        one shard with the token after it where it goes on: CheckFailed if one is not.
         """
         most = len(spans)
         while True:
@@ -67,7 +91,8 @@ class ShardTable:
                 raise self._damaged(*spans[-1 - count].tolist())
             if count <= most:
                 pieces, slots, shards = found[: 5 * count], found[5 * most :][:count], found[6 * most :]
-                return self._placed(pieces.reshape(-1, 5), slots, shards[: 2 * found[-1]].reshape(-1, 2).tolist())
+                places = zip(*shards[: 2 * found[-1]].reshape(-1, 2).T.tolist())
+                return CutRows(sources, starts, pieces.reshape(-1, 5), slots, list(places))
             most = count
 
     def _damaged(self, row: int, source: int, start: int, num_tokens: int, goes_on: int) -> CheckFailed:
@@ -78,22 +103,18 @@ class ShardTable:
             what = f"has token {start} of {store.num_tokens}"
         return store.index.damaged(f"one of its rows {what}")
 
-    def _placed(self, pieces: Int64s, slots: Int64s, places: Sequence[Sequence[int]]) -> RowPieces:
-        """Return pieces that know where their tokens are in memory, from those that know it of a shard of `places`."""
-        shards = [(self._stores[source], number) for source, number in places]
+    def place(self, rows: CutRows) -> RowPieces:
+        """Return the pieces of rows, after what is not mapped was read; errors as of TokenStore.shard and `stage`."""
+        shards = [(self._stores[source], number) for source, number in rows.shards]
         held: list[Any] = [store.shard(number) if store.is_mapped else None for store, number in shards]
-        addresses = np.array([0 if shard is None else shard.address for shard in held], np.int64)
-        if None not in held:
-            pieces[:, _TOKENS] += addresses[slots]
-            return RowPieces(pieces, held)
-        is_read = addresses[slots] == 0
-        read = pieces[is_read]
-        num_tokens = read[:, _COUNT] + read[:, _GOES_ON]  # with the label after a piece whose document goes on
-        stops = read[:, _TOKENS] + num_tokens * read[:, _ITEMSIZE]
-        buffer, found = stage(shards, np.stack([slots[is_read], read[:, _TOKENS], stops], axis=1))
-        pieces[:, _TOKENS] += addresses[slots]
-        pieces[is_read, _TOKENS] = found
-        return RowPieces(pieces, [*held, buffer])
+        begins = np.array([0 if shard is None else shard.address for shard in held], np.int64)[rows.slots]
+        pieces = rows.pieces.copy()  # as they may be placed again
+        pieces[:, _TOKENS] += begins
+        if None in held:
+            is_read = begins == 0
+            pieces[is_read, _TOKENS], others = stage(shards, rows.ranges()[is_read])
+            held += others
+        return RowPieces(pieces, held)
 
 
 def plain_spans(sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:

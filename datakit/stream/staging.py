@@ -1,17 +1,21 @@
-"""Staging: the tokens of a batch's spans that are not mapped, read into one buffer in as few requests as may be.
+"""Staging: the tokens of a batch's spans whose shards are not mapped, put into memory in as few requests as may be.
 
-Spans are sorted by shard and place; those that overlap or nearly touch are one read. All reads of up to 64 files are
-one call of csrc/datakit/reads.cpp, without the GIL, on several threads. Two spans of 8 KiB at bytes 0 and 12,288 of a
-shard are one read of 20,480 bytes, and begin at bytes 0 and 12,288 of the buffer.
+Spans of a remote store are in the mapped blocks of its cache, if the batch reads much of these. All others are read
+into one buffer: they are sorted by shard and place; those that overlap or nearly touch are one read. All reads of up to
+64 files are one call of csrc/datakit/reads.cpp, without the GIL, on several threads. Two spans of 8 KiB at bytes 0 and
+12,288 of a shard are one read of 20,480 bytes, and begin at bytes 0 and 12,288 of the buffer.
 """
 
 import errno
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from datakit.remote.remote_store import MAPPED_PART, RemoteStore
+from datakit.remote.shard_tokens import BLOCK_BYTES
 from datakit.store.shard import Int64s
 from datakit.store.shard_file import OPEN_FILES, FilePiece
 from datakit.store.token_store import TokenStore
@@ -25,16 +29,34 @@ MAX_THREADS = 16
 _FILE_BITS = 44  # of a place in a file; a batch's shards have the rest of 63
 
 
-def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Bytes, Int64s]:
-    """Return memory that holds ranges of unmapped shards, and the address of each: they are as `plan` takes them.
+def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Int64s, list[Any]]:
+    """Return where ranges of unmapped shards are in memory, and what keeps them there; they are as `plan` takes them.
 
     StorageError or CheckFailed that names a file that fails.
     """
+    addresses, held = np.zeros(len(ranges), np.int64), list[Any]()
+    sizes = np.bincount(ranges[:, 0], ranges[:, 2] - ranges[:, 1])
+    for slot in np.flatnonzero(sizes * MAPPED_PART >= BLOCK_BYTES).tolist():
+        store, number = shards[slot]
+        inside = ranges[:, 0] == slot
+        found = store.mapped(number, *ranges[inside, 1:].T) if isinstance(store, RemoteStore) else None
+        if found:
+            addresses[inside] = found[0]
+            held += found[1]
+    is_read = addresses == 0
+    if is_read.any():
+        buffer, addresses[is_read] = _read(shards, ranges[is_read])
+        held.append(buffer)
+    return addresses, held
+
+
+def _read(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Bytes, Int64s]:
+    """Return a buffer that holds ranges of shards' files, and the address of each."""
     runs, places = plan(ranges)
     buffer = np.empty(runs[-1, 2:].sum(), np.uint8)
     address = address_of(buffer)
     for group in _groups((*shards[number], *rest) for number, *rest in runs.tolist()):
-        _read(group, address)
+        _read_files(group, address)
     return buffer, address + places
 
 
@@ -72,7 +94,7 @@ def _groups(runs: Iterable[tuple[TokenStore, int, int, int, int]]) -> Iterator[l
     yield group
 
 
-def _read(group: Sequence[tuple[FilePiece, int]], address: int) -> None:
+def _read_files(group: Sequence[tuple[FilePiece, int]], address: int) -> None:
     table, failed = array("q"), array("q", [0])
     for piece, place in group:
         table.extend((piece.file.descriptor, piece.start, address + place, piece.size))

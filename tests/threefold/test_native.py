@@ -55,6 +55,7 @@ def test_the_tables_are_those_of_the_headers() -> None:
         "datakit/datakit.h": datakit.stream.native.PROTOTYPES
         | datakit.stream.native.MEGATRON_PROTOTYPES
         | datakit.packing.native.PROTOTYPES
+        | datakit.remote.native.PROTOTYPES
         | datakit.store.native.PROTOTYPES,
         "ops/ops.h": ops.PROTOTYPES | ops.CUDA_PROTOTYPES,
     }

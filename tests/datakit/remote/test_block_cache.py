@@ -178,6 +178,32 @@ def test_a_block_that_was_cut_is_fetched_again(tmp_path: Path) -> None:
     assert cache.bytes_added == 2 * SIZE
 
 
+def test_a_mapped_block_outlives_its_file(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path / "cache", 10 * SIZE)
+    mapped = [cache.memory(name, SIZE, lambda name=name: content(name)) for name in ("a", "b", "a")]
+    for path in blocks(tmp_path).values():
+        path.unlink()
+    assert [each.tobytes() for each in mapped] == [content("a"), content("b"), content("a")]
+    assert not mapped[0].flags.writeable
+    assert cache.bytes_added == 2 * SIZE
+
+
+def test_a_block_that_was_cut_is_neither_mapped_nor_found(tmp_path: Path) -> None:
+    cache, made = BlockCache(tmp_path / "cache", 10 * SIZE), list[str]()
+
+    def make(first: int, stop: int) -> list[bytes]:
+        made.extend("abc"[first:stop])
+        return [content(name) for name in "abc"[first:stop]]
+
+    cache.fill([(name, SIZE) for name in "abc"], make)
+    os.truncate(blocks(tmp_path)["b"], SIZE - 1)
+    cache.fill([(name, SIZE) for name in "abc"], make)
+    os.truncate(blocks(tmp_path)["c"], SIZE + 1)
+    assert cache.memory("c", SIZE, lambda: made.append("C") or content("c")).tobytes() == content("c")
+    assert made == ["a", "b", "c", "b", "C"]
+    assert {name: path.read_bytes() for name, path in blocks(tmp_path).items()} == {n: content(n) for n in "abc"}
+
+
 def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 

@@ -1,5 +1,6 @@
 """RemoteStore: the stream of a store behind a URL is that of the local one, and every damage is named or mended."""
 
+import ctypes
 import itertools
 import os
 import pickle
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where, write_store
 from datakit.archives.archiving import archive
 from datakit.remote import shard_tokens
+from datakit.remote.remote_store import MAPPED_PART
 from tests.datakit.conftest import files_of
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
@@ -108,24 +110,39 @@ def test_any_cache_has_the_same_batches(
 
 
 @given(data=st.data())
-def test_the_blocks_of_spans_are_those_that_hold_their_tokens(remote: RemoteStore, data: st.DataObject) -> None:
-    place = st.integers(0, remote.num_tokens)
-    spans = [sorted(pair) for pair in data.draw(st.lists(st.tuples(place, place), max_size=5))]
-    inside = {token for start, stop in spans for token in range(start, stop)}
-    expected = set()
-    for token in inside:
-        shard, first = remote.locate_token(token)
-        bounds = remote._tokens.get(shard, remote._open_tokens).bounds
-        expected.add((shard, bisect_right(bounds, (token - first) * remote.itemsize) - 1))
-    assert remote.blocks(np.array(spans, np.int64).reshape(-1, 2)) == sorted(expected)
+def test_the_blocks_of_ranges_are_those_that_hold_their_bytes(remote: RemoteStore, data: st.DataObject) -> None:
+    shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
+    bounds = remote._tokens.get(shard, remote._open_tokens).bounds
+    pairs = data.draw(st.lists(st.lists(st.integers(0, bounds[-1]), min_size=2, max_size=2, unique=True), max_size=5))
+    starts, stops = np.sort(np.array(pairs, np.int64).reshape(-1, 2)).T
+    inside = {byte for start, stop in zip(starts, stops, strict=True) for byte in range(start, stop)}
+    expected = {bisect_right(bounds, byte) - 1 for byte in inside}
+    assert remote.blocks(shard, starts, stops) == sorted(expected)
+
+
+@given(data=st.data())
+def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: RemoteStore, data: st.DataObject) -> None:
+    shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
+    bounds = remote._tokens.get(shard, remote._open_tokens).bounds
+    pairs = data.draw(
+        st.lists(st.lists(st.integers(0, bounds[-1] // 2), min_size=2, max_size=2, unique=True), min_size=1, max_size=5)
+    )
+    starts, stops = 2 * np.sort(np.array(pairs, np.int64)).T  # whole tokens
+    blocks = remote.blocks(shard, starts, stops)
+    found = remote.mapped(shard, starts, stops)
+    size = sum(bounds[number + 1] - bounds[number] for number in blocks)
+    assert (found is None) == ((stops - starts).sum() * MAPPED_PART < size)
+    if found:
+        for address, start, stop in zip(found[0].tolist(), starts.tolist(), stops.tolist(), strict=True):
+            assert ctypes.string_at(address, stop - start) == remote.read_tokens(shard, start, stop).tobytes()
 
 
 def test_blocks_that_follow_each_other_are_one_request(
     store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy
 ) -> None:
     remote = opened(put(store, "store", s3_url))
-    places = [place for place in remote.blocks(np.array([[0, store.num_tokens]])) if place[0] == 0]
-    run = [remote.block(*place) for place in places]
+    numbers = remote.blocks(0, np.array([0]), np.array([store.manifest.shards[0].bin.size_bytes]))
+    run = [remote.block(0, number) for number in numbers]
     remote.fetch(run[3])
     s3_proxy.fault = Fault("delay", method="GET", target=".bin", delay_s=0)
     remote.fetch_run(run)

@@ -34,7 +34,8 @@ class Rows:
     def gather(self, options: BatchOptions = PLAIN, *, tokens_only: bool = False) -> HostBatch:
         num_rows = len(self.starts)
         columns = (range(num_rows), self.sources, self.starts, [self.seq_length + 1] * num_rows, [0] * num_rows)
-        pieces = self.table.cut(np.array(columns, np.int64).T.copy())
+        spans = np.array(columns, np.int64).T.copy()
+        pieces = self.table.place(self.table.cut(self.sources, np.array(self.starts), spans))
         return gather(pieces, self.eod_ids, self.seq_length, options, tokens_only=tokens_only)
 
 
