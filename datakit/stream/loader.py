@@ -185,13 +185,15 @@ class Loader(Closing):
         self._ahead.clear()
 
     def _step_ahead(self, first: int, out: Bytes | None) -> HostBatch:
-        self.read_ahead(first)  # here, as it costs the caller of `next_step` more than the rest
+        # here, as it costs the caller of `next_step` more than the rest; other ranks may still make what was made ahead
+        self.read_ahead(first, num_kept=self._most_ahead)
         return self.step_at(first, out)
 
-    def read_ahead(self, first: int, every: int = 1) -> None:
+    def read_ahead(self, first: int, every: int = 1, num_kept: int = 0) -> None:
         """Let what the step that begins at sample `first` and those after it read of remote stores be fetched.
 
-        With `every` = 3 it is every third step. Steps before it are over. Without remote stores nothing happens.
+        With `every` = 3 it is every third step. What steps before it read is let go, but for the last `num_kept`.
+        Without remote stores nothing happens.
         """
         if not self._blend.caches:
             return
@@ -205,7 +207,7 @@ class Loader(Closing):
             ahead, number = ReadAhead(self._blend, rows, first, stride), 0
             self._reading = ahead
             finalize(self, ahead.close).atexit = False
-        ahead.over(number)
+        ahead.begin(number, num_kept)
 
     def __iter__(self) -> Iterator[HostBatch]:
         while True:

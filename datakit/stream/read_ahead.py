@@ -2,8 +2,9 @@
 
 The order of samples is known, so nothing is guessed: one thread walks through the coming steps, and others fetch the
 blocks that they read. Blocks that follow each other are one request, as each costs a server what a MiB or two of
-content do. The blocks of steps that are over are let go. Those of the others are at most a part of the cache, which
-spares them when it makes room. A failure is left to whoever reads the block, who tries again.
+content do. The blocks of steps that are over are let go, a few steps later than the Loader makes the next: so ranks in
+step need the same blocks, and none drops what another has yet to read. Those of the others are at most a part of the
+cache, which spares them when it makes room. A failure is left to whoever reads the block, who tries again.
 """
 
 import queue
@@ -21,7 +22,7 @@ from datakit.stream.row_pieces import CutRows
 from threefold.errors import UserError
 
 NUM_THREADS = 8
-AHEAD_PART = 0.65  # of the cache, the rest is for indices and for what other ranks still need
+AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank that is a step behind needs
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 
@@ -30,7 +31,7 @@ Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block
 
 
 class ReadAhead:
-    """Owned by a Loader, which says how many steps are over; its daemon threads end with `close`, or the program."""
+    """Owned by a Loader, which says which step it makes; its daemon threads end with `close`, or the program."""
 
     def __init__(self, blend: Blend, samples_of: Callable[[int], Int64s], begin: int, stride: int) -> None:
         """Begin to read ahead at the step of sample `begin`; from a step to the next are `stride` samples.
@@ -40,7 +41,8 @@ class ReadAhead:
         self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
         self._most_bytes = int(AHEAD_PART * min(cache.max_bytes for cache in blend.caches))
         self._changed = threading.Condition()
-        self._num_over, self._is_closed, self._ahead_bytes, self._num_pieces = 0, False, 0, 0
+        self._now, self._num_over, self._is_closed = 0, 0, False
+        self._ahead_bytes = self._num_pieces = 0
         self._needed: dict[Place, tuple[int, Block]] = {}  # with the last step that needs it
         self._steps: deque[tuple[int, list[Place]]] = deque()
         self._rows: dict[int, CutRows] = {}  # of steps that are planned
@@ -59,17 +61,17 @@ class ReadAhead:
         number, rest = divmod(first - self._begin, self.stride)
         return None if rest or number < self._num_over else number
 
-    def over(self, num_steps: int) -> None:
-        """Let go what only the first steps needed."""
+    def begin(self, number: int, num_kept: int) -> None:
+        """Say that a step is about to be made, and let go what only steps before it needed, but for the last few."""
         with self._changed:
-            self._num_over = num_steps
-            while self._steps and self._steps[0][0] < num_steps:
-                number, places = self._steps.popleft()
-                if (rows := self._rows.pop(number, None)) is not None:
+            self._now, self._num_over = number, max(0, number - num_kept)
+            while self._steps and self._steps[0][0] < self._num_over:
+                over, places = self._steps.popleft()
+                if (rows := self._rows.pop(over, None)) is not None:
                     self._num_pieces -= len(rows.pieces)
                 for place in places:
                     last, block = self._needed[place]
-                    if last == number:
+                    if last == over:
                         self._let_go(place, block)
             self._changed.notify()
 
@@ -139,7 +141,7 @@ class ReadAhead:
 
     def _has_room(self, number: int, blocks: Mapping[Place, Block]) -> bool:
         """Return whether a step may be planned: the one that is made now always may."""
-        if number <= self._num_over:
+        if number <= self._now:
             return True
         new_bytes = sum(block.size_bytes for place, block in blocks.items() if place not in self._needed)
         is_near = len(self._steps) < MAX_STEPS and self._num_pieces < MAX_PIECES
