@@ -26,7 +26,6 @@ AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank th
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 
-
 Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block of that
 
 

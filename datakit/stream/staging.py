@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from datakit.remote import shard_tokens
 from datakit.remote.remote_store import MAPPED_PART, RemoteStore
-from datakit.remote.shard_tokens import BLOCK_BYTES
 from datakit.store.shard import Int64s
 from datakit.store.shard_file import OPEN_FILES, FilePiece
 from datakit.store.token_store import TokenStore
@@ -36,7 +36,7 @@ def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Int
     """
     addresses, held = np.zeros(len(ranges), np.int64), list[Any]()
     sizes = np.bincount(ranges[:, 0], ranges[:, 2] - ranges[:, 1])
-    for slot in np.flatnonzero(sizes * MAPPED_PART >= BLOCK_BYTES).tolist():
+    for slot in np.flatnonzero(sizes * MAPPED_PART >= shard_tokens.BLOCK_BYTES).tolist():
         store, number = shards[slot]
         inside = ranges[:, 0] == slot
         found = store.mapped(number, *ranges[inside, 1:].T) if isinstance(store, RemoteStore) else None
