@@ -101,6 +101,10 @@ class RemoteStore(TokenStore):
         """The store's URL as it was named, without a password."""
         return masked(self._url)
 
+    def open_tokens(self, number: int) -> None:
+        """Fetch what says where the blocks of a shard's tokens are, as whoever first asks for one does."""
+        self._tokens.get(number, self._open_tokens)
+
     def blocks(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
         """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
         return _touched(self._bounds(number), starts, stops)

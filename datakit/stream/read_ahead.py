@@ -2,17 +2,23 @@
 
 The order of samples is known, so nothing is guessed: one thread walks through the coming steps, and others fetch the
 blocks that they read. Blocks that follow each other are one request, as each costs a server what a MiB or two of
-content do. The blocks of steps that are over are let go, a few steps later than the Loader makes the next: so ranks in
-step need the same blocks, and none drops what another has yet to read. Those of the others are at most a part of the
-cache, which spares them when it makes room. A failure is left to whoever reads the block, who tries again.
+content do: so steps are planned together, up to what one request fetches. Shards that are read later are opened
+meanwhile, each of which takes some requests one after the other.
+
+The blocks of steps that are over are let go, a few steps later than the Loader makes the next: so ranks in step need
+the same blocks, and none drops what another has yet to read. Those of the others are at most a part of the cache, which
+spares them when it makes room. A failure is left to whoever reads the block, who tries again.
 """
 
+import itertools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
 
 from datakit.remote.remote_store import Block, RemoteStore
 from datakit.store.shard import Int64s
@@ -25,8 +31,18 @@ NUM_THREADS = 8
 AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank that is a step behind needs
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
+MAX_TOGETHER = 64  # steps that are planned together
+OPENED_BYTES = 64 << 20  # shards are open before so much else is read
 
 Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block of that
+
+
+class _Step(NamedTuple):
+    """A step that is planned: its rows, None if they cannot be cut, and the blocks of remote stores that it reads."""
+
+    number: int
+    rows: CutRows | None
+    blocks: Mapping[Place, Block]
 
 
 class ReadAhead:
@@ -46,10 +62,11 @@ class ReadAhead:
         self._steps: deque[tuple[int, list[Place]]] = deque()
         self._rows: dict[int, CutRows] = {}  # of steps that are planned
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
-        self._wanted: queue.SimpleQueue[list[Block] | None] = queue.SimpleQueue()
+        self._opening, self._open = set[tuple[int, int]](), set[tuple[int, int]]()  # sources with shards of them
+        self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, name="datakit-read-ahead", daemon=True)
-            for work in (self._plan_steps, *[self._fetch_blocks] * NUM_THREADS)
+            for work in (self._plan_steps, *[self._do_what_is_wanted] * NUM_THREADS)
         ]
         end_with_program(self)
         for thread in self._threads:
@@ -102,28 +119,71 @@ class ReadAhead:
         block.store.cache.needed.discard(block.name)
 
     def _plan_steps(self) -> None:
-        number, blocks = 0, dict[Place, Block]()
-        while True:
-            rows, before, blocks = None, blocks, {}
+        together, new, blocks = list[_Step](), dict[Place, Block](), dict[Place, Block]()
+        for number, rows in enumerate(self._coming_rows()):
+            shards, before, blocks = self._remote_shards(rows), blocks, {}
+            if not shards <= self._open:
+                self._admit(together)
+                together, new = [], {}
+            if not self._wait_for(lambda: shards <= self._open):  # noqa: B023
+                return
             with suppress(UserError):  # who makes the step finds it out
-                rows = self._blend.cut(self._samples_of(self._begin + number * self.stride).ravel())
-                blocks = self._blocks_of(rows, before)
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._has_room(number, blocks))  # noqa: B023
-                if self._is_closed:
-                    return
-                self._steps.append((number, list(blocks)))
-                if rows is not None:
-                    self._rows[number] = rows
-                    self._num_pieces += len(rows.pieces)
-                new = [block for place, block in blocks.items() if place not in self._needed]
-                for block in new:
-                    block.store.cache.needed.add(block.name)
-                    self._ahead_bytes += block.size_bytes
-                self._needed |= {place: (number, block) for place, block in blocks.items()}
-            for run in _runs(new, self._run_bytes):
-                self._wanted.put(run)
-            number += 1
+                blocks = self._blocks_of(rows, before) if rows else {}
+            of_step = {place: block for place, block in blocks.items() if place not in self._needed}
+            is_full = sum(block.size_bytes for block in (new | of_step).values()) > self._run_bytes
+            if is_full or len(together) >= min(MAX_TOGETHER, number // 2):  # of the first steps few, they are awaited
+                self._admit(together)
+                together, new = [], {}
+            together.append(_Step(number, rows, blocks))
+            new |= of_step
+
+    def _coming_rows(self) -> Iterator[CutRows | None]:
+        """Yield the rows of step after step, None if they cannot be cut, while shards of later ones are being opened.
+
+        These are none until the first step, which is awaited, is planned.
+        """
+        cut, ahead_bytes = deque[tuple[CutRows | None, int]](), 0
+        most_bytes, num_yielded = min(OPENED_BYTES, self._most_bytes), 0
+        for first in itertools.count(self._begin, self.stride):
+            samples, rows, num_bytes = self._samples_of(first).ravel(), None, most_bytes
+            with suppress(UserError):
+                rows = self._blend.cut(samples)
+                num_bytes = rows.num_bytes * self.stride // len(samples)  # with those of other ranks
+            for shard in self._remote_shards(rows) - self._opening:
+                self._opening.add(shard)
+                self._wanted.put(partial(self._open_shard, *shard))
+            cut.append((rows, num_bytes))
+            ahead_bytes += num_bytes
+            while cut and (ahead_bytes >= most_bytes or num_yielded < 2):
+                rows, num_bytes = cut.popleft()
+                ahead_bytes, num_yielded = ahead_bytes - num_bytes, num_yielded + 1
+                yield rows
+
+    def _remote_shards(self, rows: CutRows | None) -> set[tuple[int, int]]:
+        if rows is None:
+            return set()
+        return {place for place in rows.shards if isinstance(self._blend.stores[place[0]], RemoteStore)}
+
+    def _admit(self, steps: Sequence[_Step]) -> None:
+        """Wait for room for the blocks of steps, and let them be fetched."""
+        if not steps:
+            return
+        blocks = {place: block for step in steps for place, block in step.blocks.items()}
+        with self._changed:
+            if not self._wait_for(lambda: self._has_room(steps[0].number, blocks)):
+                return
+            new = {place: block for place, block in blocks.items() if place not in self._needed}
+            for step in steps:
+                self._steps.append((step.number, list(step.blocks)))
+                self._needed |= {place: (step.number, block) for place, block in step.blocks.items()}
+                if step.rows is not None:
+                    self._rows[step.number] = step.rows
+                    self._num_pieces += len(step.rows.pieces)
+            for block in new.values():
+                block.store.cache.needed.add(block.name)
+                self._ahead_bytes += block.size_bytes
+        for run in _runs([new[place] for place in sorted(new)], self._run_bytes):
+            self._wanted.put(partial(self._fetch, run))
 
     def _blocks_of(self, rows: CutRows, known: Mapping[Place, Block]) -> dict[Place, Block]:
         """Return the blocks of remote stores that rows read, sorted; most are `known`, as those of the step before."""
@@ -138,19 +198,40 @@ class ReadAhead:
                     found[place] = known.get(place) or store.block(shard, number)
         return found
 
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait for a condition; False if the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or condition())
+            return not self._is_closed
+
     def _has_room(self, number: int, blocks: Mapping[Place, Block]) -> bool:
-        """Return whether a step may be planned: the one that is made now always may."""
+        """Return whether steps from a number on may be planned: the one that is made now always may."""
         if number <= self._now:
             return True
-        new_bytes = sum(block.size_bytes for place, block in blocks.items() if place not in self._needed)
         is_near = len(self._steps) < MAX_STEPS and self._num_pieces < MAX_PIECES
-        return self._ahead_bytes + new_bytes <= self._most_bytes and is_near
+        return is_near and self._ahead_bytes + self._new_bytes(blocks) <= self._most_bytes
 
-    def _fetch_blocks(self) -> None:
-        while (run := self._wanted.get()) is not None:
-            if any(block.name in block.store.cache.needed for block in run):  # it may be over by now
-                with suppress(UserError):
-                    run[0].store.fetch_run(run)
+    def _new_bytes(self, blocks: Mapping[Place, Block]) -> int:
+        return sum(block.size_bytes for place, block in blocks.items() if place not in self._needed)
+
+    def _do_what_is_wanted(self) -> None:
+        while (do := self._wanted.get()) is not None:
+            with suppress(UserError):
+                do()
+
+    def _fetch(self, run: list[Block]) -> None:
+        if any(block.name in block.store.cache.needed for block in run):  # it may be over by now
+            run[0].store.fetch_run(run)
+
+    def _open_shard(self, source: int, shard: int) -> None:
+        store = self._blend.stores[source]
+        assert isinstance(store, RemoteStore), "others are open"
+        try:
+            store.open_tokens(shard)
+        finally:
+            with self._changed:
+                self._open.add((source, shard))
+                self._changed.notify()
 
 
 def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:

@@ -38,6 +38,11 @@ class CutRows:
     slots: Int64s
     shards: list[tuple[int, int]]
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the rows' tokens, and those that note where they are."""
+        return int((self.pieces[:, _COUNT] * self.pieces[:, _ITEMSIZE]).sum()) + self.pieces.nbytes
+
     def ranges(self) -> Int64s:
         """Return the bytes of shards that the pieces read, with the label after one whose document goes on.
 
