@@ -24,6 +24,7 @@ from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
 from datakit.stream.making_thread import Making, MakingThread
 from datakit.stream.read_ahead import ReadAhead
+from datakit.stream.step_memory import StepMemory
 from datakit.stream.stream_record import StreamRecord
 from threefold.closing import Closing
 from threefold.errors import UserError
@@ -67,6 +68,7 @@ class Loader(Closing):
         self._num_samples = 0 if cursor is None else cursor.num_samples
         blend.sources.check_steps(self._num_samples, self.global_batch_size)
         self._most_ahead = REMOTE_STEPS_AHEAD if blend.caches else 1
+        self._memory = StepMemory(self._most_ahead + 2)  # of those ahead, the caller's and the one before
         self._ahead = deque[Making[HostBatch]]()  # the next step, and those after it
         self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
         self._reading: ReadAhead | None = None
@@ -187,6 +189,8 @@ class Loader(Closing):
     def _step_ahead(self, first: int, out: Bytes | None) -> HostBatch:
         # here, as it costs the caller of `next_step` more than the rest; other ranks may still make what was made ahead
         self.read_ahead(first, num_kept=self._most_ahead)
+        if out is None and not self._options.pad_to_multiple_of:
+            out = self._memory.take(self._blend.num_bytes(self.shape_at(first), self._options))
         return self.step_at(first, out)
 
     def read_ahead(self, first: int, every: int = 1, num_kept: int = 0) -> None:
