@@ -17,7 +17,17 @@ import numpy.typing as npt
 from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import reading
 from datakit.remote.block_cache import BlockCache, shared_cache
-from datakit.remote.shard_tokens import ArchivedTokens, PlainTokens, ShardTokens, block_at, content_name, path_of, twice
+from datakit.remote import shard_tokens
+from datakit.remote.shard_tokens import (
+    NO_EDGES,
+    ArchivedTokens,
+    PlainTokens,
+    ShardTokens,
+    block_at,
+    content_name,
+    path_of,
+    twice,
+)
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME
 from datakit.store.origins import Origins
@@ -81,6 +91,7 @@ class RemoteStore(TokenStore):
         self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
         self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
         self._mapped_blocks: KeptOpen[npt.NDArray[np.uint8]] = KeptOpen(cache.mapped)
+        self._stretch_tokens = 0
 
     @classmethod
     def at(cls, url: str, *, cache: str, cache_mib: int = 10240) -> "RemoteStore":
@@ -100,6 +111,17 @@ class RemoteStore(TokenStore):
     def place(self) -> str:
         """The store's URL as it was named, without a password."""
         return masked(self._url)
+
+    def in_stretches_of(self, num_tokens: int) -> "RemoteStore":
+        """Return the same store, of which stretches of so many tokens are read together, from its first token on.
+
+        Its blocks end where they do, if these are no smaller than a block and it is not an archive.
+        """
+        store = object.__new__(type(self))
+        store.__dict__ |= self.__dict__
+        store._tokens, store._open_blocks = KeptOpen(OPEN_TOKENS), KeptOpen(OPEN_BLOCKS)
+        store._mapped_blocks, store._stretch_tokens = KeptOpen(self.cache.mapped), num_tokens
+        return store
 
     def open_tokens(self, number: int) -> None:
         """Fetch what says where the blocks of a shard's tokens are, as whoever first asks for one does."""
@@ -199,7 +221,17 @@ class RemoteStore(TokenStore):
         [file, *_] = self._files_of(number)
         if file.packed:
             return ArchivedTokens(self.source, file)
-        return PlainTokens(self.source, file, lambda: (self.shard(number).index, self.origins(number)))
+        return PlainTokens(
+            self.source, file, lambda: (self.shard(number).index, self.origins(number)), self._edges_in(number)
+        )
+
+    def _edges_in(self, number: int) -> Int64s:
+        """Return the bytes inside a shard's tokens at which stretches begin that are read together."""
+        size = self._stretch_tokens
+        if size * self.itemsize < shard_tokens.BLOCK_BYTES:
+            return NO_EDGES
+        first, stop = self.token_starts[number : number + 2]
+        return (np.arange(first // size * size + size, stop, size) - first) * self.itemsize
 
     def _open_shard(self, number: int) -> TokenShard:
         bin_file, file, _ = self._files_of(number)

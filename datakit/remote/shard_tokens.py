@@ -1,8 +1,10 @@
 """The tokens of a shard behind a URL, in blocks of about a MiB that are checked one by one.
 
 A store that is not compressed has no checksums of parts of a file. It has one of each document, in the shard's
-`.origin`: so a block is whole documents, those that begin in one MiB of the file. An archive's block is a frame.
-A block whose check fails is read once more, as bits also flip on the way.
+`.origin`: so a block is whole documents. Where it is known that stretches of a shard are read together, blocks end where
+these do, and a document that is of two of them is a block by itself: so a stretch of 8 MiB is fetched as 8 MiB and not
+as the 9 blocks of a MiB that it touches. An archive's block is a frame. A block whose check fails is read once more, as
+bits also flip on the way.
 """
 
 from bisect import bisect_right
@@ -21,6 +23,7 @@ from threefold.errors import CheckFailed, quoted
 from threefold.storage import Buffer
 
 BLOCK_BYTES = 1 << 20
+NO_EDGES: Int64s = np.empty(0, np.int64)
 Value = TypeVar("Value")
 
 
@@ -45,9 +48,16 @@ class PlainTokens:
     """Blocks of whole documents."""
 
     def __init__(
-        self, source: StoreSource, file: SourceFile, open_others: Callable[[], tuple[ShardIndex, Origins]]
+        self,
+        source: StoreSource,
+        file: SourceFile,
+        open_others: Callable[[], tuple[ShardIndex, Origins]],
+        edges: Int64s = NO_EDGES,
     ) -> None:
-        """Take the file of the tokens, and what opens the shard's other two; CheckFailed if its size is another one."""
+        """Take the file of the tokens, what opens the shard's other two, and the bytes inside at which stretches begin.
+
+        CheckFailed if its size is another one.
+        """
         self._source, self._file, self._open_others = source, file, open_others
         self.content = content_name(file.digest)
         index, _ = open_others()
@@ -55,8 +65,7 @@ class PlainTokens:
         ends = index.pointers + index.lengths.astype(np.int64) * index.dtype.itemsize
         if len(ends) and (index.pointers[0] or ends[-1] != size_bytes or (ends[:-1] != index.pointers[1:]).any()):
             raise damaged(f"{index.path} is damaged: its documents do not follow each other up to byte {size_bytes}")
-        firsts = np.searchsorted(index.pointers, np.arange(0, size_bytes, BLOCK_BYTES))
-        firsts = np.unique(firsts[firsts < len(ends)])
+        firsts = _first_documents(index.pointers, size_bytes, edges)
         self._firsts: list[int] = [*firsts.tolist(), len(ends)]
         self.bounds: list[int] = [*index.pointers[firsts].tolist(), size_bytes]
         self.edges = np.array(self.bounds, np.int64)
@@ -95,6 +104,23 @@ class ArchivedTokens:
         """Return the content of the frames [first, stop)."""
         unpack, packed_frames = self._reader.unpack, self._reader.packed_frames
         return twice(lambda: [unpack(number, packed) for number, packed in packed_frames(first, stop)])
+
+
+def _first_documents(starts: Int64s, size_bytes: int, edges: Int64s) -> Int64s:
+    """Return the first document of each block, of documents that begin at some bytes and follow each other to the last.
+
+    With documents at bytes 0, 40, 90, 160 and 230, blocks of 100 bytes and an edge at byte 120, which is in the one at
+    90, these are 0, 2, 3: the last begins at 160.
+    """
+    cut = np.searchsorted(starts, edges, side="right") - 1
+    parts = np.unique(np.concatenate([np.zeros(min(1, len(starts)), np.int64), cut, cut + 1]))
+    begins = starts[parts[parts < len(starts)]]
+    sizes = np.diff(begins, append=size_bytes)
+    counts = np.maximum(1, np.rint(sizes / BLOCK_BYTES).astype(np.int64))
+    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.repeat(begins, counts) + numbers * np.repeat(sizes, counts) // np.repeat(counts, counts)
+    firsts = np.unique(np.searchsorted(starts, places))
+    return firsts[firsts < len(starts)]
 
 
 def content_name(digest: FileDigest) -> str:

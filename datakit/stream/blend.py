@@ -10,6 +10,7 @@ on, and a store goes on where it was. Rows of another length begin each store ag
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -64,10 +65,12 @@ class Blend:
         made = Sources.of(stores, segments, seq_length)
         mixture = Mixture(made.segments, seed)
         self._given, self._block_tokens = (stores, segments), block_tokens
+        if block_tokens:
+            made = replace(made, stores=tuple(map(self._in_blocks, made.stores, made.seq_lengths)))
         rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
         self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
-        block_rows = [self._block_rows(era) for era in made.eras] if block_tokens else ()
+        block_rows = [self._block_rows(length) for length in made.seq_lengths] if block_tokens else ()
         self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows, block_rows)
 
     def _take(self, sources: Sources, mixture: Mixture, rows: Sequence[int], seed: int, masks: DocumentMasks) -> None:
@@ -124,7 +127,7 @@ class Blend:
             Source(store.place, store.fingerprint, rows, seq_length)
             for store, rows, seq_length in zip(self.stores, self._num_rows, self._seq_lengths)
         ]
-        order = {"shuffle": f"blocks of {self._block_rows(0)} rows"} if self._block_tokens else {}
+        order = {"shuffle": f"blocks of {self._block_rows(self.seq_length)} rows"} if self._block_tokens else {}
         return StreamRecord.of(sources, self.segments, dict(self._masks.digests()), order)
 
     def check(self, cursor: Cursor, recorded: StreamRecord | None = None) -> None:
@@ -244,9 +247,15 @@ class Blend:
         era = self.sources.eras[source]
         return f"{self.seed}/{self.stores[source].fingerprint}/".encode(), f"/{era}".encode() if era else b""
 
-    def _block_rows(self, era: int) -> int:
-        """Return the rows of a block of one length of rows."""
-        return max(1, self._block_tokens // self.sources.lengths[era])
+    def _block_rows(self, seq_length: int) -> int:
+        """Return how many rows of a length a block has."""
+        return max(1, self._block_tokens // seq_length)
+
+    def _in_blocks(self, store: TokenStore, seq_length: int) -> TokenStore:
+        """Return a store, if it is remote as one that is fetched in the blocks that come after each other."""
+        if not isinstance(store, RemoteStore) or store.packing != "concat":
+            return store
+        return store.in_stretches_of(self._block_rows(seq_length) * seq_length)
 
     @property
     def _change_hint(self) -> str:
@@ -271,7 +280,7 @@ class Blend:
                 what = f"rows have {self.sources.lengths[era]} tokens"
                 parts.append(["rows", self.sources.lengths[era]])
             if era is not None and self._block_tokens:
-                parts.append(["blocks", self._block_rows(era)])
+                parts.append(["blocks", self._block_rows(self.sources.lengths[era])])
             found.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
             before = stretch.sequence
         found += [(begin, "documents are masked", ["masked", digest]) for begin, digest in self._masks.digests()]
