@@ -13,6 +13,7 @@ import xxhash
 import zstandard
 
 from threefold.errors import CheckFailed, UserError
+from threefold.storage import Buffer
 
 # One request of about half a MiB reads any sample, which is what object stores serve well; in larger frames tokens
 # compress hardly better, and smaller ones cost ratio and a longer table.
@@ -53,7 +54,7 @@ class SeekableReader:
     that names the file and, if it is in one, the frame.
     """
 
-    def __init__(self, name: str, packed_bytes: int, read: Callable[[int, int], bytes]) -> None:
+    def __init__(self, name: str, packed_bytes: int, read: Callable[[int, int], Buffer]) -> None:
         """Read the table of a file of `packed_bytes`, of which `read(start, stop)` returns the bytes [start, stop)."""
         self.name, self._read = name, read
         self.table = self._read_table(packed_bytes)
@@ -91,27 +92,36 @@ class SeekableReader:
         before = start - int(self._starts[first])
         return content[before : before + stop - start]
 
-    def packed_frames(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        """Yield the frames [first, last) as they are stored, each with its number, read READ_BYTES at a time."""
+    def packed_frames(
+        self, first: int = 0, last: int | None = None, *, at_once: bool = False
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield the frames [first, last) as they are stored, each with its number, read READ_BYTES at a time or at once."""
         starts, last = self._packed_starts, self.num_frames if last is None else last
         while first < last:
             begin = int(starts[first])
             stop = int(np.searchsorted(starts[: last + 1], begin + READ_BYTES, side="right")) - 1
-            stop = max(stop, first + 1)
+            stop = last if at_once else max(stop, first + 1)
             packed = memoryview(self._read(begin, int(starts[stop])))
             for number in range(first, stop):
                 yield number, packed[int(starts[number]) - begin : int(starts[number + 1]) - begin]
             first = stop
 
-    def unpack(self, number: int, packed: memoryview) -> bytes:
-        """Return the content of one frame, checked; CheckFailed if it is damaged."""
+    def unpack(self, number: int, packed: memoryview, out: memoryview | None = None) -> Buffer:
+        """Return the content of one frame, checked; CheckFailed if it is damaged.
+
+        It is at the beginning of the memory `out`, if that is given. New memory costs the kernel more than what zstd does.
+        """
         size_bytes = int(self._starts[number + 1] - self._starts[number])
         try:
             # the frame's own header decides how much is allocated
             declared = zstandard.frame_content_size(packed)
             if declared != size_bytes:
                 raise self._fault(f"frame {number} is damaged: it says {declared} bytes, the table {size_bytes}")
-            content: bytes = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+            content: Buffer
+            if out is None:
+                content = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+            else:
+                content = out[: zstandard.ZstdDecompressor().stream_reader(packed).readinto(out[:size_bytes])]
         except zstandard.ZstdError as error:
             cause = str(error).removeprefix("decompression error: ")
             raise self._fault(f"frame {number} is damaged: {cause}") from None
@@ -133,7 +143,7 @@ class SeekableReader:
             raise self._fault(f"its table claims {num_frames} frames")
         if table_bytes > len(tail):
             tail = self._read(packed_bytes - table_bytes, packed_bytes)
-        table = tail[len(tail) - table_bytes :]
+        table = bytes(tail[len(tail) - table_bytes :])
         if _HEAD.unpack_from(table) != (_SKIPPABLE_MAGIC, table_bytes - _HEAD.size):
             raise self._fault(f"its table of {num_frames} frames does not begin where it should")
         return table
@@ -155,6 +165,6 @@ def _cut(blocks: Iterable[bytes], frame_bytes: int) -> Iterator[bytes | memoryvi
         yield rest
 
 
-def _check(content: bytes | memoryview) -> int:
+def _check(content: Buffer) -> int:
     """Return the low 32 bits of XXH64 with seed 0, which is also what zstd writes behind a frame's content."""
     return xxhash.xxh64_intdigest(content) & 0xFFFFFFFF

@@ -87,7 +87,7 @@ class StoreSource:
         reader = SeekableReader(
             self.place_of(file),
             self.check_size(file, file.packed),
-            lambda start, stop: bytes(self.storage.read_ranges(_key(file), [(start, stop)])[0]),
+            lambda start, stop: self.storage.read_ranges(_key(file), [(start, stop)])[0],
         )
         if reader.size_bytes != file.digest.size_bytes:
             raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")

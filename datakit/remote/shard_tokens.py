@@ -7,6 +7,7 @@ as the 9 blocks of a MiB that it touches. An archive's block is a frame. A block
 bits also flip on the way.
 """
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,6 +26,7 @@ from threefold.storage import Buffer
 BLOCK_BYTES = 1 << 20
 NO_EDGES: Int64s = np.empty(0, np.int64)
 Value = TypeVar("Value")
+_threads = threading.local()
 
 
 class ShardTokens(Protocol):
@@ -38,9 +40,10 @@ class ShardTokens(Protocol):
     edges: Int64s
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
-        """Return the bytes of the blocks [first, stop), in one request, of an archive one for 8 MiB.
+        """Return the bytes of the blocks [first, stop), in one request.
 
-        CheckFailed, which names the object, if they are damaged.
+        They may be in memory that this thread's next call uses again. CheckFailed, which names the object, if they are
+        damaged.
         """
 
 
@@ -101,9 +104,15 @@ class ArchivedTokens:
         self.edges = np.array(self.bounds, np.int64)
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
-        """Return the content of the frames [first, stop)."""
-        unpack, packed_frames = self._reader.unpack, self._reader.packed_frames
-        return twice(lambda: [unpack(number, packed) for number, packed in packed_frames(first, stop)])
+        """Return the content of the frames [first, stop), in memory that this thread's next call uses again."""
+        return twice(lambda: self._unpacked(first, stop))
+
+    def _unpacked(self, first: int, stop: int) -> list[Buffer]:
+        memory, found = _own_memory(self.bounds[stop] - self.bounds[first]), []
+        for number, packed in self._reader.packed_frames(first, stop, at_once=True):
+            found.append(self._reader.unpack(number, packed, memory))
+            memory = memory[len(found[-1]) :]
+        return found
 
 
 def _first_documents(starts: Int64s, size_bytes: int, edges: Int64s) -> Int64s:
@@ -121,6 +130,14 @@ def _first_documents(starts: Int64s, size_bytes: int, edges: Int64s) -> Int64s:
     places = np.repeat(begins, counts) + numbers * np.repeat(sizes, counts) // np.repeat(counts, counts)
     firsts = np.unique(np.searchsorted(starts, places))
     return firsts[firsts < len(starts)]
+
+
+def _own_memory(size_bytes: int) -> memoryview:
+    """Return memory that this thread has, of so many bytes or more."""
+    memory = getattr(_threads, "memory", memoryview(b""))
+    if len(memory) < size_bytes:
+        memory = _threads.memory = memoryview(np.empty(size_bytes, np.uint8))
+    return memory
 
 
 def content_name(digest: FileDigest) -> str:
