@@ -7,6 +7,7 @@ few MiB and 30 bytes a frame; sizes that a damaged table claims are checked befo
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -27,6 +28,7 @@ _SKIPPABLE_MAGIC, _SEEKABLE_MAGIC = 0x184D2A5E, 0x8F92EAB1
 _HEAD = struct.Struct("<II")  # magic, bytes that follow
 _FOOTER = struct.Struct("<IBI")  # frames, flags, magic
 _HAS_CHECKSUMS, _UNKNOWN_FLAGS = 0x80, 0x7C
+Content = TypeVar("Content", bytes, memoryview)
 _ENTRY = np.dtype([("packed_bytes", "<u4"), ("size_bytes", "<u4"), ("check", "<u4")])
 
 
@@ -95,7 +97,7 @@ class SeekableReader:
     def packed_frames(
         self, first: int = 0, last: int | None = None, *, at_once: bool = False
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the frames [first, last) as they are stored, each with its number, read READ_BYTES at a time or at once."""
+        """Yield the frames [first, last) as they are stored, with their numbers: READ_BYTES at a time, or at once."""
         starts, last = self._packed_starts, self.num_frames if last is None else last
         while first < last:
             begin = int(starts[first])
@@ -106,22 +108,27 @@ class SeekableReader:
                 yield number, packed[int(starts[number]) - begin : int(starts[number + 1]) - begin]
             first = stop
 
-    def unpack(self, number: int, packed: memoryview, out: memoryview | None = None) -> Buffer:
-        """Return the content of one frame, checked; CheckFailed if it is damaged.
+    def unpack(self, number: int, packed: memoryview) -> bytes:
+        """Return the content of one frame, checked; CheckFailed if it is damaged."""
+        decompressor = zstandard.ZstdDecompressor()
+        return self._checked(number, packed, lambda _: decompressor.decompress(packed, allow_extra_data=False))
 
-        It is at the beginning of the memory `out`, if that is given. New memory costs the kernel more than what zstd does.
+    def unpack_into(self, out: memoryview, number: int, packed: memoryview) -> memoryview:
+        """Return the content of one frame at the beginning of `out`: to clear new memory takes longer than zstd.
+
+        CheckFailed if it is damaged; what follows the frame in `packed` is not looked at.
         """
+        stream = zstandard.ZstdDecompressor().stream_reader(packed)
+        return self._checked(number, packed, lambda size_bytes: out[: stream.readinto(out[:size_bytes])])
+
+    def _checked(self, number: int, packed: memoryview, unpack: Callable[[int], Content]) -> Content:
         size_bytes = int(self._starts[number + 1] - self._starts[number])
         try:
             # the frame's own header decides how much is allocated
             declared = zstandard.frame_content_size(packed)
             if declared != size_bytes:
                 raise self._fault(f"frame {number} is damaged: it says {declared} bytes, the table {size_bytes}")
-            content: Buffer
-            if out is None:
-                content = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
-            else:
-                content = out[: zstandard.ZstdDecompressor().stream_reader(packed).readinto(out[:size_bytes])]
+            content = unpack(size_bytes)
         except zstandard.ZstdError as error:
             cause = str(error).removeprefix("decompression error: ")
             raise self._fault(f"frame {number} is damaged: {cause}") from None

@@ -1,8 +1,8 @@
 """RemoteStore: a token store or an archive behind a URL, whose tokens are read through a cache of this machine.
 
 Opening reads the manifest. A shard's `.idx` and `.origin` come at first use, whole; its tokens in blocks of about a
-MiB. Every byte is checked before it is in the cache. The stream, its samples and cursors are those of the same store in
-a local folder.
+MiB, which end where stretches do that are known to be read together. Every byte is checked before it is in the cache.
+The stream, its samples and cursors are those of the same store in a local folder.
 """
 
 import os
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import reading
-from datakit.remote.block_cache import BlockCache, shared_cache
 from datakit.remote import shard_tokens
+from datakit.remote.block_cache import BlockCache, shared_cache
 from datakit.remote.shard_tokens import (
     NO_EDGES,
     ArchivedTokens,

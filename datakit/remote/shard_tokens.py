@@ -1,10 +1,10 @@
 """The tokens of a shard behind a URL, in blocks of about a MiB that are checked one by one.
 
 A store that is not compressed has no checksums of parts of a file. It has one of each document, in the shard's
-`.origin`: so a block is whole documents. Where it is known that stretches of a shard are read together, blocks end where
-these do, and a document that is of two of them is a block by itself: so a stretch of 8 MiB is fetched as 8 MiB and not
-as the 9 blocks of a MiB that it touches. An archive's block is a frame. A block whose check fails is read once more, as
-bits also flip on the way.
+`.origin`: so a block is whole documents. If stretches of a shard are known to be read together, blocks end where these
+do, and a document that two of them share is a block by itself. A stretch of 8 MiB is then fetched as 8 MiB, and not as
+the 9 blocks that it touches. An archive's block is a frame. A block whose check fails is read once more, as bits also
+flip on the way.
 """
 
 import threading
@@ -108,9 +108,9 @@ class ArchivedTokens:
         return twice(lambda: self._unpacked(first, stop))
 
     def _unpacked(self, first: int, stop: int) -> list[Buffer]:
-        memory, found = _own_memory(self.bounds[stop] - self.bounds[first]), []
+        memory, found = _own_memory(self.bounds[stop] - self.bounds[first]), list[Buffer]()
         for number, packed in self._reader.packed_frames(first, stop, at_once=True):
-            found.append(self._reader.unpack(number, packed, memory))
+            found.append(self._reader.unpack_into(memory, number, packed))
             memory = memory[len(found[-1]) :]
         return found
 
@@ -136,7 +136,7 @@ def _own_memory(size_bytes: int) -> memoryview:
     """Return memory that this thread has, of so many bytes or more."""
     memory = getattr(_threads, "memory", memoryview(b""))
     if len(memory) < size_bytes:
-        memory = _threads.memory = memoryview(np.empty(size_bytes, np.uint8))
+        memory = _threads.memory = np.empty(size_bytes, np.uint8).data
     return memory
 
 

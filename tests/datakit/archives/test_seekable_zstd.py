@@ -32,8 +32,11 @@ def open_reader(file: bytes) -> SeekableReader:
     return SeekableReader("x.zst", len(file), read)
 
 
-def content_of(reader: SeekableReader) -> bytes:
-    return b"".join(reader.unpack(number, frame) for number, frame in reader.packed_frames())
+def content_of(reader: SeekableReader, memory: memoryview | None = None) -> bytes:
+    def unpack(number: int, packed: memoryview) -> bytes:
+        return reader.unpack(number, packed) if memory is None else bytes(reader.unpack_into(memory, number, packed))
+
+    return b"".join(unpack(number, frame) for number, frame in reader.packed_frames())
 
 
 def table(entries: list[tuple[int, int, int]], *, flags: int = 0x80) -> bytes:
@@ -52,7 +55,7 @@ def test_content_and_all_its_ranges_come_back(content: bytes, data: st.DataObjec
     reader = open_reader(file)
     assert reader.size_bytes == len(content)
     assert reader.num_frames == -(-len(content) // FRAME)
-    assert content_of(reader) == content
+    assert content_of(reader) == content_of(reader, memoryview(bytearray(FRAME))) == content
     start = data.draw(st.integers(0, len(content)))
     stop = data.draw(st.integers(start, len(content)))
     assert reader.read(start, stop) == content[start:stop]
@@ -171,6 +174,9 @@ def test_a_faulty_file_is_told(fault: str) -> None:
     file, message = FAULTS[fault]
     with pytest.raises(CheckFailed, match=f"^x.zst: .*{message}"):
         content_of(open_reader(file))
+    if fault != "trailing bytes":
+        with pytest.raises(CheckFailed, match=f"^x.zst: .*{message}"):
+            content_of(open_reader(file), memoryview(bytearray(FRAME)))
 
 
 SOUND = packed(bytes(i * i % 256 for i in range(10 * FRAME)))
@@ -193,7 +199,7 @@ def test_no_damage_crashes_or_passes_as_other_content(data: st.DataObject) -> No
             case "drop":
                 del file[at : at + data.draw(st.integers(1, 20))]
     try:
-        found = content_of(open_reader(bytes(file)))
+        found = content_of(open_reader(bytes(file)), memoryview(bytearray(FRAME)) if data.draw(st.booleans()) else None)
     except CheckFailed as error:
         said = error.message
     else:

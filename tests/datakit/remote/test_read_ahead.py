@@ -1,6 +1,8 @@
 """ReadAhead: which blocks it keeps for steps that this rank, or another, has yet to make."""
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +10,24 @@ import pytest
 
 from datakit import Blend, RemoteStore, write_store
 from datakit.remote import shard_tokens
+from datakit.remote.remote_store import Block
 from datakit.stream import read_ahead
 from datakit.stream.read_ahead import ReadAhead
 
 NUM_STEPS = 20  # that are planned at a time
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < until_s, "steps are planned"
+        time.sleep(0.01)
+
+
 def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
     monkeypatch.setattr(read_ahead, "MAX_STEPS", NUM_STEPS)
+    monkeypatch.setattr(read_ahead, "MAX_TOGETHER", 1)
     store = write_store(tmp_path / "store", [range(20)] * 200, vocab_size=300)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1)
@@ -27,10 +38,7 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
         return {remote.block(0, number).name for number in numbers}
 
     def wait_for(step: int) -> None:
-        until_s = time.monotonic() + 20
-        while ahead.rows(step) is None:
-            assert time.monotonic() < until_s, "steps are planned"
-            time.sleep(0.01)
+        wait_until(lambda: ahead.rows(step) is not None)
         with ahead._changed:  # until its blocks are needed too
             pass
 
@@ -49,3 +57,39 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
         ahead.close()
         ahead.wait(time.monotonic() + 20)
     assert not still & remote.cache.needed
+
+
+def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps of 2 rows, 8 of which read the blocks of a stretch; shards end inside stretches."""
+    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
+    documents = [range(20)] * 400
+    store = write_store(tmp_path / "store", documents, vocab_size=300, shard_documents=100)
+    remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
+    blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=256)
+    runs, opened, opened_before = list[list[Block]](), set[int](), list[bool]()
+    fetch_run, open_tokens = RemoteStore.fetch_run, RemoteStore.open_tokens
+
+    def fetched(self: RemoteStore, run: list[Block]) -> None:
+        runs.append(run)
+        opened_before.append(run[0].shard in opened)
+        fetch_run(self, run)
+
+    def opened_too(self: RemoteStore, number: int) -> None:
+        assert threading.current_thread().name == "datakit-read-ahead"
+        open_tokens(self, number)
+        opened.add(number)
+
+    monkeypatch.setattr(RemoteStore, "fetch_run", fetched)
+    monkeypatch.setattr(RemoteStore, "open_tokens", opened_too)
+    num_steps = int(blend.rows[0]) // 2
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 2), 0, 2)
+    try:
+        wait_until(lambda: ahead.rows(2 * num_steps - 2) is not None and ahead._wanted.empty())
+    finally:
+        ahead.close()
+        ahead.wait(time.monotonic() + 20)
+    assert all(opened_before)
+    assert opened == set(range(4))
+    blocks = [(block.shard, block.number) for run in runs for block in run]
+    assert len(blocks) == len(set(blocks))
+    assert len(runs) < num_steps / 4, "without steps that are planned together it is four times as many"

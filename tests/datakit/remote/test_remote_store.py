@@ -137,6 +137,24 @@ def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: RemoteStor
             assert ctypes.string_at(address, stop - start) == remote.read_tokens(shard, start, stop).tobytes()
 
 
+@pytest.mark.parametrize("stretch_tokens", [300, 1000, 5000])
+def test_blocks_end_where_stretches_do(store: TokenStore, remote: RemoteStore, stretch_tokens: int) -> None:
+    """A stretch is fetched with no more than the documents at its ends, whose checksums are of the whole of them."""
+    found = remote.in_stretches_of(stretch_tokens)
+    assert found.tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
+    for number, shard in enumerate(map(store.shard, range(len(store.manifest.shards)))):
+        edges = found._tokens.get(number, found._open_tokens).edges
+        starts, lengths = shard.index.pointers, shard.index.lengths.astype(np.int64)
+        assert np.isin(edges[:-1], starts).all()
+        first, end = store.token_starts[number : number + 2]
+        for begin in range(-(-first // stretch_tokens) * stretch_tokens, end, stretch_tokens):
+            start, stop = 2 * (begin - first), 2 * (min(begin + stretch_tokens + 1, end) - first)
+            blocks = found.blocks(number, np.array([start]), np.array([stop]))
+            inside = (starts < stop) & (starts + 2 * lengths > start)
+            assert sum(edges[block + 1] - edges[block] for block in blocks) == 2 * lengths[inside].sum()
+        assert np.diff(edges).max() <= 1.5 * BLOCK_BYTES + 2 * lengths.max()
+
+
 def test_blocks_that_follow_each_other_are_one_request(
     store: TokenStore, opened: Opener, s3_url: str, s3_proxy: FaultProxy
 ) -> None:
