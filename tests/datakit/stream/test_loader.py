@@ -51,20 +51,6 @@ def global_step(blend: Blend, shape: tuple[int, int, int], cursor: Cursor) -> tu
     return np.stack(rows, axis=1).reshape(-1, L), cursors.pop()
 
 
-@settings(max_examples=25)
-@given(kept=st.lists(st.booleans(), min_size=1, max_size=40))
-def test_what_a_caller_keeps_stays_as_it_was(blend: Blend, kept: list[bool]) -> None:
-    """Whole steps, or one of their arrays."""
-    with Loader(blend, 2, 1) as loader:
-        found = []
-        for step, is_kept in enumerate(kept):
-            labels = loader.next_step().labels
-            if is_kept:
-                found.append((2 * step, labels))
-        for sample, labels in found:
-            assert (labels == loader.step_at(sample).labels).all()
-
-
 SHAPES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5)
 
 
