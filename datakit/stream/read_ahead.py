@@ -32,7 +32,7 @@ AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank th
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 MAX_TOGETHER = 64  # steps that are planned together
-OPENED_BYTES = 64 << 20  # shards are open before so much else is read
+OPENED_BYTES, OPENED_STEPS = 64 << 20, 256  # shards are opened before so much else is read, or so many steps
 
 Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block of that
 
@@ -154,7 +154,7 @@ class ReadAhead:
                 self._wanted.put(partial(self._open_shard, *shard))
             cut.append((rows, num_bytes))
             ahead_bytes += num_bytes
-            while cut and (ahead_bytes >= most_bytes or num_yielded < 2):
+            while cut and (ahead_bytes >= most_bytes or len(cut) > OPENED_STEPS or num_yielded < 2):
                 rows, num_bytes = cut.popleft()
                 ahead_bytes, num_yielded = ahead_bytes - num_bytes, num_yielded + 1
                 yield rows

@@ -11,6 +11,7 @@ import pytest
 from datakit import Blend, RemoteStore, write_store
 from datakit.remote import shard_tokens
 from datakit.remote.remote_store import Block
+from datakit.store.shard import Int64s
 from datakit.stream import read_ahead
 from datakit.stream.read_ahead import ReadAhead
 
@@ -93,3 +94,24 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
     blocks = [(block.shard, block.number) for run in runs for block in run]
     assert len(blocks) == len(set(blocks))
     assert len(runs) < num_steps / 4, "without steps that are planned together it is four times as many"
+
+
+def test_tiny_steps_are_planned_at_once(tmp_path: Path) -> None:
+    """So many of them fit into what is read ahead that walking through all would take minutes."""
+    store = write_store(tmp_path / "store", [range(20)] * 400, vocab_size=300)
+    remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=1024)
+    goes_on = threading.Event()
+
+    def samples_of(first: int) -> Int64s:
+        if first >= 1000:
+            goes_on.wait(30)
+        return np.array([first])
+
+    ahead = ReadAhead(Blend([(remote, 1.0)], seq_length=8, seed=1), samples_of, 0, 1)
+    try:
+        wait_until(lambda: ahead.rows(10) is not None)
+    finally:
+        goes_on.set()
+        ahead.close()
+        ahead.wait(time.monotonic() + 20)
+    assert not any(thread.is_alive() for thread in ahead._threads)
