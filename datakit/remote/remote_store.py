@@ -19,7 +19,7 @@ from datakit.files.durable import reading
 from datakit.remote import shard_tokens
 from datakit.remote.block_cache import BlockCache, shared_cache
 from datakit.remote.shard_tokens import (
-    NO_EDGES,
+    NO_STRETCHES,
     ArchivedTokens,
     PlainTokens,
     ShardTokens,
@@ -83,15 +83,14 @@ class RemoteStore(TokenStore):
     the first block that it fetches is a StorageError. Pickled to a process that was not forked, it goes on.
     """
 
-    def __init__(self, url: str, source: StoreSource, cache: BlockCache) -> None:
-        """Wrap what was read already; `RemoteStore.at` is the usual way."""
+    def __init__(self, url: str, source: StoreSource, cache: BlockCache, stretch_tokens: int = 0) -> None:
+        """Wrap what was read already; `RemoteStore.at` is the usual way, and then `in_stretches_of`."""
         super().__init__(Path(source.storage.url), source.manifest, "pread")
-        self.source, self.cache, self._url = source, cache, url
+        self.source, self.cache, self._url, self._stretch_tokens = source, cache, url, stretch_tokens
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
         self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
         self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
         self._mapped_blocks: KeptOpen[npt.NDArray[np.uint8]] = KeptOpen(cache.mapped)
-        self._stretch_tokens = 0
 
     @classmethod
     def at(cls, url: str, *, cache: str, cache_mib: int = 10240) -> "RemoteStore":
@@ -117,15 +116,11 @@ class RemoteStore(TokenStore):
 
         Its blocks end where they do, if these are no smaller than a block and it is not an archive.
         """
-        store = object.__new__(type(self))
-        store.__dict__ |= self.__dict__
-        store._tokens, store._open_blocks = KeptOpen(OPEN_TOKENS), KeptOpen(OPEN_BLOCKS)
-        store._mapped_blocks, store._stretch_tokens = KeptOpen(self.cache.mapped), num_tokens
-        return store
+        return RemoteStore(self._url, self.source, self.cache, num_tokens)
 
     def open_tokens(self, number: int) -> None:
         """Fetch what says where the blocks of a shard's tokens are, as whoever first asks for one does."""
-        self._tokens.get(number, self._open_tokens)
+        self._tokens_of(number)
 
     def blocks(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
         """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
@@ -133,7 +128,7 @@ class RemoteStore(TokenStore):
 
     def block(self, shard: int, number: int) -> Block:
         """Return what names a block in the cache."""
-        tokens = self._tokens.get(shard, self._open_tokens)
+        tokens = self._tokens_of(shard)
         first, last = tokens.bounds[number : number + 2]
         return Block(self, shard, number, f"{tokens.content}-{first}-{last}", last - first)
 
@@ -144,7 +139,7 @@ class RemoteStore(TokenStore):
     def fetch_run(self, run: Sequence[Block]) -> None:
         """Fetch blocks of a shard that follow each other into the cache, in one request if none of them is there."""
         [shard], first = {block.shard for block in run}, run[0].number
-        tokens = self._tokens.get(shard, self._open_tokens)
+        tokens = self._tokens_of(shard)
         blocks = [(block.name, block.size_bytes) for block in run]
         self.cache.fill(blocks, lambda start, stop: tokens.fetch(first + start, first + stop))
 
@@ -173,7 +168,7 @@ class RemoteStore(TokenStore):
 
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
-        tokens = self._tokens.get(number, self._open_tokens)
+        tokens = self._tokens_of(number)
         block = block_at(tokens, start)
         while start < stop:
             file = self._open_blocks.get(_key(number, block), self._open_block)
@@ -201,8 +196,11 @@ class RemoteStore(TokenStore):
             start = end
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
+    def _tokens_of(self, number: int) -> ShardTokens:
+        return self._tokens.get(number, self._open_tokens)
+
     def _bounds(self, number: int) -> Int64s:
-        return self._tokens.get(number, self._open_tokens).edges
+        return self._tokens_of(number).edges
 
     def _open_block(self, key: int) -> ShardFile:
         return self.fetch(self._block_of(key))
@@ -215,21 +213,21 @@ class RemoteStore(TokenStore):
         return self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1)
 
     def _content_of(self, block: Block) -> Buffer:
-        return self._tokens.get(block.shard, self._open_tokens).fetch(block.number, block.number + 1)[0]
+        return self._tokens_of(block.shard).fetch(block.number, block.number + 1)[0]
 
     def _open_tokens(self, number: int) -> ShardTokens:
         [file, *_] = self._files_of(number)
         if file.packed:
             return ArchivedTokens(self.source, file)
         return PlainTokens(
-            self.source, file, lambda: (self.shard(number).index, self.origins(number)), self._edges_in(number)
+            self.source, file, lambda: (self.shard(number).index, self.origins(number)), self._stretches_in(number)
         )
 
-    def _edges_in(self, number: int) -> Int64s:
+    def _stretches_in(self, number: int) -> Int64s:
         """Return the bytes inside a shard's tokens at which stretches begin that are read together."""
         size = self._stretch_tokens
         if size * self.itemsize < shard_tokens.BLOCK_BYTES:
-            return NO_EDGES
+            return NO_STRETCHES
         first, stop = self.token_starts[number : number + 2]
         return (np.arange(first // size * size + size, stop, size) - first) * self.itemsize
 

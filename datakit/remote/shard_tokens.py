@@ -24,7 +24,7 @@ from threefold.errors import CheckFailed, quoted
 from threefold.storage import Buffer
 
 BLOCK_BYTES = 1 << 20
-NO_EDGES: Int64s = np.empty(0, np.int64)
+NO_STRETCHES: Int64s = np.empty(0, np.int64)
 Value = TypeVar("Value")
 _threads = threading.local()
 
@@ -55,7 +55,7 @@ class PlainTokens:
         source: StoreSource,
         file: SourceFile,
         open_others: Callable[[], tuple[ShardIndex, Origins]],
-        edges: Int64s = NO_EDGES,
+        stretches: Int64s = NO_STRETCHES,
     ) -> None:
         """Take the file of the tokens, what opens the shard's other two, and the bytes inside at which stretches begin.
 
@@ -68,7 +68,7 @@ class PlainTokens:
         ends = index.pointers + index.lengths.astype(np.int64) * index.dtype.itemsize
         if len(ends) and (index.pointers[0] or ends[-1] != size_bytes or (ends[:-1] != index.pointers[1:]).any()):
             raise damaged(f"{index.path} is damaged: its documents do not follow each other up to byte {size_bytes}")
-        firsts = _first_documents(index.pointers, size_bytes, edges)
+        firsts = _first_documents(index.pointers, size_bytes, stretches)
         self._firsts: list[int] = [*firsts.tolist(), len(ends)]
         self.bounds: list[int] = [*index.pointers[firsts].tolist(), size_bytes]
         self.edges = np.array(self.bounds, np.int64)
@@ -115,13 +115,13 @@ class ArchivedTokens:
         return found
 
 
-def _first_documents(starts: Int64s, size_bytes: int, edges: Int64s) -> Int64s:
+def _first_documents(starts: Int64s, size_bytes: int, stretches: Int64s) -> Int64s:
     """Return the first document of each block, of documents that begin at some bytes and follow each other to the last.
 
-    With documents at bytes 0, 40, 90, 160 and 230, blocks of 100 bytes and an edge at byte 120, which is in the one at
-    90, these are 0, 2, 3: the last begins at 160.
+    With documents at bytes 0, 40, 90, 160 and 230 of 280, blocks of 100 bytes and a stretch that begins at byte 120,
+    which is in the one at 90, these are 0, 2 and 3.
     """
-    cut = np.searchsorted(starts, edges, side="right") - 1
+    cut = np.searchsorted(starts, stretches, side="right") - 1
     parts = np.unique(np.concatenate([np.zeros(min(1, len(starts)), np.int64), cut, cut + 1]))
     begins = starts[parts[parts < len(starts)]]
     sizes = np.diff(begins, append=size_bytes)

@@ -3,9 +3,9 @@
 Pickled, it goes on at its cursor in the process that unpickles it; so does each side of a fork.
 
 In a step that begins at sample `first`, row i of micro-batch m on data-parallel rank r is global sample
-`first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works: in new
-memory by itself, in the caller's memory (pinned, say) if the caller asks by `prefetch`. Where stores are remote it is
-three in new memory, as requests and checks beside them make single steps late.
+`first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works: by
+itself in memory that nothing else refers to, in the caller's memory (pinned, say) if the caller asks by `prefetch`. Of
+remote stores it is three by itself, as requests and checks beside them make single steps late.
 """
 
 import os
@@ -147,8 +147,8 @@ class Loader(Closing):
         """Return the next step's rows of this rank, arrays of `shape`, made in the memory `out` if it is given.
 
         `out` is an array of `num_bytes` or HostBatch.num_bytes(shape) bytes, which differ with the length of rows.
-        Without it the step has memory of its own, of `num_bytes`, and what comes next is begun at once; with it,
-        `prefetch` begins the next one.
+        Without it the step has memory that nothing else refers to, of `num_bytes`, and what comes next is begun at
+        once; with it, `prefetch` begins the next one.
         """
         if not self._ahead or self._out is not out or self._process != os.getpid():
             self.prefetch(out)

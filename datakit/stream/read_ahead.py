@@ -62,7 +62,7 @@ class ReadAhead:
         self._steps: deque[tuple[int, list[Place]]] = deque()
         self._rows: dict[int, CutRows] = {}  # of steps that are planned
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
-        self._opening, self._open = set[tuple[int, int]](), set[tuple[int, int]]()  # sources with shards of them
+        self._open: set[tuple[int, int]] = set()  # sources with shards of them
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, name="datakit-read-ahead", daemon=True)
@@ -142,15 +142,15 @@ class ReadAhead:
 
         These are none until the first step, which is awaited, is planned.
         """
-        cut, ahead_bytes = deque[tuple[CutRows | None, int]](), 0
+        cut, ahead_bytes, asked = deque[tuple[CutRows | None, int]](), 0, set[tuple[int, int]]()
         most_bytes, num_yielded = min(OPENED_BYTES, self._most_bytes), 0
         for first in itertools.count(self._begin, self.stride):
             samples, rows, num_bytes = self._samples_of(first).ravel(), None, most_bytes
             with suppress(UserError):
                 rows = self._blend.cut(samples)
                 num_bytes = rows.num_bytes * self.stride // len(samples)  # with those of other ranks
-            for shard in self._remote_shards(rows) - self._opening:
-                self._opening.add(shard)
+            for shard in self._remote_shards(rows) - asked:
+                asked.add(shard)
                 self._wanted.put(partial(self._open_shard, *shard))
             cut.append((rows, num_bytes))
             ahead_bytes += num_bytes
