@@ -97,8 +97,19 @@ DK_API int64_t dk_find_blocks(const char* folder, const char* names, const int64
 DK_API int64_t dk_write_blocks(const char* folder, const char* names, const void* const* contents, const int64_t* sizes,
                                int64_t num_blocks);
 
-// Maps a block for reading, at *address. Returns 0, or a negative errno: -ENOENT too if it has another size.
-DK_API int64_t dk_map_block(const char* path, int64_t num_bytes, void** address);
+// Removes blocks, those used longest ago first, until the others have at most wanted bytes, or with those that are needed at
+// most most; and temporary files of an hour ago. Names that begin with a dot are not blocks'. Returns the bytes left, or a
+// negative errno.
+DK_API int64_t dk_evict_blocks(const char* folder, const char* needed, int64_t num_needed, int64_t most, int64_t wanted);
+
+// Locks bytes of an open file for its descriptor, in order. Returns how many before the first that another has locked, or a
+// negative errno.
+DK_API int64_t dk_lock_bytes(int64_t file, const int64_t* places, int64_t num_places);
+
+// Maps blocks for reading, at addresses[i]; null where block i is not there with sizes[i] bytes, or cannot be mapped. Returns
+// 0, or a negative errno.
+DK_API int64_t dk_map_blocks(const char* folder, const char* names, const int64_t* sizes, int64_t num_blocks,
+                             void** addresses);
 
 // Cuts documents that follow each other from token first_token on into pieces of at most seq_length tokens, all but a
 // document's last of just so many, and returns their number; empty documents have none. -EINVAL if a length is negative

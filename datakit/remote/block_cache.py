@@ -12,7 +12,6 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import struct
 import threading
 import time
@@ -33,14 +32,14 @@ from datakit.store.shard import map_open, mapped_at
 from datakit.store.shard_file import ShardFile
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
-from threefold.storage import Buffer, is_temporary, open_storage, temporary_name
+from threefold.storage import Buffer, open_storage, temporary_name
 
 PATIENCE_S = 60.0
-LEAST_MAPPED, MAPPED_BYTES_EACH = 32, 8 << 20  # blocks that all its stores keep mapped: an eighth of it, or more
+# blocks of about a MiB that all its stores keep mapped: as many as fill half of it, within what a process may map
+LEAST_MAPPED, MOST_MAPPED, MAPPED_BYTES_EACH = 32, 1 << 14, 2 << 20
 ROOM_PART = 16  # an eviction frees this part of the cache beyond what is asked for, so that few look through it
-_STALE_S = 3600.0  # a hidden file of this age is no longer written
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_FLOCK, _COUNT = struct.Struct("hhqqi4x"), struct.Struct("<q")  # fcntl's; bytes that the blocks have, about
+_COUNT = struct.Struct("<q")  # bytes that the blocks have, about
 _LOCKS, _IN_USE = ".locks", ".in-use"
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # of a file system all of whose files have names
 
@@ -55,7 +54,7 @@ class BlockCache:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Make the folder, if it is not there; StorageError if it cannot be written."""
         self.place, self.max_bytes, self.needed, self.bytes_added = folder, max_bytes, set[str](), 0
-        self.mapped = Bound(max(LEAST_MAPPED, max_bytes // MAPPED_BYTES_EACH))
+        self.mapped = Bound(min(MOST_MAPPED, max(LEAST_MAPPED, max_bytes // MAPPED_BYTES_EACH)))
         self._turns = dict[int, threading.Lock]()  # of each process, whose threads need not look again and again
         self._folder = folder / _BOOT_ID.read_text().strip()
         with self._writing():
@@ -82,13 +81,23 @@ class BlockCache:
 
         As of any mapped file, reading what somebody has cut off meanwhile ends the process.
         """
-        address = array("q", [0])
-        path = os.fsencode(self._folder / name)
-        if not cache_library().dk_map_block(path, size_bytes, address.buffer_info()[0]):
-            return mapped_at(address[0], size_bytes)
+        [memory] = self.mapped_blocks([(name, size_bytes)])
+        if memory is not None:
+            return memory
         file = self.get(name, size_bytes, make)
         with reading(file.path):
             return np.asarray(map_open(file.descriptor))
+
+    def mapped_blocks(self, blocks: Sequence[tuple[str, int]]) -> list[npt.NDArray[np.uint8] | None]:
+        """Return the bytes of those of some blocks, names with sizes, that are there, mapped as by `memory`."""
+        sizes, addresses = array("q", (size for _, size in blocks)), array("q", bytes(8 * len(blocks)))
+        with self._writing():
+            _checked(
+                cache_library().dk_map_blocks(
+                    *self._named(blocks), sizes.buffer_info()[0], len(blocks), addresses.buffer_info()[0]
+                )
+            )
+        return [mapped_at(address, size) if address else None for address, size in zip(addresses, sizes)]
 
     def fill(self, blocks: Sequence[tuple[str, int]], make: Callable[[int, int], Sequence[Buffer]]) -> None:
         """Fetch those of some blocks, names with sizes, that are not there; `make(i, j)` returns blocks [i, j)."""
@@ -108,7 +117,7 @@ class BlockCache:
             code = cache_library().dk_find_blocks(
                 *self._named(blocks), sizes.buffer_info()[0], len(blocks), there.buffer_info()[0]
             )
-            _raise(code)
+            _checked(code)
         found: list[tuple[int, int]] = []
         for number, is_there in enumerate(there):
             if not is_there:
@@ -156,7 +165,7 @@ class BlockCache:
             *self._named(blocks), addresses.buffer_info()[0], sizes.buffer_info()[0], len(blocks)
         )
         if -code not in _NO_NAMELESS:
-            _raise(code)
+            _checked(code)
             return
         for (name, _), content in zip(blocks, contents):
             self._write(self._folder / name, content)
@@ -202,24 +211,13 @@ class BlockCache:
 
     def _evict(self, most: int) -> int:
         """Remove blocks until the others have at most so many bytes, and a good deal less; return what they have."""
-        blocks, total = [], 0
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and entry.name not in (_LOCKS, _IN_USE):
-                        is_stale = is_temporary(entry.name) and time.time() - status.st_mtime > _STALE_S
-                        rank = 0 if is_stale else 2 if entry.name in self.needed else 1
-                        blocks.append((rank, status.st_mtime_ns, entry.name, status.st_size))
-                        total += status.st_size
-        wanted = max(0, most - self.max_bytes // ROOM_PART)
-        for rank, _, name, size_bytes in sorted(blocks):
-            if total <= (most if rank == 2 else wanted) and rank:
-                break
-            if rank != 1 or not is_temporary(name):
-                (self._folder / name).unlink(missing_ok=True)
-                total -= size_bytes
-        return total
+        needed = tuple(self.needed)
+        with self._writing():
+            left = cache_library().dk_evict_blocks(
+                os.fsencode(self._folder), "\0".join(needed).encode(), len(needed), most,
+                max(0, most - self.max_bytes // ROOM_PART),
+            )  # fmt: skip
+            return _checked(left)
 
     @contextmanager
     def _locked(self, *places: int) -> Iterator[int]:
@@ -228,22 +226,20 @@ class BlockCache:
             descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             backoff = Backoff(0.001, max_s=0.01, within_s=PATIENCE_S)
-            for place in places:
-                while not self._lock(descriptor, place) and (pause_s := backoff.next_s()) is not None:
+            rest = array("q", places)
+            while rest := rest[self._lock(descriptor, rest) :]:
+                if (pause_s := backoff.next_s()) is None:
+                    rest.pop(0)  # its owner is taken for stopped
+                else:
                     time.sleep(pause_s)
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def _lock(self, descriptor: int, place: int) -> bool:
-        """Lock a byte; False if another holds it."""
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise self._failure(error) from error
-        return True
+    def _lock(self, descriptor: int, places: "array[int]") -> int:
+        """Lock bytes one after the other; return how many, before the first that another holds."""
+        with self._writing():
+            return _checked(cache_library().dk_lock_bytes(descriptor, places.buffer_info()[0], len(places)))
 
     def _remove_former(self) -> None:
         """Remove what other starts of the machine left, if no process holds it: another node's it may be."""
@@ -287,10 +283,11 @@ def _cache_in(folder: Path, max_bytes: int) -> BlockCache:
     return BlockCache(folder, max_bytes)
 
 
-def _raise(code: int) -> None:
-    """Raise the OSError of a negative errno."""
-    if code:
-        raise OSError(-code, os.strerror(-code))
+def _checked(result: int) -> int:
+    """Return what a native function did, or raise the OSError of a negative errno."""
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
+    return result
 
 
 def _lock_of(name: str) -> int:

@@ -6,7 +6,7 @@ The stream, its samples and cursors are those of the same store in a local folde
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from threefold.storage.repeating import open_repeating
 OPEN_TOKENS = Bound(4096)  # some dozen bytes a block each
 # what is open or mapped keeps its room on the disk when the cache drops it
 OPEN_INDICES, OPEN_ORIGINS, OPEN_BLOCKS = Bound(64), Bound(64), Bound(min(32, OPEN_FILES.most))
-MAPPED_PART = 16  # blocks are mapped if at least such a part of them is read
+MAPPED_PART = 16  # blocks are mapped to be read if at least such a part of them is
 _BLOCK_BITS = 32
 
 
@@ -86,7 +86,7 @@ class RemoteStore(TokenStore):
     def __init__(self, url: str, source: StoreSource, cache: BlockCache, stretch_tokens: int = 0) -> None:
         """Wrap what was read already; `RemoteStore.at` is the usual way, and then `in_stretches_of`."""
         super().__init__(Path(source.storage.url), source.manifest, "pread")
-        self.source, self.cache, self._url, self._stretch_tokens = source, cache, url, stretch_tokens
+        self.source, self.cache, self._url, self.stretch_tokens = source, cache, url, stretch_tokens
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
         self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
         self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
@@ -126,6 +126,14 @@ class RemoteStore(TokenStore):
         """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
         return _touched(self._bounds(number), starts, stops)
 
+    def blocks_together(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
+        """Return which blocks hold something of some ranges, or of the stretches in which these begin, sorted."""
+        if size := self.stretch_tokens * self.itemsize:
+            first, end = (self.itemsize * token for token in self.token_starts[number : number + 2])
+            begins = (starts + first) // size * size - first
+            starts, stops = np.maximum(begins, 0), np.clip(begins + size, stops, end - first)
+        return self.blocks(number, starts, stops)
+
     def block(self, shard: int, number: int) -> Block:
         """Return what names a block in the cache."""
         tokens = self._tokens_of(shard)
@@ -143,14 +151,26 @@ class RemoteStore(TokenStore):
         blocks = [(block.name, block.size_bytes) for block in run]
         self.cache.fill(blocks, lambda start, stop: tokens.fetch(first + start, first + stop))
 
+    def map_blocks(self, blocks: Iterable[Block]) -> None:
+        """Map those blocks that are in the cache, so that whoever reads them need not."""
+        new = [block for block in blocks if _key(block.shard, block.number) not in self._mapped_blocks]
+        for block, memory in zip(new, self.cache.mapped_blocks([(block.name, block.size_bytes) for block in new])):
+            if memory is not None:
+                self._mapped_blocks.get(_key(block.shard, block.number), lambda _: memory)  # noqa: B023
+
+    def unmap(self, block: Block) -> None:
+        """Keep a block mapped no longer than what is being read of it."""
+        self._mapped_blocks.drop(_key(block.shard, block.number))
+
     def mapped(self, number: int, starts: Int64s, stops: Int64s) -> tuple[Int64s, list[Any]] | None:
         """Return where ranges of bytes of a shard's tokens are in memory, and what keeps them there.
 
         They are in mapped blocks, and copied where they go over the end of one. A mapping keeps a block's room on the
-        disk: None if the ranges are less than a part of their blocks.
+        disk: None if the ranges are less than a part of those of their blocks that are not mapped yet.
         """
         bounds, numbers = self._bounds(number), self.blocks(number, starts, stops)
-        if (stops - starts).sum() * MAPPED_PART < np.diff(bounds)[numbers].sum():
+        new = [each for each in numbers if _key(number, each) not in self._mapped_blocks]
+        if new and (stops - starts).sum() * MAPPED_PART < np.diff(bounds)[new].sum():
             return None
         firsts, lasts = (np.searchsorted(bounds, edges, side="right") - 1 for edges in (starts, stops - 1))
         blocks = {each: self._mapped_blocks.get(_key(number, each), self._map_block) for each in numbers}
@@ -225,7 +245,7 @@ class RemoteStore(TokenStore):
 
     def _stretches_in(self, number: int) -> Int64s:
         """Return the bytes inside a shard's tokens at which stretches begin that are read together."""
-        size = self._stretch_tokens
+        size = self.stretch_tokens
         if size * self.itemsize < shard_tokens.BLOCK_BYTES:
             return NO_STRETCHES
         first, stop = self.token_starts[number : number + 2]

@@ -72,6 +72,9 @@ class KeptOpen(Generic[Value]):
         self._bound.used(self._ref, number)
         return value
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._values
+
     def drop(self, number: int) -> None:
         """Keep this value no longer; whoever uses it still may."""
         self._values.pop(number, None)

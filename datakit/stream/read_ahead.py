@@ -2,8 +2,8 @@
 
 The order of samples is known, so nothing is guessed: one thread walks through the coming steps, and others fetch the
 blocks that they read. Blocks that follow each other are one request, as each costs a server what a MiB or two of
-content do: so steps are planned together, up to what one request fetches. Shards that are read later are opened
-meanwhile, each of which takes some requests one after the other.
+content do: so steps are planned together, up to what one request fetches, and stretches fetched whole. Shards that are
+read later are opened meanwhile, each of which takes some requests one after the other.
 
 The blocks of steps that are over are let go, a few steps later than the Loader makes the next: so ranks in step need
 the same blocks, and none drops what another has yet to read. Those of the others are at most a part of the cache, which
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from datakit.remote.remote_store import Block, RemoteStore
@@ -32,6 +33,7 @@ AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank th
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 MAX_TOGETHER = 64  # steps that are planned together
+MAPPED_STEPS = 2  # blocks are mapped so many steps before the first that reads them is made
 OPENED_BYTES, OPENED_STEPS = 64 << 20, 256  # shards are opened before so much else is read, or so many steps
 
 Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block of that
@@ -56,11 +58,14 @@ class ReadAhead:
         self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
         self._most_bytes = int(AHEAD_PART * min(cache.max_bytes for cache in blend.caches))
         self._changed = threading.Condition()
+        self._awaited: Callable[[], bool] = lambda: False  # by the thread that plans
         self._now, self._num_over, self._is_closed = 0, 0, False
         self._ahead_bytes = self._num_pieces = 0
         self._needed: dict[Place, tuple[int, Block]] = {}  # with the last step that needs it
         self._steps: deque[tuple[int, list[Place]]] = deque()
         self._rows: dict[int, CutRows] = {}  # of steps that are planned
+        self._to_map: deque[tuple[int, list[Block]]] = deque()  # of steps that are the first to need them
+        self._to_unmap = list[Block]()
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
         self._open: set[tuple[int, int]] = set()  # sources with shards of them
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -89,7 +94,7 @@ class ReadAhead:
                     last, block = self._needed[place]
                     if last == over:
                         self._let_go(place, block)
-            self._changed.notify()
+            self._let_plan()
 
     def rows(self, first: int) -> CutRows | None:
         """Return the rows of the step that begins at a sample, None if it is not planned."""
@@ -117,6 +122,7 @@ class ReadAhead:
         del self._needed[place]
         self._ahead_bytes -= block.size_bytes
         block.store.cache.needed.discard(block.name)
+        self._to_unmap.append(block)
 
     def _plan_steps(self) -> None:
         together, new, blocks = list[_Step](), dict[Place, Block](), dict[Place, Block]()
@@ -169,12 +175,15 @@ class ReadAhead:
         if not steps:
             return
         blocks = {place: block for step in steps for place, block in step.blocks.items()}
+        if not self._wait_for(lambda: self._has_room(steps[0].number, blocks)):
+            return
         with self._changed:
-            if not self._wait_for(lambda: self._has_room(steps[0].number, blocks)):
-                return
             new = {place: block for place, block in blocks.items() if place not in self._needed}
             for step in steps:
                 self._steps.append((step.number, list(step.blocks)))
+                first = [block for place, block in step.blocks.items() if place not in self._needed]
+                if in_stretches := [block for block in first if block.store.stretch_tokens]:  # of others little is read
+                    self._to_map.append((step.number, in_stretches))
                 self._needed |= {place: (step.number, block) for place, block in step.blocks.items()}
                 if step.rows is not None:
                     self._rows[step.number] = step.rows
@@ -186,23 +195,51 @@ class ReadAhead:
             self._wanted.put(partial(self._fetch, run))
 
     def _blocks_of(self, rows: CutRows, known: Mapping[Place, Block]) -> dict[Place, Block]:
-        """Return the blocks of remote stores that rows read, sorted; most are `known`, as those of the step before."""
+        """Return the blocks of remote stores that rows read, sorted; most are `known`, as those of the step before.
+
+        With them come those that later steps read of the same stretches, if the cache has room for as much again.
+        """
         slots, starts, stops = rows.ranges().T
         found = dict[Place, Block]()
-        for slot, (source, shard) in enumerate(rows.shards):
-            store = self._blend.stores[source]
-            if isinstance(store, RemoteStore):
-                inside = slots == slot
-                for number in store.blocks(shard, starts[inside], stops[inside]):
-                    place = source, shard, number
-                    found[place] = known.get(place) or store.block(shard, number)
+        for find in (RemoteStore.blocks_together, RemoteStore.blocks):
+            found.clear()
+            for slot, (source, shard) in enumerate(rows.shards):
+                store = self._blend.stores[source]
+                if isinstance(store, RemoteStore):
+                    inside = slots == slot
+                    for number in find(store, shard, starts[inside], stops[inside]):
+                        place = source, shard, number
+                        found[place] = known.get(place) or store.block(shard, number)
+            if sum(block.size_bytes for block in found.values()) <= self._most_bytes // 2:
+                break
         return found
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Wait for a condition; False if the thread is to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or condition())
-            return not self._is_closed
+        """Wait for a condition, as the thread that plans, and map blocks meanwhile; False if it is to end."""
+        while True:
+            with self._changed:
+                self._awaited = condition
+                self._changed.wait_for(lambda: self._is_closed or self._must_map() or condition())
+                if self._is_closed:
+                    return False
+                if not self._must_map():
+                    return True
+                _, blocks = self._to_map.popleft()
+                over, self._to_unmap = self._to_unmap, []
+            for block in over:
+                block.store.unmap(block)
+            for store, of_store in groupby(blocks, lambda block: block.store):
+                with suppress(UserError):
+                    store.map_blocks(of_store)
+
+    def _must_map(self) -> bool:
+        """Return whether there are blocks to map for a step that is made soon."""
+        return bool(self._to_map) and self._to_map[0][0] <= self._now + MAPPED_STEPS
+
+    def _let_plan(self) -> None:
+        """Wake the thread that plans if what it waits for is so; in vain that would cost others the interpreter."""
+        if self._must_map() or self._awaited():
+            self._changed.notify()
 
     def _has_room(self, number: int, blocks: Mapping[Place, Block]) -> bool:
         """Return whether steps from a number on may be planned: the one that is made now always may."""
@@ -231,7 +268,7 @@ class ReadAhead:
         finally:
             with self._changed:
                 self._open.add((source, shard))
-                self._changed.notify()
+                self._let_plan()
 
 
 def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:

@@ -115,3 +115,48 @@ def test_tiny_steps_are_planned_at_once(tmp_path: Path) -> None:
         ahead.close()
         ahead.wait(time.monotonic() + 20)
     assert not any(thread.is_alive() for thread in ahead._threads)
+
+
+def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(read_ahead, "MAX_STEPS", NUM_STEPS)
+    monkeypatch.setattr(read_ahead, "MAX_TOGETHER", 1)
+    store = write_store(tmp_path / "store", [range(20)] * 2000, vocab_size=300)
+    remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
+    remote.cache.mapped.most = 1000
+    blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=64)
+    [opened] = [store for store in blend.stores if isinstance(store, RemoteStore)]
+
+    def is_mapped(step: int) -> bool:
+        _, starts, stops = blend.cut(np.arange(4 * step, 4 * step + 4)).ranges().T
+        return {*opened.blocks(0, starts, stops)} <= {*opened._mapped_blocks._values}
+
+    ahead = ReadAhead(blend, lambda first: np.arange(first, first + 4), 0, 4)
+    try:
+        for step in range(100):
+            ahead.begin(step, 0)
+            wait_until(lambda step=step: ahead.rows(4 * step + 4 * NUM_STEPS - 4) is not None)
+            wait_until(lambda: ahead._wanted.empty())
+        wait_until(lambda: is_mapped(99 + read_ahead.MAPPED_STEPS))
+        assert not is_mapped(50)
+        assert len(opened._mapped_blocks) < 100
+    finally:
+        ahead.close()
+        ahead.wait(time.monotonic() + 20)
+
+
+@pytest.mark.parametrize(("cache_mib", "comes_whole"), [(2, False), (32, True)])
+def test_a_stretch_is_read_ahead_whole_if_the_cache_has_room(tmp_path: Path, cache_mib: int, comes_whole: bool) -> None:
+    store = write_store(tmp_path / "store", [[7] * 1000] * 1200, vocab_size=300)
+    remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=cache_mib)
+    blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=1 << 20)
+    first = next(number for number in range(10_000) if blend.cut([number]).starts[0] < 1 << 19)
+    ahead = ReadAhead(blend, lambda first: np.array([first]), first, 1)
+    try:
+        wait_until(lambda: ahead.rows(first) is not None)
+        size = sum(block.size_bytes for block in ahead._blocks_of(blend.cut([first]), {}).values())
+    finally:
+        ahead.close()
+        ahead.wait(time.monotonic() + 20)
+    assert (size >= 2 << 20) == comes_whole
+    assert size < (3 << 20 if comes_whole else 1.6 * 2**20)

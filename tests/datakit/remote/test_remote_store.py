@@ -1,14 +1,12 @@
 """RemoteStore: the stream of a store behind a URL is that of the local one, and every damage is named or mended."""
 
-import ctypes
 import itertools
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +14,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where, write_store
+from datakit import Blend, Loader, RemoteStore, TokenStore, blame, where
 from datakit.archives.archiving import archive
 from datakit.remote import shard_tokens
-from datakit.remote.remote_store import MAPPED_PART
 from tests.datakit.conftest import files_of
+from tests.datakit.remote.conftest import BLOCK_BYTES
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
-BLOCK_BYTES = 512
 L = 16
 LONG = ("reset", "cut", "stall")
 RECORDS = {"store": "manifest.json", "archive": "archive.json"}
 Opener = Callable[[str], RemoteStore]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
-    """Documents of all lengths, empty ones and one of several blocks too, in six shards."""
-    rng = np.random.default_rng(3)
-    sizes = [0, 0, 3000, 1, *rng.integers(0, 90, 200), 0]
-    path = tmp_path_factory.mktemp("remote") / "store"
-    return write_store(path, [rng.integers(0, 300, size) for size in sizes], vocab_size=300, shard_documents=40)
-
-
-@pytest.fixture(scope="module")
-def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteStore]:
-    """The store behind a URL."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
-        yield RemoteStore.at(f"file://{store.path}", cache=str(tmp_path_factory.mktemp("cache")), cache_mib=64)
 
 
 @pytest.fixture(autouse=True)
@@ -107,52 +87,6 @@ def test_any_cache_has_the_same_batches(
     assert (stream(remote).batch(samples).buffer == stream(store).batch(samples).buffer).all()
     blocks = [path for path in cache.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert sum(path.stat().st_size for path in blocks) <= cache_bytes
-
-
-@given(data=st.data())
-def test_the_blocks_of_ranges_are_those_that_hold_their_bytes(remote: RemoteStore, data: st.DataObject) -> None:
-    shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
-    bounds = remote._tokens.get(shard, remote._open_tokens).bounds
-    pairs = data.draw(st.lists(st.lists(st.integers(0, bounds[-1]), min_size=2, max_size=2, unique=True), max_size=5))
-    starts, stops = np.sort(np.array(pairs, np.int64).reshape(-1, 2)).T
-    inside = {byte for start, stop in zip(starts, stops, strict=True) for byte in range(start, stop)}
-    expected = {bisect_right(bounds, byte) - 1 for byte in inside}
-    assert remote.blocks(shard, starts, stops) == sorted(expected)
-
-
-@given(data=st.data())
-def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: RemoteStore, data: st.DataObject) -> None:
-    shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
-    bounds = remote._tokens.get(shard, remote._open_tokens).bounds
-    pairs = data.draw(
-        st.lists(st.lists(st.integers(0, bounds[-1] // 2), min_size=2, max_size=2, unique=True), min_size=1, max_size=5)
-    )
-    starts, stops = 2 * np.sort(np.array(pairs, np.int64)).T  # whole tokens
-    blocks = remote.blocks(shard, starts, stops)
-    found = remote.mapped(shard, starts, stops)
-    size = sum(bounds[number + 1] - bounds[number] for number in blocks)
-    assert (found is None) == ((stops - starts).sum() * MAPPED_PART < size)
-    if found:
-        for address, start, stop in zip(found[0].tolist(), starts.tolist(), stops.tolist(), strict=True):
-            assert ctypes.string_at(address, stop - start) == remote.read_tokens(shard, start, stop).tobytes()
-
-
-@pytest.mark.parametrize("stretch_tokens", [300, 1000, 5000])
-def test_blocks_end_where_stretches_do(store: TokenStore, remote: RemoteStore, stretch_tokens: int) -> None:
-    """A stretch is fetched with no more than the documents at its ends, whose checksums are of the whole of them."""
-    found = remote.in_stretches_of(stretch_tokens)
-    assert found.tokens(0, store.num_tokens).tolist() == store.tokens(0, store.num_tokens).tolist()
-    for number, shard in enumerate(map(store.shard, range(len(store.manifest.shards)))):
-        edges = found._tokens.get(number, found._open_tokens).edges
-        starts, lengths = shard.index.pointers, shard.index.lengths.astype(np.int64)
-        assert np.isin(edges[:-1], starts).all()
-        first, end = store.token_starts[number : number + 2]
-        for begin in range(-(-first // stretch_tokens) * stretch_tokens, end, stretch_tokens):
-            start, stop = 2 * (begin - first), 2 * (min(begin + stretch_tokens + 1, end) - first)
-            blocks = found.blocks(number, np.array([start]), np.array([stop]))
-            inside = (starts < stop) & (starts + 2 * lengths > start)
-            assert sum(edges[block + 1] - edges[block] for block in blocks) == 2 * lengths[inside].sum()
-        assert np.diff(edges).max() <= 1.5 * BLOCK_BYTES + 2 * lengths.max()
 
 
 def test_blocks_that_follow_each_other_are_one_request(

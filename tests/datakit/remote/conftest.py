@@ -1,0 +1,28 @@
+"""A store, and the same behind a URL in small blocks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from datakit import RemoteStore, TokenStore, write_store
+from datakit.remote import shard_tokens
+
+BLOCK_BYTES = 512
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """Documents of all lengths, empty ones and one of several blocks too, in six shards."""
+    rng = np.random.default_rng(3)
+    sizes = [0, 0, 3000, 1, *rng.integers(0, 90, 200), 0]
+    path = tmp_path_factory.mktemp("remote") / "store"
+    return write_store(path, [rng.integers(0, 300, size) for size in sizes], vocab_size=300, shard_documents=40)
+
+
+@pytest.fixture(scope="module")
+def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteStore]:
+    """The store behind a URL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
+        yield RemoteStore.at(f"file://{store.path}", cache=str(tmp_path_factory.mktemp("cache")), cache_mib=64)
