@@ -126,13 +126,21 @@ class RemoteStore(TokenStore):
         """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
         return _touched(self._bounds(number), starts, stops)
 
-    def blocks_together(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
-        """Return which blocks hold something of some ranges, or of the stretches in which these begin, sorted."""
-        if size := self.stretch_tokens * self.itemsize:
-            first, end = (self.itemsize * token for token in self.token_starts[number : number + 2])
-            begins = (starts + first) // size * size - first
-            starts, stops = np.maximum(begins, 0), np.clip(begins + size, stops, end - first)
-        return self.blocks(number, starts, stops)
+    def stretches(self, number: int, starts: Int64s) -> list[int]:
+        """Return in which stretches bytes of a shard's tokens are, sorted; they are counted from the store's first."""
+        first, _ = self._bytes_of(number)
+        found: list[int] = np.unique((starts + first) // (self.stretch_tokens * self.itemsize)).tolist()
+        return found
+
+    def blocks_of_stretch(self, number: int, stretch: int) -> list[Block]:
+        """Return the blocks of a shard's tokens that hold something of a stretch, or of the token after it."""
+        first, end = self._bytes_of(number)
+        size = self.stretch_tokens * self.itemsize
+        start, stop = max(stretch * size, first), min(stretch * size + size + self.itemsize, end)
+        return [
+            self.block(number, each)
+            for each in self.blocks(number, np.array([start]) - first, np.array([stop]) - first)
+        ]
 
     def block(self, shard: int, number: int) -> Block:
         """Return what names a block in the cache."""
@@ -215,6 +223,11 @@ class RemoteStore(TokenStore):
             parts.append(self.read_tokens(number, (start - first) * self.itemsize, (end - first) * self.itemsize))
             start = end
         return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def _bytes_of(self, number: int) -> tuple[int, int]:
+        """Return the first byte of a shard's tokens among those of the store, and the one after the last."""
+        first, end = self.token_starts[number : number + 2]
+        return first * self.itemsize, end * self.itemsize
 
     def _tokens_of(self, number: int) -> ShardTokens:
         return self._tokens.get(number, self._open_tokens)

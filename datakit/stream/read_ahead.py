@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,15 +36,22 @@ MAX_TOGETHER = 64  # steps that are planned together
 MAPPED_STEPS = 2  # blocks are mapped so many steps before the first that reads them is made
 OPENED_BYTES, OPENED_STEPS = 64 << 20, 256  # shards are opened before so much else is read, or so many steps
 
-Place = tuple[int, int, int]  # a source of the blend, a shard of it and a block of that
+Place = tuple[int, int, bool, int]  # a source of the blend, a shard of it, and a stretch of that or a block of it
+
+
+class _Part(NamedTuple):
+    """What steps read of a remote store: a block, or all of a stretch."""
+
+    blocks: Sequence[Block]
+    size_bytes: int
 
 
 class _Step(NamedTuple):
-    """A step that is planned: its rows, None if they cannot be cut, and the blocks of remote stores that it reads."""
+    """A step that is planned: its rows, None if they cannot be cut, and the parts of remote stores that it reads."""
 
     number: int
     rows: CutRows | None
-    blocks: Mapping[Place, Block]
+    parts: Mapping[Place, _Part]
 
 
 class ReadAhead:
@@ -61,7 +68,8 @@ class ReadAhead:
         self._awaited: Callable[[], bool] = lambda: False  # by the thread that plans
         self._now, self._num_over, self._is_closed = 0, 0, False
         self._ahead_bytes = self._num_pieces = 0
-        self._needed: dict[Place, tuple[int, Block]] = {}  # with the last step that needs it
+        self._needed: dict[Place, tuple[int, _Part]] = {}  # with the last step that needs it
+        self._num_needing = Counter[Block]()  # parts that are needed and have it: a document may be of two stretches
         self._steps: deque[tuple[int, list[Place]]] = deque()
         self._rows: dict[int, CutRows] = {}  # of steps that are planned
         self._to_map: deque[tuple[int, list[Block]]] = deque()  # of steps that are the first to need them
@@ -91,9 +99,9 @@ class ReadAhead:
                 if (rows := self._rows.pop(over, None)) is not None:
                     self._num_pieces -= len(rows.pieces)
                 for place in places:
-                    last, block = self._needed[place]
+                    last, part = self._needed[place]
                     if last == over:
-                        self._let_go(place, block)
+                        self._let_go(place, part)
             self._let_plan()
 
     def rows(self, first: int) -> CutRows | None:
@@ -105,8 +113,8 @@ class ReadAhead:
         """End the threads; a request that is under way ends by itself."""
         with self._changed:
             self._is_closed = True
-            for place, (_, block) in list(self._needed.items()):
-                self._let_go(place, block)
+            for place, (_, part) in list(self._needed.items()):
+                self._let_go(place, part)
             self._steps.clear()
             self._rows.clear()
             self._changed.notify()
@@ -118,29 +126,33 @@ class ReadAhead:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    def _let_go(self, place: Place, block: Block) -> None:
+    def _let_go(self, place: Place, part: _Part) -> None:
         del self._needed[place]
-        self._ahead_bytes -= block.size_bytes
-        block.store.cache.needed.discard(block.name)
-        self._to_unmap.append(block)
+        for block in part.blocks:
+            self._num_needing[block] -= 1
+            if not self._num_needing[block]:
+                del self._num_needing[block]
+                self._ahead_bytes -= block.size_bytes
+                block.store.cache.needed.discard(block.name)
+                self._to_unmap.append(block)
 
     def _plan_steps(self) -> None:
-        together, new, blocks = list[_Step](), dict[Place, Block](), dict[Place, Block]()
+        together, new, parts = list[_Step](), dict[Place, _Part](), dict[Place, _Part]()
         for number, rows in enumerate(self._coming_rows()):
-            shards, before, blocks = self._remote_shards(rows), blocks, {}
+            shards, before, parts = self._remote_shards(rows), parts, {}
             if not shards <= self._open:
                 self._admit(together)
                 together, new = [], {}
             if not self._wait_for(lambda: shards <= self._open):  # noqa: B023
                 return
             with suppress(UserError):  # who makes the step finds it out
-                blocks = self._blocks_of(rows, before) if rows else {}
-            of_step = {place: block for place, block in blocks.items() if place not in self._needed}
-            is_full = sum(block.size_bytes for block in (new | of_step).values()) > self._run_bytes
+                parts = self._parts_of(rows, before) if rows else {}
+            of_step = {place: part for place, part in parts.items() if place not in self._needed}
+            is_full = sum(part.size_bytes for part in (new | of_step).values()) > self._run_bytes
             if is_full or len(together) >= min(MAX_TOGETHER, number // 2):  # of the first steps few, they are awaited
                 self._admit(together)
                 together, new = [], {}
-            together.append(_Step(number, rows, blocks))
+            together.append(_Step(number, rows, parts))
             new |= of_step
 
     def _coming_rows(self) -> Iterator[CutRows | None]:
@@ -171,46 +183,58 @@ class ReadAhead:
         return {place for place in rows.shards if isinstance(self._blend.stores[place[0]], RemoteStore)}
 
     def _admit(self, steps: Sequence[_Step]) -> None:
-        """Wait for room for the blocks of steps, and let them be fetched."""
+        """Wait for room for what steps read, and let it be fetched."""
         if not steps:
             return
-        blocks = {place: block for step in steps for place, block in step.blocks.items()}
-        if not self._wait_for(lambda: self._has_room(steps[0].number, blocks)):
+        parts = {place: part for step in steps for place, part in step.parts.items()}
+        if not self._wait_for(lambda: self._has_room(steps[0].number, parts)):
             return
+        new = dict[tuple[int, int, int], Block]()
         with self._changed:
-            new = {place: block for place, block in blocks.items() if place not in self._needed}
             for step in steps:
-                self._steps.append((step.number, list(step.blocks)))
-                first = [block for place, block in step.blocks.items() if place not in self._needed]
-                if in_stretches := [block for block in first if block.store.stretch_tokens]:  # of others little is read
-                    self._to_map.append((step.number, in_stretches))
-                self._needed |= {place: (step.number, block) for place, block in step.blocks.items()}
+                self._steps.append((step.number, list(step.parts)))
                 if step.rows is not None:
                     self._rows[step.number] = step.rows
                     self._num_pieces += len(step.rows.pieces)
+                to_map = list[Block]()
+                for place, part in step.parts.items():
+                    source, shard, is_stretch, _ = place
+                    if place not in self._needed:
+                        first = [block for block in part.blocks if not self._num_needing[block]]
+                        new |= {(source, shard, block.number): block for block in first}
+                        self._num_needing.update(part.blocks)
+                        to_map += first if is_stretch else ()  # of other blocks little is read
+                    self._needed[place] = step.number, part
+                if to_map:
+                    self._to_map.append((step.number, to_map))
             for block in new.values():
                 block.store.cache.needed.add(block.name)
                 self._ahead_bytes += block.size_bytes
         for run in _runs([new[place] for place in sorted(new)], self._run_bytes):
             self._wanted.put(partial(self._fetch, run))
 
-    def _blocks_of(self, rows: CutRows, known: Mapping[Place, Block]) -> dict[Place, Block]:
-        """Return the blocks of remote stores that rows read, sorted; most are `known`, as those of the step before.
+    def _parts_of(self, rows: CutRows, known: Mapping[Place, _Part]) -> dict[Place, _Part]:
+        """Return the parts of remote stores that rows read; most are `known`, as those of the step before.
 
-        With them come those that later steps read of the same stretches, if the cache has room for as much again.
+        They are stretches, which later steps read the rest of, if the cache has room for as much again; else blocks.
         """
         slots, starts, stops = rows.ranges().T
-        found = dict[Place, Block]()
-        for find in (RemoteStore.blocks_together, RemoteStore.blocks):
+        found = dict[Place, _Part]()
+        for in_stretches in (True, False):
             found.clear()
             for slot, (source, shard) in enumerate(rows.shards):
-                store = self._blend.stores[source]
+                store, inside = self._blend.stores[source], slots == slot
                 if isinstance(store, RemoteStore):
-                    inside = slots == slot
-                    for number in find(store, shard, starts[inside], stops[inside]):
-                        place = source, shard, number
-                        found[place] = known.get(place) or store.block(shard, number)
-            if sum(block.size_bytes for block in found.values()) <= self._most_bytes // 2:
+                    is_stretch = in_stretches and store.stretch_tokens > 0
+                    numbers = (
+                        store.stretches(shard, starts[inside])
+                        if is_stretch
+                        else store.blocks(shard, starts[inside], stops[inside])
+                    )
+                    for number in numbers:
+                        place = source, shard, is_stretch, number
+                        found[place] = known.get(place) or _part(store, shard, is_stretch, number)
+            if sum(part.size_bytes for part in found.values()) <= self._most_bytes // 2:
                 break
         return found
 
@@ -241,15 +265,15 @@ class ReadAhead:
         if self._must_map() or self._awaited():
             self._changed.notify()
 
-    def _has_room(self, number: int, blocks: Mapping[Place, Block]) -> bool:
+    def _has_room(self, number: int, parts: Mapping[Place, _Part]) -> bool:
         """Return whether steps from a number on may be planned: the one that is made now always may."""
         if number <= self._now:
             return True
         is_near = len(self._steps) < MAX_STEPS and self._num_pieces < MAX_PIECES
-        return is_near and self._ahead_bytes + self._new_bytes(blocks) <= self._most_bytes
+        return is_near and self._ahead_bytes + self._new_bytes(parts) <= self._most_bytes
 
-    def _new_bytes(self, blocks: Mapping[Place, Block]) -> int:
-        return sum(block.size_bytes for place, block in blocks.items() if place not in self._needed)
+    def _new_bytes(self, parts: Mapping[Place, _Part]) -> int:
+        return sum(part.size_bytes for place, part in parts.items() if place not in self._needed)
 
     def _do_what_is_wanted(self) -> None:
         while (do := self._wanted.get()) is not None:
@@ -269,6 +293,11 @@ class ReadAhead:
             with self._changed:
                 self._open.add((source, shard))
                 self._let_plan()
+
+
+def _part(store: RemoteStore, shard: int, is_stretch: bool, number: int) -> _Part:
+    blocks = store.blocks_of_stretch(shard, number) if is_stretch else [store.block(shard, number)]
+    return _Part(blocks, sum(block.size_bytes for block in blocks))
 
 
 def _runs(blocks: Iterable[Block], most_bytes: int) -> Iterator[list[Block]]:

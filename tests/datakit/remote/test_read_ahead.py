@@ -154,7 +154,7 @@ def test_a_stretch_is_read_ahead_whole_if_the_cache_has_room(tmp_path: Path, cac
     ahead = ReadAhead(blend, lambda first: np.array([first]), first, 1)
     try:
         wait_until(lambda: ahead.rows(first) is not None)
-        size = sum(block.size_bytes for block in ahead._blocks_of(blend.cut([first]), {}).values())
+        size = sum(part.size_bytes for part in ahead._parts_of(blend.cut([first]), {}).values())
     finally:
         ahead.close()
         ahead.wait(time.monotonic() + 20)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from datakit import RemoteStore, TokenStore
 from datakit.remote.remote_store import MAPPED_PART
-from datakit.store.shard import Int64s
 from tests.datakit.remote.conftest import BLOCK_BYTES
 
 
@@ -48,22 +47,21 @@ def test_ranges_are_in_mapped_blocks_if_these_are_read_enough(remote: RemoteStor
 
 
 @given(data=st.data())
-def test_blocks_of_a_stretch_come_together(remote: RemoteStore, data: st.DataObject) -> None:
+def test_the_stretch_of_a_row_has_all_its_blocks(remote: RemoteStore, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([300, 1000, 5000]))
     found, itemsize = remote.in_stretches_of(size), remote.itemsize
     shard = data.draw(st.integers(0, len(remote.manifest.shards) - 1))
     first, end = remote.token_starts[shard : shard + 2]
-    start = data.draw(st.integers(first, end - 2))
-    stop = data.draw(st.integers(start + 1, min(end, start + 200)))
-    begin, after = max(first, start // size * size), min(end, max(stop, start // size * size + size))
-
-    def range_of(*tokens: int) -> list[Int64s]:
-        return [np.array([(token - first) * itemsize]) for token in tokens]
-
-    together = found.blocks_together(shard, *range_of(start, stop))
-    assert together == found.blocks(shard, *range_of(begin, after))
-    assert set(found.blocks(shard, *range_of(start, stop))) <= set(together)
-    assert remote.blocks_together(shard, *range_of(start, stop)) == remote.blocks(shard, *range_of(start, stop))
+    start = data.draw(st.integers(first, end - 1))
+    stop = data.draw(st.integers(start + 1, min(end, start // size * size + size + 1)))
+    begin, after = ((np.array([token]) - first) * itemsize for token in (start, stop))
+    assert found.stretches(shard, begin) == [start // size]
+    blocks = [block.number for block in found.blocks_of_stretch(shard, start // size)]
+    assert set(found.blocks(shard, begin, after)) <= set(blocks)
+    assert blocks == list(range(blocks[0], blocks[-1] + 1))
+    edges = found._tokens.get(shard, found._open_tokens).edges // itemsize + first
+    assert edges[blocks[0] + 1] > start // size * size  # none of them is before the stretch or behind it
+    assert edges[blocks[-1]] <= start // size * size + size
 
 
 @pytest.mark.parametrize("stretch_tokens", [300, 1000, 5000])
