@@ -128,13 +128,15 @@ class ReadAhead:
 
     def _let_go(self, place: Place, part: _Part) -> None:
         del self._needed[place]
+        _, _, is_stretch, _ = place
         for block in part.blocks:
             self._num_needing[block] -= 1
             if not self._num_needing[block]:
                 del self._num_needing[block]
                 self._ahead_bytes -= block.size_bytes
                 block.store.cache.needed.discard(block.name)
-                self._to_unmap.append(block)
+                if is_stretch:  # others were not mapped ahead, and nothing would take them off the list
+                    self._to_unmap.append(block)
 
     def _plan_steps(self) -> None:
         together, new, parts = list[_Step](), dict[Place, _Part](), dict[Place, _Part]()

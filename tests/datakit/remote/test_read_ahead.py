@@ -54,6 +54,7 @@ def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pyt
         over = set[str]().union(*map(blocks_of, range(7))) - still
         assert over
         assert not over & remote.cache.needed
+        assert not ahead._to_unmap, "it would grow by each step"
     finally:
         ahead.close()
         ahead.wait(time.monotonic() + 20)
