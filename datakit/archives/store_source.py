@@ -6,6 +6,7 @@ frame whose checksum fails is read once more.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
@@ -13,8 +14,8 @@ from datakit.archives.archive_record import MAX_RECORD_BYTES, PLAN_KEY, SUFFIX, 
 from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
 from datakit.files.durable import FileDigest
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, MAX_BYTES, Manifest
-from threefold.errors import CheckFailed, UserError, quoted
-from threefold.storage import Storage
+from threefold.errors import CheckFailed, StorageError, UserError, quoted
+from threefold.storage import Buffer, Storage, TemporaryFailure
 from threefold.storage.repeating import open_repeating
 
 
@@ -70,10 +71,18 @@ class StoreSource:
         return f"{self.storage.url}/{_key(file)}"
 
     def blocks(self, file: SourceFile) -> Iterator[bytes]:
-        """Yield the bytes of a file, a few MiB at a time.
+        """Yield the bytes of a file that has the recorded size, a few MiB at a time.
 
         Once they are all given, CheckFailed if a checksum fails.
         """
+        self.check_size(file)
+        yield from self._checked_blocks(file)
+
+    def content(self, file: SourceFile) -> bytes:
+        """Return the bytes of a file, checked; it is not looked up before, so what may follow them is not seen."""
+        return b"".join(self._checked_blocks(file))
+
+    def _checked_blocks(self, file: SourceFile) -> Iterator[bytes]:
         hasher = xxhash.xxh3_64()
         for block in self._packed_blocks(file) if file.packed else self._plain_blocks(file):
             hasher.update(block)
@@ -82,31 +91,40 @@ class StoreSource:
             raise _fault(f"{self.place_of(file)} is damaged: its content's checksum does not hold")
 
     def open_packed(self, file: SourceFile) -> SeekableReader:
-        """Random access to the content of a compressed file; CheckFailed if it is not of the recorded sizes."""
+        """Random access to the content of a compressed file; CheckFailed if it is not of the recorded sizes.
+
+        What may follow it is not seen.
+        """
         assert file.packed, f"{file.name} is not compressed"
-        reader = SeekableReader(
-            self.place_of(file),
-            self.check_size(file, file.packed),
-            lambda start, stop: self.storage.read_ranges(_key(file), [(start, stop)])[0],
-        )
+        reader = SeekableReader(self.place_of(file), file.packed.size_bytes, partial(self._read, file))
         if reader.size_bytes != file.digest.size_bytes:
             raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")
         return reader
 
-    def check_size(self, file: SourceFile, digest: FileDigest) -> int:
-        """Look a file up and return its size; CheckFailed if it is not that of the digest."""
-        info = self.storage.info(_key(file))
+    def check_size(self, file: SourceFile) -> None:
+        """Look a file up; CheckFailed if it is missing or not of the recorded size."""
+        info, expected = self.storage.info(_key(file)), file.packed or file.digest
         if info is None:
             raise _fault(f"{self.place_of(file)} is missing")
-        if info.size_bytes != digest.size_bytes:
+        if info.size_bytes != expected.size_bytes:
             record = ARCHIVE_NAME if file.packed else FILE_NAME
-            raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {digest.size_bytes}")
-        return info.size_bytes
+            raise _fault(f"{self.place_of(file)} has {info.size_bytes} bytes, {record} says {expected.size_bytes}")
 
     def read_plain(self, file: SourceFile, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) of a file that is not compressed, as they come: who reads them must check."""
         assert not file.packed, f"{file.name} is compressed"
-        return memoryview(self.storage.read_ranges(_key(file), [(start, stop)])[0])
+        return memoryview(self._read(file, start, stop))
+
+    def _read(self, file: SourceFile, start: int, stop: int) -> Buffer:
+        """Return bytes of a file as it is stored; if they are not there CheckFailed says what is wrong with it."""
+        try:
+            [part] = self.storage.read_ranges(_key(file), [(start, stop)])
+            return part
+        except TemporaryFailure:
+            raise
+        except StorageError:
+            self.check_size(file)
+            raise
 
     def _packed_blocks(self, file: SourceFile) -> Iterator[bytes]:
         assert file.packed
@@ -124,10 +142,9 @@ class StoreSource:
             raise _fault(f"{reader.name} is damaged: its checksum does not hold")
 
     def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
-        size_bytes = self.check_size(file, file.digest)
+        size_bytes = file.digest.size_bytes
         for start in range(0, size_bytes, READ_BYTES):
-            [block] = self.storage.read_ranges(_key(file), [(start, min(start + READ_BYTES, size_bytes))])
-            yield bytes(block)
+            yield bytes(self._read(file, start, min(start + READ_BYTES, size_bytes)))
 
 
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:

@@ -25,6 +25,7 @@ from datakit.remote.shard_tokens import (
     ShardTokens,
     block_at,
     content_name,
+    distinct,
     path_of,
     twice,
 )
@@ -124,12 +125,13 @@ class RemoteStore(TokenStore):
 
     def blocks(self, number: int, starts: Int64s, stops: Int64s) -> list[int]:
         """Return which blocks of a shard's tokens hold something of some ranges of bytes, sorted."""
-        return _touched(self._bounds(number), starts, stops)
+        bounds = self._bounds(number)
+        return _all_between(*_first_and_last(bounds, starts, stops), len(bounds))
 
     def stretches(self, number: int, starts: Int64s) -> list[int]:
         """Return in which stretches bytes of a shard's tokens are, sorted; they are counted from the store's first."""
         first, _ = self._bytes_of(number)
-        found: list[int] = np.unique((starts + first) // (self.stretch_tokens * self.itemsize)).tolist()
+        found: list[int] = distinct((starts + first) // (self.stretch_tokens * self.itemsize)).tolist()
         return found
 
     def blocks_of_stretch(self, number: int, stretch: int) -> list[Block]:
@@ -176,11 +178,12 @@ class RemoteStore(TokenStore):
         They are in mapped blocks, and copied where they go over the end of one. A mapping keeps a block's room on the
         disk: None if the ranges are less than a part of those of their blocks that are not mapped yet.
         """
-        bounds, numbers = self._bounds(number), self.blocks(number, starts, stops)
+        bounds = self._bounds(number)
+        firsts, lasts = _first_and_last(bounds, starts, stops)
+        numbers = _all_between(firsts, lasts, len(bounds))
         new = [each for each in numbers if _key(number, each) not in self._mapped_blocks]
         if new and (stops - starts).sum() * MAPPED_PART < np.diff(bounds)[new].sum():
             return None
-        firsts, lasts = (np.searchsorted(bounds, edges, side="right") - 1 for edges in (starts, stops - 1))
         blocks = {each: self._mapped_blocks.get(_key(number, each), self._map_block) for each in numbers}
         begins = np.zeros(len(bounds), np.int64)
         begins[numbers] = [block.ctypes.data for block in blocks.values()]
@@ -289,7 +292,7 @@ class RemoteStore(TokenStore):
         digest = file.digest
         if not file.packed:  # each block of the shard is checked by it
             self.cache.needed.add(content_name(digest))
-        read = partial(twice, lambda: b"".join(self.source.blocks(file)))
+        read = partial(twice, lambda: self.source.content(file))
         cached = self.cache.get(content_name(digest), digest.size_bytes, read)
         with reading(cached.path):
             return map_open(cached.descriptor)
@@ -312,13 +315,14 @@ def _key(shard: int, block: int) -> int:
     return shard << _BLOCK_BITS | block
 
 
-def _touched(bounds: Int64s, starts: Int64s, stops: Int64s) -> list[int]:
-    """Return which of the parts between bounds hold something of the ranges [starts[i], stops[i]), sorted.
+def _first_and_last(bounds: Int64s, starts: Int64s, stops: Int64s) -> tuple[Int64s, Int64s]:
+    """Return of each of the ranges [starts[i], stops[i]), none of which is empty, the parts between bounds it is in."""
+    return np.searchsorted(bounds, starts, side="right") - 1, np.searchsorted(bounds, stops - 1, side="right") - 1
 
-    No range is empty.
-    """
-    begins, ends = (np.searchsorted(bounds, edges, side="right") for edges in (starts, stops - 1))
-    changes = np.bincount(begins - 1, minlength=len(bounds) + 1) - np.bincount(ends, minlength=len(bounds) + 1)
+
+def _all_between(firsts: Int64s, lasts: Int64s, most: int) -> list[int]:
+    """Return the numbers below `most` that are from firsts[i] to lasts[i] for any i, sorted."""
+    changes = np.bincount(firsts, minlength=most + 1) - np.bincount(lasts + 1, minlength=most + 1)
     found: list[int] = np.flatnonzero(np.cumsum(changes)).tolist()
     return found
 

@@ -5,11 +5,11 @@ Pickled, it goes on at its cursor in the process that unpickles it; so does each
 In a step that begins at sample `first`, row i of micro-batch m on data-parallel rank r is global sample
 `first + (m * dp_size + r) * micro_batch_size + i`. One step is made ahead, in a thread, while the caller works: by
 itself in memory that nothing else refers to, in the caller's memory (pinned, say) if the caller asks by `prefetch`. Of
-remote stores it is three by itself, as requests and checks beside them make single steps late.
+remote stores it is three to eight by itself, as requests and checks beside them make single steps late; the first step
+is given out once these are made, so that those after it come without a wait.
 """
 
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -22,18 +22,29 @@ from datakit.stream.arguments import require, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
 from datakit.stream.blend import Blend
 from datakit.stream.cursor import Cursor
-from datakit.stream.making_thread import Making, MakingThread
+from datakit.stream.making_thread import MadeAhead, MakingThread
 from datakit.stream.read_ahead import ReadAhead
 from datakit.stream.step_memory import StepMemory
 from datakit.stream.stream_record import StreamRecord
 from threefold.closing import Closing
 from threefold.errors import UserError
 
-REMOTE_STEPS_AHEAD = 3
+# steps of remote stores that are made ahead: the least, which it is with other ranks, as these keep what steps need in
+# the cache until all have made them, and the most, of this many bytes
+REMOTE_STEPS_AHEAD, MOST_REMOTE_STEPS_AHEAD, MOST_REMOTE_BYTES_AHEAD = 3, 8, 64 << 20
 
 
 class _NoLength(UserError, TypeError):
     """What `len` of an endless stream raises; as a TypeError it leaves `list` and progress bars at work."""
+
+
+class _StepsAhead(MadeAhead[HostBatch]):
+    """Steps that are made ahead, the next of which begins at sample `first`, in the caller's memory `out` if given."""
+
+    def __init__(self, first: int, out: Bytes | None, most: int) -> None:
+        """Let `most` be made ahead."""
+        super().__init__()
+        self.first, self.out, self.most = first, out, most
 
 
 class Loader(Closing):
@@ -67,10 +78,9 @@ class Loader(Closing):
         self._options = options
         self._num_samples = 0 if cursor is None else cursor.num_samples
         blend.sources.check_steps(self._num_samples, self.global_batch_size)
-        self._most_ahead = REMOTE_STEPS_AHEAD if blend.caches else 1
+        self._most_ahead = self._remote_steps_ahead() if blend.caches else 1
         self._memory = StepMemory(self._most_ahead + 2)  # of those ahead, the caller's and the one before
-        self._ahead = deque[Making[HostBatch]]()  # the next step, and those after it
-        self._out: Bytes | None = None  # the memory that the step ahead is made in, where it is the caller's
+        self._ahead: _StepsAhead | None = None
         self._reading: ReadAhead | None = None
         self._start_thread()
 
@@ -97,7 +107,7 @@ class Loader(Closing):
         """Bytes that hold the next step: without positions and loss masks, if these are the same in all rows."""
         return self._blend.num_bytes(self.shape, self._options)
 
-    @property
+    @cached_property
     def global_batch_size(self) -> int:
         """Samples a step of all ranks."""
         return self._rows[0] * self._rows[1] * self._dp_size
@@ -150,16 +160,21 @@ class Loader(Closing):
         Without it the step has memory that nothing else refers to, of `num_bytes`, and what comes next is begun at
         once; with it, `prefetch` begins the next one.
         """
-        if not self._ahead or self._out is not out or self._process != os.getpid():
-            self.prefetch(out)
+        ahead, is_new = self._ahead, False
+        if ahead is None or ahead.out is not out or self._process != os.getpid():
+            ahead, is_new = self._begin(out), True
         try:
-            batch = self._ahead.popleft().result()
+            if is_new:  # the first is given out with what follows it at hand
+                ahead.wait_for(ahead.most)
+            batch = ahead.take()
         except BaseException:  # a step that failed is made again by the next call
             self._drop_ahead()
             raise
         self._num_samples += self.global_batch_size
         if out is None:
-            self.prefetch()
+            self._thread.want(self._make_step, ahead)
+        else:
+            self._ahead = None
         return batch
 
     def prefetch(self, out: Bytes | None = None) -> None:
@@ -168,27 +183,38 @@ class Loader(Closing):
         `next_step`, called with that very array, returns it; with another one the step is made again. Nothing else may
         use the memory until then, or until the loader is closed.
         """
+        ahead = self._ahead
+        if ahead is None or ahead.out is not out or self._process != os.getpid():
+            self._begin(out)
+
+    def _begin(self, out: Bytes | None) -> "_StepsAhead":
+        """Begin the steps from the cursor on; one, if it is made in the caller's memory."""
         if out is not None:  # what does not fit is raised here
             HostBatch.over(out, self.shape, tokens_only=self.num_bytes < HostBatch.num_bytes(self.shape))
         if self._process != os.getpid():  # a fork takes neither the thread nor the step it makes along
             self._start_thread()
         if self._thread.is_closed:
             raise UserError("the loader is closed", hint="Loader(..., cursor=loader.cursor) goes on where it was")
-        if out is not None or self._out is not None:
-            self._drop_ahead()
-        self._out, most = out, 1 if out is not None else self._most_ahead
-        while len(self._ahead) < most:
-            first = self._num_samples + len(self._ahead) * self.global_batch_size
-            self._ahead.append(self._thread.submit(partial(self._step_ahead, first, out)))
+        self._drop_ahead()
+        self._ahead = ahead = _StepsAhead(self._num_samples, out, 1 if out is not None else self._most_ahead)
+        self._thread.start()
+        for _ in range(ahead.most):
+            self._thread.want(self._make_step, ahead)
+        return ahead
 
     def _drop_ahead(self) -> None:
-        for step in self._ahead:
-            step.cancel()
-        self._ahead.clear()
+        if self._ahead is not None:
+            self._ahead.is_over = True
+        self._ahead = None
+
+    def _make_step(self, ahead: "_StepsAhead") -> None:
+        """Make the next step, on the thread."""
+        first, ahead.first = ahead.first, ahead.first + self.global_batch_size
+        ahead.make(partial(self._step_ahead, first, ahead.out))
 
     def _step_ahead(self, first: int, out: Bytes | None) -> HostBatch:
-        # here, as it costs the caller of `next_step` more than the rest; other ranks may still make what was made ahead
-        self.read_ahead(first, num_kept=self._most_ahead)
+        # here, as it costs the caller of `next_step` more than the rest; other ranks may be some steps behind
+        self.read_ahead(first, num_kept=self._most_ahead if self._dp_size > 1 else 0)
         if out is None and not self._options.pad_to_multiple_of:
             out = self._memory.take(self._blend.num_bytes(self.shape_at(first), self._options))
         return self.step_at(first, out)
@@ -245,10 +271,14 @@ class Loader(Closing):
         """Global numbers of this rank's rows in the step that begins at sample `first`, [num_microbatches, rows]."""
         return _rows(self._rows, self._dp_rank, self._dp_size, first)
 
+    def _remote_steps_ahead(self) -> int:
+        if self._dp_size > 1:
+            return REMOTE_STEPS_AHEAD
+        return max(REMOTE_STEPS_AHEAD, min(MOST_REMOTE_STEPS_AHEAD, MOST_REMOTE_BYTES_AHEAD // self.num_bytes))
+
     def _start_thread(self) -> None:
         self._thread, self._process = MakingThread("datakit-loader"), os.getpid()
-        self._ahead.clear()
-        self._out = self._reading = None
+        self._ahead = self._reading = None
 
     def _end_reading(self) -> None:
         if self._reading:

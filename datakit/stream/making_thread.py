@@ -1,18 +1,22 @@
-"""MakingThread: a thread that makes things in order, ahead of who asks for them.
+"""MakingThread and MadeAhead: things that a thread makes in order, ahead of who takes them.
 
 A thread pool of one thread would do. It takes some 15 us of its caller to ask and to be given, which is most of what a
-step costs a training loop; here it is 3.
+step costs a training loop, and more where what is made has the processor's caches; here both are one call of a queue.
 """
 
 import atexit
+import os
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet, finalize
 
 Made = TypeVar("Made")
+What = TypeVar("What")
 EXIT_WITHIN_S = 10.0  # the end of a program waits so long for what is under way
 
 
@@ -26,57 +30,65 @@ class Ending(Protocol):
         """Wait for them up to a time of the monotonic clock."""
 
 
-class Making(Generic[Made]):
-    """A thing that is being made, or will be."""
+class _Failed:
+    """What takes the place of a thing whose making raised."""
 
-    def __init__(self, make: Callable[[], Made]) -> None:
-        self._make: Callable[[], Made] | None = make
-        self._made: list[Made] = []
-        self._error: BaseException | None = None
-        self._is_over = Lock()
-        self._is_over.acquire()
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
-    def cancel(self) -> None:
-        """Let it not be made, if it is not being made yet; its result must not be asked for."""
-        self._make = None
 
-    def result(self) -> Made:
-        """Return the thing once it is made, or raise what its making raised; to be called once."""
-        self._is_over.acquire()
-        if self._error is not None:
-            error, self._error = self._error, None  # an error that is kept would keep what its traceback names
-            raise error
-        return self._made.pop()
+class MadeAhead(Generic[Made]):
+    """Things that were made ahead and not taken yet, in order; after one that failed no other is made."""
 
-    def run(self) -> None:
-        """Make it, on the thread."""
-        make, self._make = self._make, None
+    def __init__(self) -> None:
+        self._made: SimpleQueue[Made | _Failed] = SimpleQueue()
+        self._ready = deque[Made | _Failed]()  # those of them that were waited for
+        self.is_over = False  # nothing is made any more
+
+    def make(self, make: Callable[[], Made]) -> None:
+        """Make the next thing, on the thread."""
+        if self.is_over:
+            return
         try:
-            if make:
-                self._made.append(make())
+            self._made.put(make())
         except BaseException as error:
-            self._error = error
-        self._is_over.release()
+            self.is_over = True
+            self._made.put(_Failed(error))
+
+    def wait_for(self, count: int) -> None:
+        """Wait until so many things are made, or as many as can be."""
+        while len(self._ready) < count and not (self._ready and isinstance(self._ready[-1], _Failed)):
+            self._ready.append(self._made.get())
+
+    def take(self) -> Made:
+        """Return the next thing once it is made, or raise what its making raised."""
+        made = self._ready.popleft() if self._ready else self._made.get()
+        if not isinstance(made, _Failed):
+            return made
+        try:
+            raise made.error
+        finally:
+            del made  # the error names this frame, and would keep all that its traceback names
 
 
 class MakingThread:
     """Begins with the first thing, and ends with `close`, with the last reference to it, or with the program."""
 
     def __init__(self, name: str) -> None:
-        self._wanted: SimpleQueue[Making[Any] | None] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[Callable[[Any], None], Any] | None] = SimpleQueue()
         self._thread = Thread(target=_make_all, args=(self._wanted,), name=name, daemon=True)
         self.is_closed = False
 
-    def submit(self, make: Callable[[], Made]) -> Making[Made]:
-        """Let a thing be made, after those that were asked for before; not after `close`."""
-        assert not self.is_closed, "what is closed makes nothing"
+    def start(self) -> None:
+        """Start the thread, if it does not run yet."""
         if self._thread.ident is None:
             self._thread.start()
             finalize(self, self._wanted.put, None).atexit = False
             end_with_program(self)
-        making = Making(make)
-        self._wanted.put(making)
-        return making
+
+    def want(self, make: Callable[[What], None], what: What) -> None:
+        """Let `make(what)`, which must not raise, be called after what was wanted before; not after `close`."""
+        self._wanted.put((make, what))
 
     def close(self) -> None:
         """Let the thread end after what was asked for."""
@@ -89,15 +101,28 @@ class MakingThread:
             self._thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
 
+def in_background() -> None:
+    """Let this thread not take a processor from who runs when it wakes up: it may wait, a training loop may not.
+
+    By the batch policy of Linux, sched(7), if it has the usual one; elsewhere nothing happens.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # of a system that does not let it
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def end_with_program(what: Ending) -> None:
     """Let threads end before the interpreter does: one that comes back to it from native code then would abort it."""
     _all.add(what)
 
 
-def _make_all(wanted: "SimpleQueue[Making[Any] | None]") -> None:
-    while (making := wanted.get()) is not None:
-        making.run()
-        del making  # it may be what keeps the owner of this thread alive
+def _make_all(wanted: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> None:
+    in_background()
+    while (each := wanted.get()) is not None:
+        make, what = each
+        make(what)
+        del each, make, what  # they may be what keeps the owner of this thread alive
 
 
 _all: WeakSet[Ending] = WeakSet()

@@ -11,7 +11,6 @@ spares them when it makes room. A failure is left to whoever reads the block, wh
 """
 
 import itertools
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -24,12 +23,13 @@ from typing import NamedTuple
 from datakit.remote.remote_store import Block, RemoteStore
 from datakit.store.shard import Int64s
 from datakit.stream.blend import Blend
-from datakit.stream.making_thread import end_with_program
+from datakit.stream.making_thread import end_with_program, in_background
 from datakit.stream.row_pieces import CutRows
+from datakit.stream.workers import Workers
 from threefold.errors import UserError
 
 NUM_THREADS = 8
-AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank that is a step behind needs
+AHEAD_PART = 0.94  # of the cache; the rest is what an eviction frees beyond what is asked for
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 MAX_TOGETHER = 64  # steps that are planned together
@@ -76,14 +76,10 @@ class ReadAhead:
         self._to_unmap = list[Block]()
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
         self._open: set[tuple[int, int]] = set()  # sources with shards of them
-        self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=work, name="datakit-read-ahead", daemon=True)
-            for work in (self._plan_steps, *[self._do_what_is_wanted] * NUM_THREADS)
-        ]
+        self._workers = Workers(NUM_THREADS, "datakit-fetch")
+        self._planner = threading.Thread(target=self._plan_steps, name="datakit-read-ahead", daemon=True)
         end_with_program(self)
-        for thread in self._threads:
-            thread.start()
+        self._planner.start()
 
     def number(self, first: int) -> int | None:
         """Return which step begins at a sample, None if none does that is not over."""
@@ -118,13 +114,12 @@ class ReadAhead:
             self._steps.clear()
             self._rows.clear()
             self._changed.notify()
-        for _ in range(NUM_THREADS):
-            self._wanted.put(None)
+        self._workers.close()
 
     def wait(self, until_s: float) -> None:
         """Wait for the threads after `close`, up to a time of the monotonic clock."""
-        for thread in self._threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+        self._planner.join(max(0.0, until_s - time.monotonic()))
+        self._workers.wait(until_s)
 
     def _let_go(self, place: Place, part: _Part) -> None:
         del self._needed[place]
@@ -139,6 +134,7 @@ class ReadAhead:
                     self._to_unmap.append(block)
 
     def _plan_steps(self) -> None:
+        in_background()
         together, new, parts = list[_Step](), dict[Place, _Part](), dict[Place, _Part]()
         for number, rows in enumerate(self._coming_rows()):
             shards, before, parts = self._remote_shards(rows), parts, {}
@@ -171,7 +167,7 @@ class ReadAhead:
                 num_bytes = rows.num_bytes * self.stride // len(samples)  # with those of other ranks
             for shard in self._remote_shards(rows) - asked:
                 asked.add(shard)
-                self._wanted.put(partial(self._open_shard, *shard))
+                self._workers.want(partial(self._open_shard, *shard))
             cut.append((rows, num_bytes))
             ahead_bytes += num_bytes
             while cut and (ahead_bytes >= most_bytes or len(cut) > OPENED_STEPS or num_yielded < 2):
@@ -213,7 +209,7 @@ class ReadAhead:
                 block.store.cache.needed.add(block.name)
                 self._ahead_bytes += block.size_bytes
         for run in _runs([new[place] for place in sorted(new)], self._run_bytes):
-            self._wanted.put(partial(self._fetch, run))
+            self._workers.want(partial(self._fetch, run))
 
     def _parts_of(self, rows: CutRows, known: Mapping[Place, _Part]) -> dict[Place, _Part]:
         """Return the parts of remote stores that rows read; most are `known`, as those of the step before.
@@ -277,24 +273,19 @@ class ReadAhead:
     def _new_bytes(self, parts: Mapping[Place, _Part]) -> int:
         return sum(part.size_bytes for place, part in parts.items() if place not in self._needed)
 
-    def _do_what_is_wanted(self) -> None:
-        while (do := self._wanted.get()) is not None:
-            with suppress(UserError):
-                do()
-
     def _fetch(self, run: list[Block]) -> None:
         if any(block.name in block.store.cache.needed for block in run):  # it may be over by now
-            run[0].store.fetch_run(run)
+            with suppress(UserError):
+                run[0].store.fetch_run(run)
 
     def _open_shard(self, source: int, shard: int) -> None:
         store = self._blend.stores[source]
         assert isinstance(store, RemoteStore), "others are open"
-        try:
+        with suppress(UserError):
             store.open_tokens(shard)
-        finally:
-            with self._changed:
-                self._open.add((source, shard))
-                self._let_plan()
+        with self._changed:
+            self._open.add((source, shard))
+            self._let_plan()
 
 
 def _part(store: RemoteStore, shard: int, is_stretch: bool, number: int) -> _Part:

@@ -25,6 +25,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def is_idle(ahead: ReadAhead) -> bool:
+    return len(ahead._workers._idle) == read_ahead.NUM_THREADS
+
+
 def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_tokens, "BLOCK_BYTES", 64)
     monkeypatch.setattr(read_ahead, "MAX_STEPS", NUM_STEPS)
@@ -68,7 +72,7 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
     store = write_store(tmp_path / "store", documents, vocab_size=300, shard_documents=100)
     remote = RemoteStore.at(f"file://{store.path}", cache=str(tmp_path / "cache"), cache_mib=8)
     blend = Blend([(remote, 1.0)], seq_length=16, seed=1, block_tokens=256)
-    runs, opened, opened_before = list[list[Block]](), set[int](), list[bool]()
+    runs, opened, opened_before, opened_by = list[list[Block]](), set[int](), list[bool](), set[str]()
     fetch_run, open_tokens = RemoteStore.fetch_run, RemoteStore.open_tokens
 
     def fetched(self: RemoteStore, run: list[Block]) -> None:
@@ -77,7 +81,7 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
         fetch_run(self, run)
 
     def opened_too(self: RemoteStore, number: int) -> None:
-        assert threading.current_thread().name == "datakit-read-ahead"
+        opened_by.add(threading.current_thread().name)
         open_tokens(self, number)
         opened.add(number)
 
@@ -86,12 +90,13 @@ def test_steps_share_requests_and_later_shards_are_open_before(tmp_path: Path, m
     num_steps = int(blend.rows[0]) // 2
     ahead = ReadAhead(blend, lambda first: np.arange(first, first + 2), 0, 2)
     try:
-        wait_until(lambda: ahead.rows(2 * num_steps - 2) is not None and ahead._wanted.empty())
+        wait_until(lambda: ahead.rows(2 * num_steps - 2) is not None and is_idle(ahead))
     finally:
         ahead.close()
         ahead.wait(time.monotonic() + 20)
     assert all(opened_before)
     assert opened == set(range(4))
+    assert opened_by == {"datakit-fetch"}, "by no thread that others wait for"
     blocks = [(block.shard, block.number) for run in runs for block in run]
     assert len(blocks) == len(set(blocks))
     assert len(runs) < num_steps / 4, "without steps that are planned together it is four times as many"
@@ -115,7 +120,7 @@ def test_tiny_steps_are_planned_at_once(tmp_path: Path) -> None:
         goes_on.set()
         ahead.close()
         ahead.wait(time.monotonic() + 20)
-    assert not any(thread.is_alive() for thread in ahead._threads)
+    assert not any(thread.is_alive() for thread in (ahead._planner, *ahead._workers._threads))
 
 
 def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +142,7 @@ def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkey
         for step in range(100):
             ahead.begin(step, 0)
             wait_until(lambda step=step: ahead.rows(4 * step + 4 * NUM_STEPS - 4) is not None)
-            wait_until(lambda: ahead._wanted.empty())
+            wait_until(lambda: is_idle(ahead))
         wait_until(lambda: is_mapped(99 + read_ahead.MAPPED_STEPS))
         assert not is_mapped(50)
         assert len(opened._mapped_blocks) < 100

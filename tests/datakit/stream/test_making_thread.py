@@ -1,31 +1,43 @@
-"""MakingThread: things in order, errors with those who asked, and no thread left behind."""
+"""MakingThread and MadeAhead: things in order, errors with those who take them, and no thread left behind."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import pytest
 
 from datakit import Blend, Loader, write_store
-from datakit.stream.making_thread import MakingThread
+from datakit.stream.making_thread import MadeAhead, MakingThread
 from threefold.errors import UserError
 
 
+def started(name: str = "maker") -> MakingThread:
+    thread = MakingThread(name)
+    thread.start()
+    return thread
+
+
 def test_things_are_made_in_order_on_one_other_thread() -> None:
-    thread, seen = MakingThread("maker"), []
-    wanted = [thread.submit(lambda number=number: seen.append(threading.get_ident()) or number) for number in range(50)]
-    assert [each.result() for each in wanted] == list(range(50))
+    thread, ahead, seen = started(), MadeAhead[int](), list[int]()
+    for number in range(50):
+        thread.want(ahead.make, lambda number=number: seen.append(threading.get_ident()) or number)
+    ahead.wait_for(20)
+    assert len(seen) >= 20
+    assert [ahead.take() for _ in range(50)] == list(range(50))
     assert len(set(seen)) == 1
     assert seen[0] != threading.get_ident()
     thread.close()
     thread.wait()
 
 
-def test_an_error_goes_to_who_asked_and_is_not_kept() -> None:
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_an_error_comes_in_its_turn_and_is_not_kept(is_waited_for: bool) -> None:
     class Large:
         pass
 
@@ -34,32 +46,39 @@ def test_an_error_goes_to_who_asked_and_is_not_kept() -> None:
         kept.append(ref(large))
         raise KeyError("here")
 
-    thread, kept = MakingThread("maker"), list[ref[Large]]()
-    failed, after = thread.submit(fail), thread.submit(lambda: 3)
+    thread, ahead, kept, after = started(), MadeAhead[Any](), list[ref[Large]](), list[int]()
+    for make in (lambda: 2, fail, lambda: after.append(3)):
+        thread.want(ahead.make, make)
+    if is_waited_for:
+        ahead.wait_for(3)
+    assert ahead.take() == 2
     with pytest.raises(KeyError, match="here"):
-        failed.result()
-    assert after.result() == 3
-    del failed
-    gc.collect()
-    assert kept[0]() is None
+        ahead.take()
     thread.close()
+    thread.wait()
+    assert not after, "what follows a thing that failed is not made"
+    assert kept[0]() is None
 
 
-def test_what_is_cancelled_is_not_made() -> None:
-    thread, may_go, made = MakingThread("maker"), threading.Event(), []
-    first = thread.submit(may_go.wait)
-    second, third = thread.submit(lambda: made.append(2)), thread.submit(lambda: made.append(3))
-    second.cancel()
+def test_what_is_over_is_not_made() -> None:
+    thread, may_go, is_begun, made = started(), threading.Event(), threading.Event(), list[int]()
+    first, second = MadeAhead[Any](), MadeAhead[Any]()
+    thread.want(first.make, lambda: is_begun.set() or may_go.wait())
+    thread.want(first.make, lambda: made.append(1))
+    thread.want(second.make, lambda: made.append(2))
+    assert is_begun.wait(20)
+    first.is_over = True
     may_go.set()
-    assert first.result()
-    third.result()
-    assert made == [3]
+    second.take()
+    assert made == [2]
+    assert first.take(), "what was under way was made"
     thread.close()
 
 
 def test_the_thread_ends_with_the_last_reference() -> None:
-    thread = MakingThread("maker that is let go")
-    assert thread.submit(lambda: 1).result() == 1
+    thread, ahead = started("maker that is let go"), MadeAhead[int]()
+    thread.want(ahead.make, lambda: 1)
+    assert ahead.take() == 1
     del thread
     gc.collect()
     until_s = time.monotonic() + 10
@@ -73,10 +92,20 @@ def test_a_program_ends_after_what_is_being_made() -> None:
         "import time\n"
         "from datakit.stream.making_thread import MakingThread\n"
         "thread = MakingThread('maker')\n"
-        "thread.submit(lambda: (time.sleep(0.3), print('made', flush=True)))\n"
+        "thread.start()\n"
+        "thread.want(lambda text: (time.sleep(0.3), print(text, flush=True)), 'made')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
+def test_the_thread_takes_no_processor_from_others() -> None:
+    thread, ahead = started(), MadeAhead[int]()
+    thread.want(ahead.make, lambda: os.sched_getscheduler(0))
+    assert ahead.take() == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) != os.SCHED_BATCH
+    thread.close()
 
 
 def test_a_closed_loader_says_so(tmp_path: Path) -> None:
