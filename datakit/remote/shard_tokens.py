@@ -147,8 +147,8 @@ def content_name(digest: FileDigest) -> str:
 
 def distinct(numbers: Int64s) -> Int64s:
     """Return the different numbers, sorted; np.unique imports masked arrays at its first use, which takes 30 ms."""
-    found = np.sort(numbers)
-    return found[np.append(True, found[1:] != found[:-1])[: len(found)]]
+    found: Int64s = np.sort(numbers)
+    return np.compress(np.append(True, found[1:] != found[:-1])[: len(found)], found)
 
 
 def block_at(tokens: ShardTokens, byte: int) -> int:
