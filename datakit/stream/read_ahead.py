@@ -23,13 +23,14 @@ from typing import NamedTuple
 from datakit.remote.remote_store import Block, RemoteStore
 from datakit.store.shard import Int64s
 from datakit.stream.blend import Blend
+from datakit.stream.fetch_threads import FetchThreads
 from datakit.stream.making_thread import end_with_program, in_background
 from datakit.stream.row_pieces import CutRows
-from datakit.stream.workers import Workers
 from threefold.errors import UserError
 
-NUM_THREADS = 8
-AHEAD_PART = 0.94  # of the cache; the rest is what an eviction frees beyond what is asked for
+NUM_THREADS = 8  # and requests at a time; fewer once half of what may be read ahead is there, as they make steps late
+LEAST_AT_ONCE = 2
+AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank that is a step behind needs
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 MAX_TOGETHER = 64  # steps that are planned together
@@ -76,7 +77,9 @@ class ReadAhead:
         self._to_unmap = list[Block]()
         self._run_bytes = min(RUN_BYTES, self._most_bytes // 2)
         self._open: set[tuple[int, int]] = set()  # sources with shards of them
-        self._workers = Workers(NUM_THREADS, "datakit-fetch")
+        self._to_fetch = deque[tuple[int, list[Block]]]()  # with the bytes that were admitted before
+        self._admitted_bytes = self._num_fetching = 0
+        self._threads = FetchThreads(NUM_THREADS)
         self._planner = threading.Thread(target=self._plan_steps, name="datakit-read-ahead", daemon=True)
         end_with_program(self)
         self._planner.start()
@@ -98,6 +101,7 @@ class ReadAhead:
                     last, part = self._needed[place]
                     if last == over:
                         self._let_go(place, part)
+            self._fetch_more()
             self._let_plan()
 
     def rows(self, first: int) -> CutRows | None:
@@ -113,13 +117,14 @@ class ReadAhead:
                 self._let_go(place, part)
             self._steps.clear()
             self._rows.clear()
+            self._to_fetch.clear()
             self._changed.notify()
-        self._workers.close()
+        self._threads.close()
 
     def wait(self, until_s: float) -> None:
         """Wait for the threads after `close`, up to a time of the monotonic clock."""
         self._planner.join(max(0.0, until_s - time.monotonic()))
-        self._workers.wait(until_s)
+        self._threads.wait(until_s)
 
     def _let_go(self, place: Place, part: _Part) -> None:
         del self._needed[place]
@@ -167,7 +172,7 @@ class ReadAhead:
                 num_bytes = rows.num_bytes * self.stride // len(samples)  # with those of other ranks
             for shard in self._remote_shards(rows) - asked:
                 asked.add(shard)
-                self._workers.want(partial(self._open_shard, *shard))
+                self._threads.want(partial(self._open_shard, *shard))
             cut.append((rows, num_bytes))
             ahead_bytes += num_bytes
             while cut and (ahead_bytes >= most_bytes or len(cut) > OPENED_STEPS or num_yielded < 2):
@@ -205,11 +210,13 @@ class ReadAhead:
                     self._needed[place] = step.number, part
                 if to_map:
                     self._to_map.append((step.number, to_map))
-            for block in new.values():
-                block.store.cache.needed.add(block.name)
-                self._ahead_bytes += block.size_bytes
-        for run in _runs([new[place] for place in sorted(new)], self._run_bytes):
-            self._workers.want(partial(self._fetch, run))
+            for run in _runs([new[place] for place in sorted(new)], self._run_bytes):
+                self._to_fetch.append((self._admitted_bytes, run))
+                for block in run:
+                    block.store.cache.needed.add(block.name)
+                    self._ahead_bytes += block.size_bytes
+                    self._admitted_bytes += block.size_bytes
+            self._fetch_more()
 
     def _parts_of(self, rows: CutRows, known: Mapping[Place, _Part]) -> dict[Place, _Part]:
         """Return the parts of remote stores that rows read; most are `known`, as those of the step before.
@@ -273,10 +280,25 @@ class ReadAhead:
     def _new_bytes(self, parts: Mapping[Place, _Part]) -> int:
         return sum(part.size_bytes for place, part in parts.items() if place not in self._needed)
 
+    def _fetch_more(self) -> None:
+        """Let as many requests be made at a time as become what comes next: fewer, if it is read much later."""
+        over_bytes = self._admitted_bytes - self._ahead_bytes
+        while self._to_fetch:
+            num_bytes, run = self._to_fetch[0]
+            room = 1 - (num_bytes - over_bytes) / self._most_bytes
+            if self._num_fetching >= max(LEAST_AT_ONCE, min(1, 2 * room) * NUM_THREADS):
+                break
+            self._to_fetch.popleft()
+            self._num_fetching += 1
+            self._threads.want(partial(self._fetch, run))
+
     def _fetch(self, run: list[Block]) -> None:
         if any(block.name in block.store.cache.needed for block in run):  # it may be over by now
             with suppress(UserError):
                 run[0].store.fetch_run(run)
+        with self._changed:
+            self._num_fetching -= 1
+            self._fetch_more()
 
     def _open_shard(self, source: int, shard: int) -> None:
         store = self._blend.stores[source]

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +13,9 @@ from datakit.remote.remote_store import Block
 from datakit.store.shard import Int64s
 from datakit.stream import read_ahead
 from datakit.stream.read_ahead import ReadAhead
+from tests.datakit.remote.conftest import is_idle, wait_until
 
 NUM_STEPS = 20  # that are planned at a time
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < until_s, "steps are planned"
-        time.sleep(0.01)
-
-
-def is_idle(ahead: ReadAhead) -> bool:
-    return len(ahead._workers._idle) == read_ahead.NUM_THREADS
 
 
 def test_blocks_are_kept_for_the_last_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +109,7 @@ def test_tiny_steps_are_planned_at_once(tmp_path: Path) -> None:
         goes_on.set()
         ahead.close()
         ahead.wait(time.monotonic() + 20)
-    assert not any(thread.is_alive() for thread in (ahead._planner, *ahead._workers._threads))
+    assert not any(thread.is_alive() for thread in (ahead._planner, *ahead._threads._threads))
 
 
 def test_blocks_are_mapped_before_a_step_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Workers: daemon threads that do what is wanted, of which the last to become idle takes the next.
+"""FetchThreads: daemon threads that do what is wanted, of which the last to become idle takes the next.
 
 So no more of them work than must, with memory that they have used already. Threads that take turns would each have
 theirs, of a request's size, and the kernel clears it at first use: that takes as long as the request.
@@ -15,15 +15,15 @@ from datakit.stream.making_thread import in_background
 Work = Callable[[], None]
 
 
-class Workers:
+class FetchThreads:
     """A number of threads; what they do must not raise."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int) -> None:
         """Start the threads, which end with `close`."""
         self._lock, self._is_closed = Lock(), False
         self._waiting = deque[Work]()
         self._idle: list[SimpleQueue[Work | None]] = []  # each what its thread waits for
-        self._threads = [Thread(target=self._do_all, name=name, daemon=True) for _ in range(num_threads)]
+        self._threads = [Thread(target=self._do_all, name="datakit-fetch", daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
