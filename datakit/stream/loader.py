@@ -196,8 +196,8 @@ class Loader(Closing):
         if self._thread.is_closed:
             raise UserError("the loader is closed", hint="Loader(..., cursor=loader.cursor) goes on where it was")
         self._drop_ahead()
-        self._ahead = ahead = _StepsAhead(self._num_samples, out, 1 if out is not None else self._most_ahead)
         self._thread.start()
+        self._ahead = ahead = _StepsAhead(self._num_samples, out, 1 if out is not None else self._most_ahead)
         for _ in range(ahead.most):
             self._thread.want(self._make_step, ahead)
         return ahead
