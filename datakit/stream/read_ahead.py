@@ -30,7 +30,8 @@ from threefold.errors import UserError
 
 NUM_THREADS = 8  # and requests at a time; fewer once half of what may be read ahead is there, as they make steps late
 LEAST_AT_ONCE = 2
-AHEAD_PART = 0.8  # of the cache, the rest is for indices and for what a rank that is a step behind needs
+# of the cache; the rest is what evictions free at once, and for the indices of stores that are no archives
+AHEAD_PART, STORES_AHEAD_PART = 0.94, 0.8
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 MAX_TOGETHER = 64  # steps that are planned together
@@ -64,7 +65,9 @@ class ReadAhead:
         `samples_of(first)` are the samples of the step that begins at sample `first`.
         """
         self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
-        self._most_bytes = int(AHEAD_PART * min(cache.max_bytes for cache in blend.caches))
+        remote = [store for store in blend.stores if isinstance(store, RemoteStore)]
+        part = AHEAD_PART if all(store.source.record for store in remote) else STORES_AHEAD_PART
+        self._most_bytes = int(part * min(cache.max_bytes for cache in blend.caches))
         self._changed = threading.Condition()
         self._awaited: Callable[[], bool] = lambda: False  # by the thread that plans
         self._now, self._num_over, self._is_closed = 0, 0, False
