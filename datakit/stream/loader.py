@@ -160,11 +160,10 @@ class Loader(Closing):
         Without it the step has memory that nothing else refers to, of `num_bytes`, and what comes next is begun at
         once; with it, `prefetch` begins the next one.
         """
-        ahead, is_new = self._ahead, False
-        if ahead is None or ahead.out is not out or self._process != os.getpid():
-            ahead, is_new = self._begin(out), True
+        begun = self._begun(out)
+        ahead = begun or self._begin(out)
         try:
-            if is_new:  # the first is given out with what follows it at hand
+            if begun is None:  # the first is given out with what follows it at hand
                 ahead.wait_for(ahead.most)
             batch = ahead.take()
         except BaseException:  # a step that failed is made again by the next call
@@ -183,9 +182,13 @@ class Loader(Closing):
         `next_step`, called with that very array, returns it; with another one the step is made again. Nothing else may
         use the memory until then, or until the loader is closed.
         """
-        ahead = self._ahead
-        if ahead is None or ahead.out is not out or self._process != os.getpid():
+        if self._begun(out) is None:
             self._begin(out)
+
+    def _begun(self, out: Bytes | None) -> "_StepsAhead | None":
+        """Return the steps that are made ahead in some memory by this process, if they are."""
+        ahead = self._ahead
+        return ahead if ahead is not None and ahead.out is out and self._process == os.getpid() else None
 
     def _begin(self, out: Bytes | None) -> "_StepsAhead":
         """Begin the steps from the cursor on; one, if it is made in the caller's memory."""

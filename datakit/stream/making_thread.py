@@ -104,12 +104,11 @@ class MakingThread:
 def in_background() -> None:
     """Let this thread not take a processor from who runs when it wakes up: it may wait, a training loop may not.
 
-    By the batch policy of Linux, sched(7), if it has the usual one; elsewhere nothing happens.
+    By the batch policy of sched(7), if it has the usual one.
     """
-    if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # of a system that does not let it
-            if os.sched_getscheduler(0) == os.SCHED_OTHER:
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with suppress(OSError):  # of a system that does not let it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def end_with_program(what: Ending) -> None:

@@ -1,7 +1,6 @@
 """A store, and the same behind a URL in small blocks."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -28,13 +27,6 @@ def remote(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_tokens, "BLOCK_BYTES", BLOCK_BYTES)
         yield RemoteStore.at(f"file://{store.path}", cache=str(tmp_path_factory.mktemp("cache")), cache_mib=64)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < until_s, "it is so by now"
-        time.sleep(0.01)
 
 
 def is_idle(ahead: ReadAhead) -> bool:

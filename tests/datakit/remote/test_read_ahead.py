@@ -13,7 +13,8 @@ from datakit.remote.remote_store import Block
 from datakit.store.shard import Int64s
 from datakit.stream import read_ahead
 from datakit.stream.read_ahead import ReadAhead
-from tests.datakit.remote.conftest import is_idle, wait_until
+from tests.datakit.remote.conftest import is_idle
+from tests.datakit.support.waiting import wait_until
 
 NUM_STEPS = 20  # that are planned at a time
 

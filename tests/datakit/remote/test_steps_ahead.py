@@ -18,7 +18,8 @@ from datakit.remote.remote_store import Block
 from datakit.stream import read_ahead
 from datakit.stream.loader import MOST_REMOTE_STEPS_AHEAD, REMOTE_STEPS_AHEAD
 from datakit.stream.read_ahead import ReadAhead
-from tests.datakit.remote.conftest import BLOCK_BYTES, is_idle, wait_until
+from tests.datakit.remote.conftest import BLOCK_BYTES, is_idle
+from tests.datakit.support.waiting import wait_until
 from threefold.errors import CheckFailed
 
 

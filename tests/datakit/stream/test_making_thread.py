@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -14,6 +13,7 @@ import pytest
 
 from datakit import Blend, Loader, write_store
 from datakit.stream.making_thread import MadeAhead, MakingThread
+from tests.datakit.support.waiting import wait_until
 from threefold.errors import UserError
 
 
@@ -81,10 +81,7 @@ def test_the_thread_ends_with_the_last_reference() -> None:
     assert ahead.take() == 1
     del thread
     gc.collect()
-    until_s = time.monotonic() + 10
-    while any(each.name == "maker that is let go" for each in threading.enumerate()):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_until(lambda: all(each.name != "maker that is let go" for each in threading.enumerate()))
 
 
 def test_a_program_ends_after_what_is_being_made() -> None:
@@ -99,7 +96,6 @@ def test_a_program_ends_after_what_is_being_made() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_the_thread_takes_no_processor_from_others() -> None:
     thread, ahead = started(), MadeAhead[int]()
     thread.want(ahead.make, lambda: os.sched_getscheduler(0))
