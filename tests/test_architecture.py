@@ -235,3 +235,16 @@ def test_functions_have_few_parameters() -> None:
             if count + (node.args.vararg is not None) + (node.args.kwarg is not None) > PARAMETERS:
                 found.add(name)
     shrinks("MANY_PARAMETERS", MANY_PARAMETERS, found)
+
+
+def test_helpers_of_tests_check_under_python_o_too() -> None:
+    """Test files are rewritten by pytest, so that their `assert` is executed; helpers call tests.support.checks."""
+    helpers = [*ROOT.glob("tests/support/*.py"), *ROOT.glob("tests/*/support/*.py")]
+    bare = [
+        f"{path.relative_to(ROOT)} line {node.lineno}"
+        for path in helpers
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not bare
+    assert len(helpers) > 10

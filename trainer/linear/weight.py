@@ -21,14 +21,14 @@ class Weight:
     `values` is a view of a bucket in the compute dtype. `contributes` is False on a rank whose gradient another rank of
     the holders contributes. `epoch` counts the updates: a backward must see the values that its forward saw. `wgrads`
     makes its products at once, or puts them off. `before_use` is called before values are read, `after_gradient` after
-    each contribution.
+    each contribution. `num_users` is how many layers of this rank took the handle; each contributes once a micro-batch.
     """
 
     def __init__(
         self, name: str, values: Tensor, gradient: Tensor | None, *, contributes: bool, wgrads: Wgrads | None = None,
         before_use: Callable[[], object] = _nothing, after_gradient: Callable[[], object] = _nothing,
     ) -> None:  # fmt: skip
-        self.name, self.epoch = name, 0
+        self.name, self.epoch, self.num_users = name, 0, 0
         self._values, self._gradient, self._contributes = values, gradient, contributes
         self._wgrads, self._before_use, self._after_gradient = wgrads or Wgrads(), before_use, after_gradient
         self._is_first = True
@@ -39,13 +39,17 @@ class Weight:
         self._before_use()
         return self._values
 
-    def add_gradient(self, compute: Callable[[Tensor, bool], object]) -> None:
-        """Call `compute(out, first)`, which adds a contribution to `out`, or overwrites it if it is the first one."""
+    def add_gradient(self, compute: Callable[[Tensor, bool], object], *, is_whole: bool = True) -> None:
+        """Call `compute(out, first)`, which adds a contribution to `out`, or overwrites it if it is the first one.
+
+        `is_whole` is False for a part of a contribution, unless it is the last part.
+        """
         assert self._gradient is not None, f"{self.name} is held for inference"
         if self._contributes:
             compute(self._gradient, self._is_first)
             self._is_first = False
-        self._after_gradient()
+        if is_whole:
+            self._after_gradient()
 
     def add_product(self, compute: Callable[[Tensor, bool], object]) -> None:
         """Do the same for a product of a backward pass, which a schedule may put off.

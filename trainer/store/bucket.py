@@ -1,8 +1,8 @@
 """Bucket: one flat buffer of parameters with their gradients, and the optimizer state that this rank keeps of it.
 
 Its gradients are summed over the holders once the last one of a step is in, beside the rest of the backward. Which is
-the last is known by counting: each step of as many micro-batches has as many contributions as the one before. Its
-parameters are gathered beside what follows; whoever reads them waits for them first.
+the last follows from the model alone: each layer that uses a weight contributes once a micro-batch. Its parameters are
+gathered beside what follows; whoever reads them waits for them first.
 """
 
 import torch
@@ -56,8 +56,7 @@ class Bucket:
             self.master = torch.zeros_like(self._weights, dtype=wide)
         self.exp_avg = torch.zeros_like(self.master if with_optimizer else self.master[:0], dtype=moments)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self._num_contributions, self._usual = 0, dict[int, int]()  # the latter by the number of micro-batches
-        self._num_microbatches = 0
+        self._num_contributions = self._last_contribution = 0
         self._reducing: Work | None = None
         self._gathering: Work | None = None
         self._is_written: torch.cuda.Event | None = None
@@ -70,15 +69,15 @@ class Bucket:
         kept = () if self.master.dtype == self.parameters.dtype else (self.master if self.low is None else self.low,)
         return sum(state.numel() * state.itemsize for state in (self.exp_avg, self.exp_avg_sq, *kept))
 
-    def begin_step(self, num_microbatches: int) -> None:
-        """Begin to count a step's contributions to the gradients."""
-        self._num_contributions, self._num_microbatches = 0, num_microbatches
+    def begin_step(self, last_contribution: int) -> None:
+        """Begin to count a step's contributions to the gradients, up to the last; of 0 none is the last."""
+        self._num_contributions, self._last_contribution = 0, last_contribution
 
     def count_contribution(self) -> bool:
-        """Count one, and return whether it is the last of a step, if steps before show how many there are."""
+        """Count one, and return whether it is the last of the step."""
         assert self._reducing is None, "a gradient came after the sum over ranks had begun"
         self._num_contributions += 1
-        return self._num_contributions == self._usual.get(self._num_microbatches)
+        return self._num_contributions == self._last_contribution
 
     @property
     def is_reducing(self) -> bool:
@@ -97,11 +96,14 @@ class Bucket:
     def finish_reduce(self) -> None:
         """Wait for the sum; at least the part that this rank updates is valid afterwards."""
         assert self._reducing is not None, "start_reduce comes first"
+        assert self._num_contributions == self._last_contribution, (
+            f"{self._num_contributions} gradients came, {self._last_contribution} were expected"
+        )
         found = self._reducing.wait()
         if found.dtype != self.gradients.dtype:  # what each rank has for this one, to be added in the wide dtype
             owned = self.gradients[slice(*self.owned)]
             torch.sum(found.view(self.group.size, -1), 0, dtype=owned.dtype, out=owned)
-        self._reducing, self._usual[self._num_microbatches] = None, self._num_contributions
+        self._reducing = None
 
     def interval(self, segment: Segment, first: int, *, decays: bool, row: int) -> Interval:
         """Return a segment of the interval from position `first` on, with the state that this rank has of it."""

@@ -109,9 +109,13 @@ class ParameterStore:
         self.buckets[number].start_reduce(self.options.summed)
 
     def weight(self, *names: str) -> Weight:
-        """Return the handle of a parameter, or of several that were planned as one run."""
+        """Return the handle of a parameter, or of several that were planned as one run, to one more layer that uses it.
+
+        That layer contributes to the gradient once a micro-batch.
+        """
         weight = self._weights[names[0]]
         assert weight.name == " + ".join(names), f"{names} are not one run: {weight.name}"
+        weight.num_users += 1
         return weight
 
     def weight_if_any(self, *names: str) -> Weight | None:
@@ -132,10 +136,13 @@ class ParameterStore:
 
     # --- steps
 
-    def begin_step(self, num_microbatches: int = 1) -> None:
-        """Let the first contribution to each gradient overwrite what is there."""
-        for bucket in self.buckets:
-            bucket.begin_step(num_microbatches)
+    def begin_step(self, num_microbatches: int) -> None:
+        """Let the first contribution to each gradient overwrite what is there; 0 is a step whose sums never begin.
+
+        For example a bucket of 9 weights with a user each has 36 contributions in a step of 4 micro-batches.
+        """
+        for bucket, weights in zip(self.buckets, self._weights_of, strict=True):
+            bucket.begin_step(num_microbatches * sum(weight.num_users for weight in weights))
         for weight in self._weights.values():
             weight.begin_step()
 

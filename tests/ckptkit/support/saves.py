@@ -20,6 +20,7 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import committed_steps
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions, SaveReport
 from tests.ckptkit.support.model_tables import NUMPY, gpt_tensors, rank_chunks, values
+from tests.support.checks import require
 from threefold.errors import CheckFailed
 from threefold.storage import open_storage
 
@@ -69,7 +70,7 @@ def save_whole(
 def assert_restored(pieces: Sequence[Piece], expected: Sequence[Piece]) -> None:
     """Bit for bit."""
     for piece, want in zip(pieces, expected, strict=True):
-        assert np.asarray(piece.data).tobytes() == np.asarray(want.data).tobytes(), piece.name
+        require(np.asarray(piece.data).tobytes() == np.asarray(want.data).tobytes(), piece.name)
 
 
 def assert_holds(url: str | Path, step: int, tensors: list[TensorInfo], scale: int = 1) -> None:
@@ -79,7 +80,7 @@ def assert_holds(url: str | Path, step: int, tensors: list[TensorInfo], scale: i
     pieces = pieces_of(tensors, ONE, 0)
     arrays = {name: (array * scale).astype(array.dtype) for name, array in values(tensors).items()}
     root = restore(str(url), step, pieces, tensors=tensors)
-    assert root.metadata["scale"] == scale
+    require(root.metadata["scale"] == scale, f"step {step} holds scale {root.metadata['scale']}, not {scale}")
     assert_restored(pieces, pieces_of(tensors, ONE, 0, arrays))
 
 
@@ -119,7 +120,7 @@ def wait_until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait until something holds that another process brings about."""
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+        require(time.monotonic() < deadline, "it did not come about")
         time.sleep(0.05)
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ckptkit.torch import LoadReport, Run
+from tests.support.checks import require
 
 SIZES = (7, 10, 5)  # 5 rows are cut unevenly, as are 10 by tensor parallelism and then FSDP2
 
@@ -77,7 +78,7 @@ def save_at(
         run.save(step, state, metrics={"loss": 1.0}, overlap=overlap)
         losses = train(model, optimizer, scheduler, range(step, step + 3))
         [report] = run.wait()
-        assert report.ok
+        require(report.ok, str(report))
     return losses
 
 

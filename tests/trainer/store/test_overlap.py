@@ -1,5 +1,6 @@
 """Sums of gradients beside the backward, updates and gathers beside what follows: no bit changes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,11 @@ def test_overlap_changes_no_bit(model: str, layout: str, zero_stage: int) -> Non
     assert_equal(on, replace(on, parallel=replace(on.parallel, overlap_grad_reduce=False, overlap_param_gather=False)))
 
 
-def calls_of_the_second_step(rank: int, config: Config, *, network: Network) -> list[tuple[str, str]]:
-    """The kind and the group of each: from the second step on a run knows how many gradients there are."""
+def calls_of_the_first_step(rank: int, config: Config, *, network: Network) -> list[tuple[str, str]]:
+    """The kind and the group of each."""
     engine = make_engine(rank, config, network=network)
-    engine.train_step(0, local_batch(config, 0, engine.mesh))
     engine.mesh.recorder.calls.clear()
-    engine.train_step(1, local_batch(config, 1, engine.mesh))
+    engine.train_step(0, local_batch(config, 0, engine.mesh))
     return [(each.kind, each.group) for each in engine.mesh.recorder.calls]
 
 
@@ -52,7 +52,7 @@ def calls_of_the_second_step(rank: int, config: Config, *, network: Network) -> 
 def test_sums_begin_before_the_backward_ends(overlaps: bool) -> None:
     made = config("llama", "tp2-dp2", overlap_grad_reduce=overlaps, sequence_parallel="off")
 
-    for kinds in run_threads(4, calls_of_the_second_step, made):
+    for kinds in run_threads(4, calls_of_the_first_step, made):
         last_of_the_backward = max(place for place, kind in enumerate(kinds) if kind == ("all_reduce", "tp"))
         assert (kinds.index(("reduce_scatter", "dp")) < last_of_the_backward) == overlaps
 
@@ -60,9 +60,37 @@ def test_sums_begin_before_the_backward_ends(overlaps: bool) -> None:
 def test_the_sum_over_two_stages_waits_for_the_last_send() -> None:
     made = config("gpt2", "pp2")
 
-    kinds = run_threads(2, calls_of_the_second_step, made)[1]
+    kinds = run_threads(2, calls_of_the_first_step, made)[1]
     last_send = max(place for place, kind in enumerate(kinds) if kind == ("send", "gradients"))
     assert kinds.index(("reduce_scatter", "ends_dp")) > last_send
+
+
+def losses_of_rows(rank: int, config: Config, lengths: Sequence[int], *, network: Network) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a step for each length of rows."""
+    engine, found = make_engine(rank, config, network=network), []
+    for step, length in enumerate(lengths):
+        longer = replace(config, train=replace(config.train, seq_length=length))
+        stats = engine.train_step(step, local_batch(longer, step, engine.mesh))
+        found.append((stats.loss, stats.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("llama", "dp2"), ("gpt2", "dp2"), ("llama", "tp2-dp2"), ("gpt2", "pp2")]
+)
+def test_rows_of_another_length_in_mid_run_change_no_bit(model: str, layout: str) -> None:
+    """With logits made in parts, of which longer rows have more."""
+    made = config(model, layout)
+    made = replace(made, train=replace(made.train, max_logits_gib=8 * 61 * 8 / 2**30))  # 8 tokens of 61 logits at once
+    made = replace(made, model=replace(made.model, num_positions=64 if made.model.position == "learned" else 0))
+    apart = replace(made, parallel=replace(made.parallel, overlap_grad_reduce=False))
+    lengths = (16, 16, 48, 8, 48)
+
+    found, expected = (
+        run_threads(made_of.parallel.tp * made_of.parallel.pp * made_of.parallel.dp, losses_of_rows, made_of, lengths)
+        for made_of in (made, apart)
+    )
+    assert found == expected
 
 
 def test_a_gradient_that_comes_after_its_sum_began_is_an_error() -> None:

@@ -43,7 +43,10 @@ TP, PP, DP = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, where it shows, and how to plant it; without a layout, plain torch shows it."""
+    """What is wrong, where it shows, and how to plant it; without a layout, plain torch shows it.
+
+    `trips` is what an assertion of the trainer says that sees it before parity does; it is not there under `python -O`.
+    """
 
     name: str
     layout: ParallelLayout | None
@@ -53,6 +56,7 @@ class Fault:
     cuts_tokens: bool = False
     schedule: str = "1f1b"
     num_parts: int = 1  # in which cut tokens are transferred
+    trips: str = ""
 
 
 def skipping(kind: str, group: str) -> Callable[[Patch], None]:
@@ -116,7 +120,7 @@ def averaged(real: Any, self: Any) -> None:
 
 
 def one_too_early(real: Any, self: Bucket) -> bool:
-    return bool(real(self)) or self._num_contributions + 1 == self._usual.get(self._num_microbatches)
+    return bool(real(self)) or self._num_contributions + 1 == self._last_contribution
 
 
 def padding_takes_part(real: Any, logits_TV: torch.Tensor, labels_S: torch.Tensor, **options: Any) -> Any:
@@ -285,11 +289,14 @@ FAULTS = [
     Fault("activations are read before they are received", PP, read_at_once("receive", "activations")),
     Fault("gradients are read before they are received", PP, read_at_once("receive", "gradients")),
     Fault("tensors that are being sent share a buffer", PP, in_one_buffer("send")),
-    Fault("a W makes no products", PP, wrapping(executor, "make", lambda real, products: None), schedule="zb-h1"),
+    Fault("a W makes no products", PP, wrapping(executor, "make", lambda real, products: None), schedule="zb-h1",
+          trips="gradients came"),
     Fault("a W makes its products twice", PP,
-          wrapping(executor, "make", lambda real, products: real([*products, *products])), schedule="zb-h1"),
+          wrapping(executor, "make", lambda real, products: real([*products, *products])), schedule="zb-h1",
+          trips="after the sum over ranks had begun"),
     Fault("a W leaves out the product of one linear", PP,
-          wrapping(executor, "make", lambda real, products: real(products[1:])), schedule="zb-h1"),
+          wrapping(executor, "make", lambda real, products: real(products[1:])), schedule="zb-h1",
+          trips="gradients came"),
     Fault("the next gradient is received where a W reads", ParallelLayout(pp=3),
           wrapping(Executor, "__init__", one_buffer), model={"num_layers": 3}, schedule="zb-h1"),
     Fault("two stages of a rank change places", ParallelLayout(pp=2, virtual=3),
@@ -300,7 +307,7 @@ FAULTS = [
     Fault("gradients are not summed over dp, zero_stage 0", DP,
           wrapping(Bucket, "start_reduce", lambda real, self, dtype: None), zero_stage=0),
     Fault("the sum of gradients begins a contribution too early", DP,
-          wrapping(Bucket, "count_contribution", one_too_early)),
+          wrapping(Bucket, "count_contribution", one_too_early), trips="after the sum over ranks had begun"),
     Fault("gradients are read before their sum is there", DP, read_at_once("reduce_scatter", "dp")),
     Fault("parameters are read before they are gathered", DP, wrapping(Bucket, "arrive", lambda real, self: None)),
     Fault("gradients are not summed over dp, zero_stage 1", DP, skipping("reduce_scatter", "dp")),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
+from tests.support.checks import require_equal
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -31,7 +32,7 @@ def assembled(tensors: Sequence[TensorInfo], pieces: Iterable[Piece]) -> dict[st
         positions = _positions(piece, infos[piece.name].shape)
         state[piece.name].view(-1)[positions] = torch.as_tensor(piece.data)
         times[piece.name].view(-1)[positions] += 1
-    assert all(bool((count == 1).all()) for count in times.values()), "an element is held never or twice"
+    require_equal(all(bool((count == 1).all()) for count in times.values()), "an element is held never or twice")
     return state
 
 

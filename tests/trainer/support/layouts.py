@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptkit.model.layout import ParallelLayout
+from tests.support.checks import require
 from trainer.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from trainer.config.check import cross_faults
 from trainer.config.resolve import resolve
@@ -75,5 +76,6 @@ def configs(draw: st.DrawFn, layouts: st.SearchStrategy[ParallelLayout]) -> Conf
         ),
         data=DataConfig(document_mask=draw(st.booleans())),
     )  # fmt: skip
-    assert cross_faults(config, layout.world_size) == []
+    faults = cross_faults(config, layout.world_size)
+    require(not faults, str(faults))
     return resolve(config, layout.world_size)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ckptkit.model.layout import ParallelLayout
+from tests.support.checks import require_equal
 from tests.trainer.support.global_state import assembled, copied
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
 from trainer.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
@@ -142,10 +143,10 @@ def assert_parity(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None
     """Every rank saw the losses, norms and counts of one process, and together they hold its weights; in float64."""
     for rank, run in enumerate(runs):
         gap = largest_gap(run, reference)
-        assert gap <= LOSSES_WITHIN, f"rank {rank}: losses and norms differ by {gap:.2e}"
-        assert run["num_tokens"] == reference["num_tokens"], f"rank {rank}"
+        require_equal(gap <= LOSSES_WITHIN, f"rank {rank}: losses and norms differ by {gap:.2e}")
+        require_equal(run["num_tokens"] == reference["num_tokens"], f"rank {rank}: numbers of tokens differ")
     gap, name = weights_gap(runs, reference)
-    assert gap <= WEIGHTS_WITHIN, f"{name} differs by {gap:.2e}"
+    require_equal(gap <= WEIGHTS_WITHIN, f"{name} differs by {gap:.2e}")
 
 
 def largest_gap(run: dict[str, Any], reference: dict[str, Any]) -> float:
@@ -164,5 +165,5 @@ def assemble_weights(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def weights_gap(runs: list[dict[str, Any]], reference: dict[str, Any]) -> tuple[float, str]:
     """Largest difference of the weights that all ranks hold together from a reference, and where it is."""
     expected, found = assemble_weights([reference]), assemble_weights(runs)
-    assert found.keys() == expected.keys()
+    require_equal(found.keys() == expected.keys(), f"one run has not the tensors {found.keys() ^ expected.keys()}")
     return max((float((found[name] - expected[name]).abs().max()), name) for name in expected)

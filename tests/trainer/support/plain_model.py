@@ -78,7 +78,8 @@ def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[
 
 def document_numbers(batch: Batch) -> Tensor:
     """The number of each token's document, in its micro-batch, [B, S]."""
-    assert batch.documents is not None
+    if batch.documents is None:
+        raise AssertionError("the batch has no bounds of documents")
     num_rows, length = batch.tokens.shape[1:]
     places = torch.arange(num_rows * length)
     numbers = [(places.unsqueeze(1) >= bounds.cpu()).sum(1) for bounds, _ in batch.documents]

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 
 from datakit import write_store
+from tests.support.checks import require
 from trainer.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -85,7 +86,7 @@ class Job:
     def run(self) -> str:
         """Run it to its end; what it said. AssertionError where it failed."""
         code, output = self.outcome(self.start())
-        assert code == 0, output
+        require(code == 0, output)
         return output
 
     def outcome(self, process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -101,8 +102,9 @@ class Job:
         process, deadline = self.start(), time.monotonic() + START_WITHIN_S
         try:
             while last_step(self.metrics) < step:
-                assert process.poll() is None, process.communicate()[0]
-                assert time.monotonic() < deadline, f"step {step} was not reached"
+                if process.poll() is not None:
+                    raise AssertionError(process.communicate()[0])
+                require(time.monotonic() < deadline, f"step {step} was not reached")
                 time.sleep(0.01)
         finally:
             kill(process)
@@ -135,5 +137,5 @@ def last_step(path: Path) -> int:
 def curve(path: Path, key: str = "loss") -> dict[int, float]:
     """One number of each step of a metrics file."""
     found = lines(path)
-    assert len({line["step"] for line in found}) == len(found), "one line a step"
+    require(len({line["step"] for line in found}) == len(found), "one line a step")
     return {line["step"]: line[key] for line in found}
