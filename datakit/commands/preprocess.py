@@ -79,7 +79,8 @@ def run(options: Options) -> None:
     from datakit.preprocessing.preprocess import preprocess
     from datakit.preprocessing.recipe import Recipe
 
-    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
+    names = [field.name for field in fields(Recipe) if hasattr(options, field.name)]
+    recipe = Recipe(**{name: getattr(options, name) for name in names})
     with live() as shown:
         summary = preprocess(
             options.inputs,

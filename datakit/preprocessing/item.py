@@ -7,7 +7,7 @@ most the item's work, and two encoders at the same item, as after a node that wa
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,15 @@ class ItemEncoder:
     def __init__(self, output: Output, recipe: Recipe, encoder: Encoder, identity: TokenizerIdentity) -> None:
         self._output, self._recipe, self._encoder = output, recipe, encoder
         self._dtype = np.dtype(store_dtype(identity.vocab_size)).newbyteorder("<")
-        self._eod_id = identity.eod_id if recipe.append_eod else None
+        self._end = recipe.end(identity, encoder.after)
         self._duplicates = Duplicates(output) if recipe.dedup else None
         self._scratch = output.scratch / secrets.token_hex(8)
 
     def seal(self, item: WorkItem, report: Callable[[Progress], None] = lambda _: None) -> None:
         """Make the item's shards and its record, or nothing."""
-        end = [] if self._eod_id is None else [self._eod_id]
-        writers = {part: _ItemShards(self._work(part), item.number, self._dtype, end) for part in self._recipe.parts}
+        writers = {
+            part: _ItemShards(self._work(part), item.number, self._dtype, self._end) for part in self._recipe.parts
+        }
         num_lines = input_bytes = num_tokens = num_by_reference = num_replaced = 0
         digests: list[str] = []
         skipped: Counter[str] = Counter()
@@ -114,7 +115,7 @@ class ItemEncoder:
 class _ItemShards(ShardSequence):
     """The shards that one item puts into one store, each document with `end` after it."""
 
-    def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: list[int]) -> None:
+    def __init__(self, folder: Path, item_number: int, dtype: "np.dtype[Any]", end: Sequence[int]) -> None:
         super().__init__(folder, dtype.name, f"shard-{item_number:06}-{{:03}}".format)
         self._little_endian, self._end = dtype, end
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,9 @@ import orjson
 
 from datakit.dedup.item_hashes import find_duplicates
 from datakit.preprocessing.meter import Meter
-from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest
+from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest, rules_of
 from datakit.preprocessing.sources import Sources, require_unchanged
+from datakit.preprocessing.summary import StoreSummary, Summary
 from datakit.preprocessing.task import HASH, Task
 from datakit.preprocessing.worker_pool import WorkerPool
 from datakit.store.claim import PATIENCE_S, claim
@@ -44,40 +45,6 @@ if TYPE_CHECKING:
     from datakit.preprocessing.ray_pool import RayPool
 
 _PROBE_DOCUMENTS, _PROBE_CHARACTERS = 8, 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSummary:
-    """One store that came out."""
-
-    path: str
-    num_documents: int
-    num_tokens: int
-    num_shards: int
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a run of preprocess did; counts are the stores' (what was skipped, by reason), rates are of this run's.
-
-    So is `backend`, None if nothing was left to tokenize, and how many documents the reference tokenized. A store
-    says neither, as its bytes depend on neither. `num_replaced` documents had lone surrogates, which became U+FFFD; 0
-    where the stores were complete before.
-    """
-
-    num_documents: int
-    num_tokens: int
-    num_items: int
-    num_items_done_before: int
-    input_bytes: int
-    elapsed_s: float
-    mb_per_s: float
-    tokens_per_s: float
-    stores: tuple[StoreSummary, ...]
-    skipped: dict[str, int]
-    backend: str | None
-    num_by_reference: int
-    num_replaced: int
 
 
 def preprocess(
@@ -128,10 +95,11 @@ def preprocess(
         with open_pool(len(missing)) if missing else nullcontext() as pool:
             job.begin(backend)  # opens the tokenizer, while workers that run here start
             if pool:
-                choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, recipe))
+                choice = choose_backend(backend, recipe.tokenizer, job.tokenizer, probe_texts(missing, job.recipe))
                 report(f"tokenizing with {choice.backend}: {choice.reason}")
+                job.report_end()
                 tokenized_by = choice.backend
-                task = Task(job.output.place, recipe, job.identity, choice.backend, choice.terms)
+                task = Task(job.output.place, job.recipe, job.identity, choice.backend, choice.terms)
                 num_by_reference = job.seal(missing, task, pool)
         records = job.records()
         job.finish(records)
@@ -219,6 +187,7 @@ class _Job:
         for part, found in manifests.items():
             if found is None:
                 return False
+            self._follow(found.settings)
             self._compare(found.tokenizer, found.settings, self._settings(part))
         self._sources = require_unchanged(self.output, self._files, self._report)
         self.output.remove_work()  # a kill may have left it after the last manifest
@@ -235,7 +204,16 @@ class _Job:
             tokenizer, settings = TokenizerIdentity(**found["tokenizer"]), dict(found["settings"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
-        self._compare(tokenizer, settings, wanted["settings"])
+        self._follow(settings)
+        self._compare(tokenizer, settings, self.recipe.settings(WHOLE))
+
+    def report_end(self) -> None:
+        """Report an end-of-document token that is not written, as the tokenizer itself ends documents with it."""
+        after = self.tokenizer.frame()[1]
+        if self.recipe.append_eod and not self.recipe.end(self.identity, after):
+            self._report(
+                f"the tokenizer ends documents with {self.identity.eod_token!r} itself: it is not written twice"
+            )
 
     def hash(self, open_pool: Callable[[int], "WorkerPool | RayPool"], items: list[WorkItem]) -> None:
         """Let workers hash the items' documents."""
@@ -336,6 +314,16 @@ class _Job:
 
     def _settings(self, part: str) -> dict[str, Any]:
         return self.recipe.settings(part) | {"input": self._input}
+
+    def _follow(self, settings: dict[str, Any]) -> None:
+        """Go on by the rules of what is there, if they are older ones."""
+        version = rules_of(settings)
+        if version < self.recipe.rules_version:
+            self.recipe = replace(self.recipe, rules_version=version)
+            self._report(
+                f"{self.output.place} follows the rules that it was begun under: a row of nulls is an empty document, "
+                "--append-eod writes an end token also after the tokenizer's own"
+            )
 
     def _compare(self, tokenizer: TokenizerIdentity, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         sentences = differences((tokenizer, found), (self.identity, wanted))

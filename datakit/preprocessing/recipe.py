@@ -1,6 +1,6 @@
 """Recipe: all that decides, with the input, what bytes a store has; kept in the store, so that no rerun mixes two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from threefold.errors import UserError
 from threefold.masking import masked
 
 WHOLE, TRAIN, VALID = "", "train", "valid"
+RULES_VERSION = 2  # by version 1 a row of nulls was an empty document, and an end token that was there came twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Recipe:
     `split` are the fractions of documents that go to the train and the valid store, by a hash of their text; None makes
     one store of all. `skip_invalid`, `skip_empty` and `max_chars` leave documents out (see documents.py), the first
     also those on which the tokenizer fails, `dedup` those whose text an earlier document of the input has (see
-    duplicates.py). `tags` name parts of the input (see tags.py).
+    duplicates.py). `tags` name parts of the input (see tags.py). `rules_version` says by which rules nulls and end
+    tokens are written: a store is finished by those that it was begun under.
     """
 
     tokenizer: str
@@ -39,6 +41,7 @@ class Recipe:
     max_chars: int | None = None
     tags: tuple[Tag, ...] = ()
     dedup: bool = False
+    rules_version: int = RULES_VERSION
 
     def __post_init__(self) -> None:
         # so put that a NaN is refused too
@@ -50,7 +53,20 @@ class Recipe:
     @property
     def rules(self) -> DocumentRules:
         """What the documents of the input are."""
-        return DocumentRules(self.text_key, self.txt_split, self.skip_invalid, self.skip_empty, self.max_chars)
+        return DocumentRules(
+            self.text_key,
+            self.txt_split,
+            self.skip_invalid,
+            self.skip_empty,
+            self.max_chars,
+            nulls_are_empty=self.rules_version < 2,
+        )
+
+    def end(self, identity: TokenizerIdentity, after: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids to write after those of each document, which the tokenizer itself ends with `after`."""
+        if not self.append_eod or identity.eod_id is None or (self.rules_version >= 2 and ends_with(after, identity)):
+            return ()
+        return (identity.eod_id,)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -74,6 +90,7 @@ class Recipe:
             "max_chars": self.max_chars,
             "tags": [[tag.name, masked(tag.pattern)] for tag in self.tags],
             "dedup": self.dedup,
+            "rules": self.rules_version if self.rules_version > 1 else None,
         }
         return {
             "append_eod": self.append_eod,
@@ -83,6 +100,17 @@ class Recipe:
             "part": part,
             **{name: value for name, value in options.items() if value},
         }
+
+
+def rules_of(settings: Mapping[str, Any]) -> int:
+    """Return the version of the rules by which a store of these settings is made."""
+    version = settings.get("rules", 1)
+    return version if isinstance(version, int) else RULES_VERSION
+
+
+def ends_with(after: Sequence[int], identity: TokenizerIdentity) -> bool:
+    """Return whether ids that a tokenizer puts after each text end with its end-of-document token."""
+    return bool(after) and after[-1] == identity.eod_id
 
 
 def input_digest(files: Sequence[InputFile]) -> str:

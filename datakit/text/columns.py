@@ -6,8 +6,9 @@ being opened. Arrow files are mapped: a record batch may be as large as the file
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from datakit.files.remote_file import is_url
@@ -16,35 +17,39 @@ from threefold.errors import StorageError, UserError, quoted
 
 _BATCH_ROWS = 64
 _BUFFER_BYTES, _REMOTE_BUFFER_BYTES = 1 << 20, 8 << 20
+_NOT_TEXT = True  # in place of a value of another type
 Path = tuple[str, ...]  # the name of a column, and of the fields in it that lead to a text
+FindColumns = Callable[[Any], list[Path]]  # in a schema
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 _MAPPED_BYTES = 32 << 20
 _ARROW_FILE_MAGIC = b"ARROW1"
 
 
-def read_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[bytes]]:
+def read_columns(part: FileSlice, names: Sequence[str], *, is_lenient: bool = False) -> Iterator[list[bytes]]:
     """Yield the UTF-8 texts of each row of a slice, in the order of the names, without nulls and missing columns.
 
-    UserError for a damaged file, for a column that is not text, and where none of the columns is there.
+    UserError for a damaged file, for a column that is not text, and if none of the columns is there. If `is_lenient`,
+    the last two are rows without texts.
     """
-    for columns in _columns(part, names):
+    for columns in _columns(part, names, is_lenient):
         for row in zip(*columns, strict=True):
-            yield [value for value in row if value is not None]
+            yield [] if _NOT_TEXT in row else [value for value in row if value is not None]
 
 
 def rows_before(part: FileSlice, names: Sequence[str]) -> int:
     """Return the number of rows of the file that come before a slice."""
     before = FileSlice(part.file, 0, part.start)
-    return sum(len(columns[0]) for columns in _columns(before, names)) if part.start else 0
+    return sum(len(columns[0]) for columns in _columns(before, names, False)) if part.start else 0
 
 
-def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes | None]]]:
+def _columns(part: FileSlice, names: Sequence[str], is_lenient: bool) -> Iterator[list[list[bytes | None]]]:
     """Yield the columns of 64 rows after 64 rows; what pyarrow raises is put into our words."""
     from pyarrow import ArrowException
 
     path = part.file.path
     try:
-        for columns in (_parquet_columns if part.file.kind == "parquet" else _arrow_columns)(part, names):
+        find = partial(_found_columns, part, names, is_lenient)
+        for columns in (_parquet_columns if part.file.kind == "parquet" else _arrow_columns)(part, find):
             yield [column.to_pylist() for column in columns]
     except (ArrowException, EOFError, OSError, UnicodeDecodeError) as error:  # the last from a damaged column's name
         if isinstance(error, OSError) and error.errno:
@@ -57,7 +62,7 @@ def _columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[list[bytes 
         ) from None
 
 
-def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
+def _parquet_columns(part: FileSlice, find: FindColumns) -> Iterator[list[Any]]:
     """Yield the row groups that begin in the slice, if all rows of the file were equally large."""
     from pyarrow.parquet import ParquetFile
 
@@ -71,8 +76,8 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
             page_checksum_verification=True,
         ) as file,
     ):
-        paths = _found_columns(part, names, file.schema_arrow)
-        columns = sorted({".".join(path) for path in paths})
+        paths = find(file.schema_arrow)
+        columns = sorted({".".join(path) for path in paths if path})
         num_rows, row, groups = max(file.metadata.num_rows, 1), 0, []
         for number in range(file.num_row_groups):
             if part.start <= part.file.size_bytes * row // num_rows < part.stop:
@@ -85,7 +90,7 @@ def _parquet_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any
                 yield [_as_bytes(_column(batch, path)) for path in paths]
 
 
-def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]:
+def _arrow_columns(part: FileSlice, find: FindColumns) -> Iterator[list[Any]]:
     """Yield the record batches of the slice in pieces of 64 rows."""
     import pyarrow
 
@@ -98,7 +103,7 @@ def _arrow_columns(part: FileSlice, names: Sequence[str]) -> Iterator[list[Any]]
         else:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             source = pyarrow.BufferReader(pyarrow.py_buffer(mapped))
-        yield from _pieces(_record_batches(part, names, source), mapped)
+        yield from _pieces(_record_batches(part, find, source), mapped)
 
 
 def _pieces(batches: Iterator[tuple[list[Path], Any]], mapped: mmap.mmap | None) -> Iterator[list[Any]]:
@@ -115,7 +120,7 @@ def _pieces(batches: Iterator[tuple[list[Path], Any]], mapped: mmap.mmap | None)
                 num_bytes = 0
 
 
-def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Iterator[tuple[list[Path], Any]]:
+def _record_batches(part: FileSlice, find: FindColumns, source: Any) -> Iterator[tuple[list[Path], Any]]:
     """Yield the record batches that begin in the slice, with the paths in them; those of a file with an index count as
     equally large.
     """
@@ -123,15 +128,15 @@ def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Itera
 
     if source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC:
         file = ipc.open_file(source)
-        paths = _found_columns(part, names, file.schema)
+        paths = find(file.schema)
         for number in range(file.num_record_batches):
             if part.start <= part.file.size_bytes * number // file.num_record_batches < part.stop:
                 yield paths, file.get_batch(number)
         return
     source.seek(0)
     schema = ipc.open_stream(source).schema
-    paths = _found_columns(part, names, schema)
-    numbers = sorted({schema.names.index(path[0]) for path in paths})
+    paths = find(schema)
+    numbers = sorted({schema.names.index(path[0]) for path in paths if path})
     source.seek(0)
     stream = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=numbers, use_threads=False))
     while (begin := source.tell()) < part.stop:
@@ -146,7 +151,11 @@ def _record_batches(part: FileSlice, names: Sequence[str], source: Any) -> Itera
 
 
 def _column(batch: Any, path: Path) -> Any:
-    """Return the column of a batch that a path leads to; null where what holds it is null."""
+    """Return the column of a batch that a path leads to; null where what holds it is null, or for an empty path."""
+    import pyarrow
+
+    if not path:
+        return pyarrow.nulls(batch.num_rows)
     column = batch.column(path[0])
     for name in path[1:]:
         column = column.flatten()[column.type.get_field_index(name)]
@@ -156,10 +165,15 @@ def _column(batch: Any, path: Path) -> Any:
 def _as_bytes(column: Any) -> Any:
     """Return a column as bytes, its offsets checked (damage would be a crash), its UTF-8 not.
 
-    That is a matter of a row.
+    That is a matter of a row. In a column of another type each value is _NOT_TEXT.
     """
     import pyarrow
 
+    if not _is_text(column.type):
+        column.validate(full=True)
+        return pyarrow.array(
+            [None if is_null else _NOT_TEXT for is_null in column.is_null().to_pylist()], pyarrow.bool_()
+        )
     if pyarrow.types.is_dictionary(column.type):
         return pyarrow.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary))
     if "string" in str(column.type):
@@ -168,20 +182,25 @@ def _as_bytes(column: Any) -> Any:
     return column
 
 
-def _found_columns(part: FileSlice, names: Sequence[str], schema: Any) -> list[Path]:
+def _found_columns(part: FileSlice, names: Sequence[str], is_lenient: bool, schema: Any) -> list[Path]:
     """Those of the columns that are there, all of text; UserError with the columns that there are, or with the type.
 
-    A name may lead into columns of structs, as `meta.text` does; a column that is there as it is spelled wins.
+    A name may lead into columns of structs, as `meta.text` does; a column that is there as it is spelled wins. If
+    `is_lenient`, columns of any type are found, and an empty path if none is there.
     """
+    from pyarrow import types
+
     fields = {field.name: field.type for field in schema}
     texts = [".".join(path) for path in _text_paths(fields)]
     found = [path for name in names if (path := _find_path(fields, name))]
+    if is_lenient:
+        return found or [()]
     hint = f"--text-key {texts[0]}" if texts else "convert a column of text into one of type string"
     if not found:
         asked, others = " or ".join(map(repr, names)), ", ".join(map(repr, schema.names)) or "none"
         raise UserError(f"{part.file.path}: no column {asked}; its columns: {others}", hint=hint)
     for path in found:
-        if not _is_text(kind := _type_of(fields, path)):
+        if not (_is_text(kind := _type_of(fields, path)) or types.is_null(kind)):
             raise UserError(f"{part.file.path}: the column {'.'.join(path)!r} is not text but {kind}", hint=hint)
     return found
 

@@ -1,8 +1,9 @@
 """Documents: the texts of a slice of a file, one after the other, with their places; memory is one document's.
 
-jsonl has one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row (a
-null is a document without text). The texts of several keys or columns are joined by blank lines. Whatever is wrong with
-the text is a UserError that names file, line and byte; only what the rules say is skipped, and counted.
+jsonl has one document a line (blank lines are skipped), txt one a file or one a line, parquet and Arrow one a row. The
+texts of several keys or columns are joined by blank lines; nulls and missing ones are left out, and a document of
+nothing else is not one. Whatever is wrong with the text is a UserError that names file, line and byte; only what the
+rules say is skipped, and counted.
 """
 
 import os
@@ -22,7 +23,7 @@ from datakit.text.blocks import digest_of, read_blocks
 from datakit.text.columns import read_columns, rows_before
 from datakit.text.formats import COLUMN_KINDS, SHOWN_BY, is_lines
 from datakit.text.inputs import FileSlice, InputFile
-from datakit.text.json_text import BOM, Fault, JsonText, decode, require_lines
+from datakit.text.json_text import BOM, Fault, JsonText, decode, null_text, require_lines
 from threefold.errors import StorageError, UserError, quoted
 
 MAX_LINE_BYTES = 1 << 30
@@ -83,7 +84,8 @@ class DocumentRules:
 
     `text_key` names one key or column, or several with commas between; `txt_split` is "file" (one document a txt file)
     or "line". Skipped are, where asked for: documents that cannot be read (no valid JSON or UTF-8, no text under the
-    key), documents empty but for white space, and documents of more than `max_chars` characters.
+    key), documents empty but for white space, and documents of more than `max_chars` characters. By the rules of older
+    stores, `nulls_are_empty`: a row of nulls is an empty document.
     """
 
     text_key: str = "text"
@@ -91,6 +93,7 @@ class DocumentRules:
     skip_invalid: bool = False
     skip_empty: bool = False
     max_chars: int | None = None
+    nulls_are_empty: bool = False
 
 
 class DocumentReader:
@@ -150,7 +153,7 @@ class DocumentReader:
         self.skipped.update(filter(None, reasons))
         return run.where(np.array([reason is None for reason in reasons]))
 
-    def _runs_of(self, contents: Iterable[tuple[int, bytes]]) -> Iterator[Documents]:
+    def _runs_of(self, contents: Iterable[tuple[int, bytes | None]]) -> Iterator[Documents]:
         run, characters = list[Document](), 0
         try:
             for document in self._documents(contents):
@@ -164,14 +167,16 @@ class DocumentReader:
             raise
         yield Documents.of(run)
 
-    def _documents(self, contents: Iterable[tuple[int, bytes]]) -> Iterator[Document]:
-        """Yield the documents one by one."""
+    def _documents(self, contents: Iterable[tuple[int, bytes | None]]) -> Iterator[Document]:
+        """Yield the documents one by one; one without content has no text."""
         find_text, is_json = self._json.find, self._part.file.kind == "jsonl"
         mark = "" if self._part.file.kind in COLUMN_KINDS.values() else BOM
         ends = b"\r\n" if self._is_text_lines() else b""
         for line, (offset, content) in enumerate(contents, self.num_lines):
             self.num_lines = line + 1
             try:
+                if content is None:
+                    raise self._no_text()
                 if is_json:
                     if content.isspace() or (text := find_text(content)) is None:
                         continue
@@ -179,24 +184,38 @@ class DocumentReader:
                     text = decode(content.rstrip(ends)).removeprefix(mark)
             except Fault as fault:
                 if not self._rules.skip_invalid:
-                    raise self._placed(fault, offset, line, content) from None
+                    raise self._placed(fault, offset, line, content or b"") from None
                 self.skipped["invalid"] += 1
                 continue
             except MemoryError:
+                assert content is not None, "only what there is takes memory"
                 raise self._too_large(len(content)) from None
             if self._filters and (reason := self._reason_to_skip(text)):
                 self.skipped[reason] += 1
                 continue
             yield Document(text, offset, line, len(content))
 
-    def _contents(self) -> Iterator[tuple[int, bytes]]:
+    def _contents(self) -> Iterator[tuple[int, bytes | None]]:
         """Offset and bytes of each line, or of what else holds one document."""
         part = self._part
         if not is_lines(part.file.kind):
-            return ((0, b"\n\n".join(filter(None, values))) for values in read_columns(part, self._keys))
+            return self._rows()
         if part.file.kind == "txt" and not self._is_text_lines():
             return iter([(0, self._whole_text())])
         return (line for offset, lines in _whole_lines(part, self._hash) for line in _split(offset, lines))
+
+    def _rows(self) -> Iterator[tuple[int, bytes | None]]:
+        """Return the joined texts of each row, None for one without a text."""
+        nulls_are_empty = self._rules.nulls_are_empty
+        is_lenient = self._rules.skip_invalid and not nulls_are_empty
+        for values in read_columns(self._part, self._keys, is_lenient=is_lenient):
+            yield 0, b"\n\n".join(filter(None, values)) if values or nulls_are_empty else None
+
+    def _no_text(self) -> Fault:
+        """Return the fault of a row without a text."""
+        if len(self._keys) == 1:
+            return null_text(self._keys[0])
+        return Fault(f"no column {' or '.join(map(repr, self._keys))} with a text")
 
     def _is_text_lines(self) -> bool:
         return self._part.file.kind == "txt" and self._rules.txt_split == "line"
@@ -231,7 +250,8 @@ class DocumentReader:
         part, message, hint = self._part, fault.message, fault.hint
         if not is_lines(part.file.kind):
             row = rows_before(part, self._keys) + line + 1
-            return UserError(f"{part.file.path}, row {row}: {message} at byte {fault.byte}", hint="--skip-invalid")
+            at = "" if fault.byte is None else f" at byte {fault.byte}"
+            return UserError(f"{part.file.path}, row {row}: {message}{at}", hint="--skip-invalid")
         if part.file.kind == "jsonl" and part.start:
             require_lines(part.file, next(read_blocks(FileSlice(part.file, 0, part.file.size_bytes))))
         line += _lines_before(part) + content.count(b"\n", 0, fault.byte or 0) + 1

@@ -82,13 +82,10 @@ class JsonText:
     def _text(self, value: Any) -> str:
         if not isinstance(value, dict):
             raise Fault("no JSON object")
-        several = len(self._keys) > 1
-        found = {key: _lookup(value, key) for key in self._keys}
-        found = {
-            key: other for key, other in found.items() if other is not _MISSING and not (several and other is None)
-        }
+        there = {key: other for key in self._keys if (other := _lookup(value, key)) is not _MISSING}
+        found = {key: other for key, other in there.items() if other is not None}
         if not found:
-            raise _no_key(value, self._keys)
+            raise null_text(self._keys[0]) if there and len(self._keys) == 1 else _no_key(value, self._keys)
         for key, other in found.items():
             if not isinstance(other, str):
                 raise Fault(f"{key!r} is not text but {type(other).__name__}")
@@ -131,6 +128,11 @@ def _lookup(value: dict[str, Any], key: str) -> Any:
             return found
         at = key.find(".", at + 1)
     return _MISSING
+
+
+def null_text(key: str) -> Fault:
+    """Return the fault of a document whose only text is null."""
+    return Fault(f"no text: {key!r} is null", hint="--skip-invalid")
 
 
 def _no_key(value: dict[str, Any], keys: Sequence[str]) -> Fault:

@@ -27,7 +27,10 @@ SPACE = "▁"  # what sentencepiece writes for a blank; user-defined pieces of i
 
 
 class Encoder(Protocol):
-    """What turns documents into ids in bulk."""
+    """What turns documents into ids in bulk; `after` are the ids that are put after each text."""
+
+    @property
+    def after(self) -> tuple[int, ...]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Return the ids of each text, on one thread."""
@@ -38,6 +41,7 @@ class ReferenceEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.after = tokenizer.frame()[1]
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Return the ids of each text; TextFault names one on which the library fails."""

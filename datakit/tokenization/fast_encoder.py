@@ -76,6 +76,11 @@ class GigatokenEncoder:
         self._num_first = 0  # characters, taken one by one
         self._load()
 
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The ids that are put after each text."""
+        return self._terms.after
+
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Return the ids of each text; TextFault if both the engine and the reference give up on one."""
         texts = list(texts)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 
 from datakit import Recipe, TokenShard
 from datakit.preprocessing.item import ItemEncoder
+from datakit.preprocessing.recipe import RULES_VERSION
 from datakit.store.item_records import RECORDS_FOLDER, ItemRecord, Progress, read_records
 from datakit.store.output import Output
 from datakit.text.inputs import FileSlice, WorkItem, find_inputs
@@ -56,6 +59,25 @@ def test_tokens_are_the_librarys_document_by_document(
     assert (record.num_lines, record.input_bytes) == (len(texts), source.stat().st_size)
     assert progress[-1].input_bytes == source.stat().st_size
     assert progress == sorted(progress, key=lambda each: each.input_bytes)
+
+
+@pytest.mark.parametrize("ends_itself", [True, False])
+def test_a_tokenizer_that_ends_documents_itself_has_one_end_token(
+    tmp_path: Path, tokenizer_path: str, ends_itself: bool
+) -> None:
+    library = Library.from_file(tokenizer_path)
+    end = library.token_to_id("<|endoftext|>")
+    template = "$A <|endoftext|>" if ends_itself else "<|endoftext|> $A"
+    library.post_processor = TemplateProcessing(single=template, special_tokens=[("<|endoftext|>", end)])
+    library.save(str(tmp_path / "tok.json"))
+    source = write_jsonl(tmp_path / "a.jsonl", ["the store", "", "<|endoftext|>"])
+    recipe = Recipe(str(tmp_path / "tok.json"), append_eod=True)
+    for name, version in (("now", RULES_VERSION), ("before", 1)):
+        record, _ = seal(tmp_path / name, source, replace(recipe, rules_version=version))
+        shard = TokenShard(tmp_path / name / record.shards[""][0].name)
+        ends = [] if ends_itself and name == "now" else [end]
+        expected = [library.encode(text).ids + ends for text in ("the store", "", "<|endoftext|>")]
+        assert [shard.document(i).tolist() for i in range(3)] == expected
 
 
 def test_a_fault_in_the_last_line_leaves_nothing_of_the_item(tmp_path: Path, tokenizer_path: str) -> None:

@@ -1,9 +1,11 @@
 """Columns: every row of parquet and Arrow files once, in any cut; damage and other columns are told in one error."""
 
+import json
 import os
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -59,9 +61,11 @@ def test_any_cut_gives_every_row_once_in_order(
     assert len(items) == -(-path.stat().st_size // item_bytes)
     found = [values for item in items for values in read_columns(item.slices[0], ["text"])]
     assert found == [[] if text is None else [text.encode()] for text in texts]
-    documents = list(DocumentReader(whole(path), DocumentRules()))
-    assert [document.text for document in documents] == [text or "" for text in texts]
-    assert [document.line for document in documents] == list(range(len(texts)))
+    reader = DocumentReader(whole(path), DocumentRules(skip_invalid=True))
+    documents = list(reader)
+    assert [document.text for document in documents] == [text for text in texts if text is not None]
+    assert [document.line for document in documents] == [row for row, text in enumerate(texts) if text is not None]
+    assert (reader.skipped["invalid"], reader.num_lines) == (texts.count(None), len(texts))
 
 
 @pytest.mark.parametrize("form", ["a.parquet", "file.arrow"])
@@ -194,8 +198,10 @@ def test_another_column_or_type_is_told_with_the_columns(table: Path) -> None:
 def test_the_texts_of_several_columns_are_joined_by_blank_lines(tmp_path: Path, form: str) -> None:
     titles = pa.array(["T", "U", None, "V"]).cast("binary")
     part = whole(write_table(tmp_path / form, {"text": ["x", None, None, ""], "id": [1, 2, 3, 4], "title": titles}))
-    found = [document.text for document in DocumentReader(part, DocumentRules("title,none,text"))]
-    assert found == ["T\n\nx", "U", "", "V"]
+    rules = DocumentRules("title,none,text", skip_invalid=True)
+    assert [document.text for document in DocumentReader(part, rules)] == ["T\n\nx", "U", "V"]
+    with pytest.raises(UserError, match="row 3: no column 'title' or 'none' or 'text' with a text\n"):
+        list(DocumentReader(part, replace(rules, skip_invalid=False)))
     with pytest.raises(UserError, match="no column 'none' or 'no'; its columns: 'text', 'id', 'title'"):
         list(DocumentReader(part, DocumentRules("none,no")))
 
@@ -210,6 +216,52 @@ def test_a_row_that_is_no_utf8_is_named_also_in_a_later_slice(tmp_path: Path, fo
     reader = DocumentReader(whole(path), DocumentRules(skip_invalid=True))
     assert [document.line for document in reader] == [*range(60), *range(61, 121)]
     assert reader.skipped == {"invalid": 1}
+
+
+ROWS: list[dict[str, Any]] = [
+    {"title": "T", "body": "B"}, {"title": None, "body": "B"}, {"title": "T"}, {"body": None}, {"title": ""},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["title", "body", "title,body", "body,title,none", "none"])
+@pytest.mark.parametrize("form", [*FORMS, "datasets"])
+def test_nulls_and_missing_texts_are_those_of_jsonl(tmp_path: Path, form: str, key: str) -> None:
+    def read(path: Path, skip_invalid: bool) -> tuple[list[tuple[int, str]], int] | str:
+        reader = DocumentReader(whole(path), DocumentRules(key, skip_invalid=skip_invalid))
+        try:
+            found = [(document.line, document.text) for document in reader]
+        except UserError as error:
+            place = re.search(r"(?:line|row) (\d+): ", error.message)  # else the file is refused
+            return place[1] if place else "1"
+        return found, reader.skipped["invalid"]
+
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    columns = {name: pa.array([row.get(name) for row in ROWS], pa.string()) for name in ("title", "body")}
+    path = tmp_path / {"parquet": "a.parquet", "datasets": "d.arrow"}.get(form, form)
+    if form == "datasets":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list([{"title": None, "body": None} | row for row in ROWS]).save_to_disk(tmp_path / "d")
+        [path] = (tmp_path / "d").glob("*.arrow")
+    else:
+        write_table(path, columns, 2)
+    for skip_invalid in (False, True):
+        assert read(path, skip_invalid) == read(lines, skip_invalid)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_column_of_another_type_is_what_such_values_are_in_jsonl(tmp_path: Path, form: str) -> None:
+    path = tmp_path / ("a.parquet" if form == "parquet" else form)
+    write_table(path, {"n": pa.array([1, None, 3]), "nothing": pa.nulls(3), "text": ["x", "y", None]}, 2)
+    for key, texts in [("text,n", ["y"]), ("text,nothing", ["x", "y"]), ("nothing", []), ("n", [])]:
+        reader = DocumentReader(whole(path), DocumentRules(key, skip_invalid=True))
+        assert [document.text for document in reader] == texts
+        assert reader.skipped["invalid"] == 3 - len(texts)
+    with pytest.raises(UserError, match="row 1: no text: 'nothing' is null\n") as caught:
+        list(DocumentReader(whole(path), DocumentRules("nothing")))
+    assert caught.value.hint == "--skip-invalid"
+    with pytest.raises(UserError, match="the column 'n' is not text but int64"):
+        list(DocumentReader(whole(path), DocumentRules("text,n")))
 
 
 def test_without_pyarrow_the_command_says_what_to_install(
@@ -227,7 +279,8 @@ def test_without_pyarrow_the_command_says_what_to_install(
 @pytest.mark.parametrize("form", ["a.parquet", *FORMS[1:]])
 def test_names_lead_into_structs_and_a_literal_point_wins(tmp_path: Path, form: str) -> None:
     def texts_of(key: str) -> list[str]:
-        return [document.text for document in DocumentReader(whole(tmp_path / form), DocumentRules(key))]
+        rules = DocumentRules(key, nulls_are_empty=True)
+        return [document.text for document in DocumentReader(whole(tmp_path / form), rules)]
 
     rows = [{"body": "one", "in": {"x": "1"}}, None, {"body": None, "in": None}, {"body": "four", "in": {"x": "4"}}]
     columns = {"id": [1, 2, 3, 4], "meta": rows, "title": list("abcd")}

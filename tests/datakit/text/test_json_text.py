@@ -56,6 +56,12 @@ def test_a_missing_key_hints_at_the_longest_text_also_inside() -> None:
     assert caught.value.hint == "--text-key meta.body"
 
 
+def test_a_null_is_not_a_text() -> None:
+    with pytest.raises(Fault, match=r"^no text: 'meta\.text' is null$") as caught:
+        JsonText(["meta.text"]).find(b'{"id": "1", "meta": {"text": null}}')
+    assert caught.value.hint == "--skip-invalid"
+
+
 @pytest.mark.parametrize("skip_invalid", [False, True])
 @pytest.mark.parametrize("text", ["x", "x" * 300_000])
 @pytest.mark.parametrize(
