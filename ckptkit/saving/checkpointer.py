@@ -8,7 +8,7 @@ writer outlives a killed trainer for as long as it takes to finish the save it w
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,7 +28,7 @@ from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.code_version import git_commit
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.saving.places import check_writable, open_tiers
-from ckptkit.saving.running_save import RunningSave
+from ckptkit.saving.running_save import RunningSave, no_change
 from ckptkit.saving.staging import Arena, Staging
 from ckptkit.saving.template import SaveTemplate
 from ckptkit.tiers.pending import PendingCopies
@@ -100,11 +100,13 @@ class Checkpointer(Closing):
     def save(
         self, step: int, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo], layout: ParallelLayout,
         num_layers: int, metadata: Mapping[str, Any], overlap: bool = False,
+        change: Callable[[], str] = no_change,
     ) -> float:  # fmt: skip
         """Save this rank's pieces as part of a step; return the seconds until they were copied.
 
-        With `overlap` the copy has only begun: the pieces' values may not change before `join` returned. `tensors` is
-        the whole checkpoint's table, the same on all ranks. Raise UserError if pieces do not fit it, StorageError after
+        With `overlap` the copy has only begun: the pieces' values may not change before `join` returned. `change` is
+        asked at its end, on another thread, what did change; unless that is "" the save fails of it. `tensors` is the
+        whole checkpoint's table, the same on all ranks. Raise UserError if pieces do not fit it, StorageError after
         max_failed_saves failures in a row; a failure of this save is in the reports of `poll` or `wait`.
         """
         started = time.monotonic()
@@ -144,7 +146,10 @@ class Checkpointer(Closing):
         line = replace(order, tier_copies=self._copies.due(order)).to_line()
         self._running = running  # from here on there is somebody to wait for
         running.order(line)
-        running.stage(staging, overlap=overlap)
+        if overlap:
+            running.stage_beside(staging, change)
+        else:
+            running.stage(staging)
         running.stall_s = time.monotonic() - started
         return running.stall_s
 

@@ -4,8 +4,10 @@ While a thread copies, that thread alone listens to the writer, and keeps what i
 is over `timeout_s` after the begin.
 """
 
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptkit.format.seat import Seat
@@ -13,6 +15,34 @@ from ckptkit.handoff.protocol import SaveOutcome
 from ckptkit.handoff.ring_signals import RingSignals, Signal
 from ckptkit.saving.client import WriterProcess
 from ckptkit.saving.staging import Staging
+
+MOVES_WITHIN_S = 10.0  # no operation on a tensor takes so long
+LOOK_EVERY_S = 0.001
+
+
+def no_change() -> str:
+    """Return that nothing changed, of state that its owner leaves alone until `join`."""
+    return ""
+
+
+class CallerThread:
+    """The thread that makes this, as another one sees it that asks whether what it was just doing has ended."""
+
+    def __init__(self) -> None:
+        self._id = threading.get_ident()
+
+    def await_move(self, is_waiting: threading.Event) -> None:
+        """Wait until the thread is at another place of its program, or is known to wait.
+
+        A write in place raises its version counter at its end. So one that is under way now is seen afterwards.
+        """
+        first, deadline = self._place(), time.monotonic() + MOVES_WITHIN_S
+        while self._place() == first and time.monotonic() < deadline and not is_waiting.wait(LOOK_EVERY_S):
+            pass
+
+    def _place(self) -> tuple[object, int]:
+        frame = sys._current_frames().get(self._id)
+        return frame, frame.f_lasti if frame is not None else -1
 
 
 class RunningSave:
@@ -29,6 +59,7 @@ class RunningSave:
         self._writer, self._signals = writer, signals
         self._deadline = self.started + timeout_s
         self._staging: Staging | None = None  # while a thread copies
+        self._is_joined = threading.Event()
         self._outcome: SaveOutcome | EOFError | None = None
 
     @property
@@ -41,18 +72,29 @@ class RunningSave:
         self._signals.reset()
         self._writer.send(line, self.left_s)
 
-    def stage(self, staging: Staging, *, overlap: bool) -> None:
-        """Copy the state; with `overlap` on a thread, until `join`."""
+    def stage(self, staging: Staging) -> None:
+        """Copy the state."""
         with self._given_up_on_failure():
-            if overlap:
-                staging.start(self._room)
-                self._staging = staging
-            else:
-                staging.run(self._room)
+            staging.run(self._room)
+
+    def stage_beside(self, staging: Staging, change: Callable[[], str]) -> None:
+        """Copy the state on a thread, until `join`; give the save up if `change` then names what was written to."""
+        caller = CallerThread()
+
+        def is_sound() -> bool:
+            caller.await_move(self._is_joined)
+            if changed := change():
+                self.give_up(f"rank {self.seat.writer}: {changed}")
+            return not changed
+
+        with self._given_up_on_failure():
+            staging.start(self._room, is_sound)
+            self._staging = staging
 
     def join(self) -> float:
         """Wait until all is copied; return the seconds that took."""
         started = time.monotonic()
+        self._is_joined.set()
         staging, self._staging = self._staging, None
         if staging is None:
             return 0.0
@@ -72,6 +114,7 @@ class RunningSave:
         deadline = time.monotonic() + timeout_s
         if self._staging is not None:
             if timeout_s > 0:
+                self._is_joined.set()
                 self._staging.wait(timeout_s)
             if self._staging.is_running:
                 return None

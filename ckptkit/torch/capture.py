@@ -1,7 +1,7 @@
 """Capture: a program's state taken apart: a tree of values for each key, and the tensors by path; nothing is copied."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,16 @@ from ckptkit.format.state_tree import Encoder, Node, part
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.torch_tensors import STORED
 from ckptkit.torch.boxes import Held, dtype_of, held, is_dtensor, local_of
-from ckptkit.torch.objects import RNG, ParameterNames, is_stateful, module_state, optimizer_state, rng_state
+from ckptkit.torch.late import owned_by, swaps_weights, version_of
+from ckptkit.torch.objects import (
+    RNG,
+    ParameterNames,
+    is_stateful,
+    module_state,
+    optimizer_state,
+    optimizers_in,
+    rng_state,
+)
 from threefold.errors import UserError
 
 SEEN_BYTES = 1 << 20  # a CPU tensor of a loader up to this size is compared between ranks
@@ -24,12 +33,14 @@ SEEN_BYTES = 1 << 20  # a CPU tensor of a loader up to this size is compared bet
 class Leaf:
     """One tensor: the live one, how it is stored, whether all ranks that hold a part have the same values in it.
 
-    `same_as` is the path of an earlier tensor that is this one, "" for none, None where it cannot be seen.
+    `is_late`: it changes in steps of the state's optimizers alone. `same_as` is the path of an earlier tensor that is
+    this one, "" for none, None where it cannot be seen.
     """
 
     tensor: torch.Tensor
     held: Held
     is_equal: bool
+    is_late: bool
     same_as: str | None
 
 
@@ -76,20 +87,23 @@ def capture(state: Mapping[str, Any]) -> dict[str, Entry]:
     """Return what each key of a state holds; UserError names the path of what no checkpoint can hold."""
     check_keys(state)
     try:
-        names, seen = ParameterNames(state), _Seen()
-        return {key: _entry(key, value, names, seen) for key, value in state.items()}
+        names, seen, owned = ParameterNames(state), _Seen(), owned_by(optimizers_in(state))
+        return {key: _entry(key, value, names, seen, owned) for key, value in state.items()}
     except RecursionError:
         raise UserError("a state is nested too deep, or holds itself", hint="let no dict or list hold itself") from None
 
 
-def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen) -> Entry:
+def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[int]) -> Entry:
     optimizers: list[str] = []
+    late: list[str] = []  # paths that begin so are states of an optimizer's parameters
 
     def expand(path: str, each: Any) -> tuple[bool, Any]:
         if isinstance(each, nn.Module):
             return True, module_state(path, each)
         if isinstance(each, Optimizer):
             optimizers.append(f"{path}/")
+            if not swaps_weights(each):
+                late.append(f"{path}/state/")
             return True, optimizer_state(each, names.of(path, each))
         return (True, each.state_dict()) if is_stateful(each) else (False, None)
 
@@ -104,7 +118,8 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen) -> Entry:
         stored = held(path, tensor)
         is_equal = is_dtensor(tensor) or isinstance(tensor, nn.Parameter) or path.startswith(tuple(optimizers))
         same_as = "" if is_own or each is not tensor else seen.same_as(path, tensor, stored)
-        leaves[path] = Leaf(tensor, stored, is_equal and not is_own, same_as)
+        is_late = (id(each) in owned or path.startswith(tuple(late))) and version_of(tensor) is not None
+        leaves[path] = Leaf(tensor, stored, is_equal and not is_own, is_late, same_as)
         if is_own and not is_dtensor(tensor) and tensor.is_cpu and tensor.nbytes <= SEEN_BYTES:
             seen_bytes.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return Entry(tree, leaves, is_own, f"{xxh3_64(b''.join(seen_bytes)):016x}")

@@ -18,6 +18,7 @@ from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import fill_from
+from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.runs.fallback import committed_candidates, first_sound
 from ckptkit.runs.run import Run as AnyRun
@@ -25,11 +26,12 @@ from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.torch.capture import check_keys
 from ckptkit.torch.exchange import GroupExchange, open_exchange
+from ckptkit.torch.late import LateTensors, swaps_weights
 from ckptkit.torch.loading import OTHER_KIND, Match
 from ckptkit.torch.objects import optimizers_in
 from ckptkit.torch.report import LoadReport
 from ckptkit.torch.saved import Saved
-from ckptkit.torch.saving import Plan, SavePlanner
+from ckptkit.torch.saving import SavePlanner
 from threefold.cli import log
 from threefold.closing import Closing
 from threefold.errors import StorageError, UserError, listed
@@ -70,9 +72,10 @@ class Run(AnyRun, Closing):
         """Copy this rank's state, which the writer process then saves as a step; return the seconds until it is copied.
 
         `metrics` are recorded in the root, where `ckptkit ls`, `best` and retention find them; the first rank's count.
-        With `overlap` parameters and optimizer states are copied beside the next forward and backward, and the
-        optimizers of the state wait for that before their next step. Raise UserError for what no checkpoint can hold,
-        StorageError after `max_failed_saves` failures in a row; another failure is logged, and raised by `wait`.
+        With `overlap` parameters and states of the optimizers in the state are copied beside the next forward and
+        backward, and these optimizers wait for that before their next step; if one of them changes before, the save
+        fails and names it. All else is copied at once. Raise UserError for what no checkpoint can hold, StorageError
+        after `max_failed_saves` failures in a row; another failure is logged, and raised by `wait`.
         """
         exchange = self._opened_exchange()
         if self._planner is None:
@@ -86,12 +89,13 @@ class Run(AnyRun, Closing):
 
         plan = self._planner.plan(step, state, secrets.token_hex(8), check)
         checkpointer = self._opened_checkpointer(exchange, plan.token)
+        pieces, late = plan.pieces, LateTensors(plan.late if overlap else {})
         if overlap:
-            plan = _with_copies(plan)
-            self._hook(optimizers_in(state))
+            pieces = [piece if piece.name in plan.late else _copied(piece) for piece in pieces]
+            self._hook(each for each in optimizers_in(state) if not swaps_weights(each))
         seconds = checkpointer.save(
-            step, plan.pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
-            metadata={**recorded, **plan.metadata}, overlap=overlap,
+            step, pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
+            metadata={**recorded, **plan.metadata}, overlap=overlap, change=late.change,
         )  # fmt: skip
         self._keep(checkpointer.poll())
         return seconds
@@ -183,7 +187,7 @@ class Run(AnyRun, Closing):
                 hint='pass {"model": model, "optimizer": optimizer}, or leave overlap out',
             )
 
-    def _hook(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _hook(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         def wait(*_: Any) -> None:
             self.wait_until_copied()
 
@@ -285,13 +289,9 @@ def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_copies(plan: Plan) -> Plan:
-    """Return a plan whose pieces may be copied later: what changes before an optimizer's step is copied now."""
-    pieces = [
-        piece if is_live else type(piece)(piece.name, piece.box, piece.start, piece.stop, piece.data.clone())
-        for piece, is_live in zip(plan.pieces, plan.live, strict=True)
-    ]
-    return Plan(pieces, plan.live, plan.table, plan.metadata, plan.token)
+def _copied(piece: Piece) -> Piece:
+    """Return a piece of memory of its own."""
+    return Piece(piece.name, piece.box, piece.start, piece.stop, piece.data.clone())
 
 
 def _sound(reports: list[SaveReport]) -> list[SaveReport]:

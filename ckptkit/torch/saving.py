@@ -43,11 +43,11 @@ class Structure:
 class Plan:
     """What one save takes: the pieces of this rank, the table, metadata for the root, and a token of the first rank.
 
-    `live` says of each piece whether it is memory of the program's that changes in an optimizer's step alone.
+    `late` are the tensors whose memory pieces are views of, and that change in an optimizer's step alone, by name.
     """
 
     pieces: list[Piece]
-    live: list[bool]
+    late: dict[str, torch.Tensor]
     table: list[TensorInfo]
     metadata: dict[str, Any]
     token: str
@@ -84,10 +84,10 @@ class SavePlanner:
         leaves = self._named(entries, own & varied.keys(), owners)
         if self._structure is None or self._structure.key != key:
             self._structure = self._agree(key, leaves, sizes[self._exchange.rank])
-        pieces, live = _pieces(self._structure, leaves, self._tree(entries, owners, sizes))
+        pieces, late = _pieces(self._structure, leaves, self._tree(entries, owners, sizes))
         metadata = {"version": VERSION, "world_size": len(heard), "keys": list(owners), "owners": varied,
                     "own": sorted(own & varied.keys())}  # fmt: skip
-        return Plan(pieces, live, self._structure.table, {METADATA: metadata}, heard[0]["token"])
+        return Plan(pieces, late, self._structure.table, {METADATA: metadata}, heard[0]["token"])
 
     def _named(self, entries: Mapping[str, Entry], varied: set[str], owners: Owners) -> dict[str, Leaf]:
         """Return this rank's tensors by the names that they are stored under."""
@@ -158,21 +158,25 @@ def _row(name: str, leaf: Leaf) -> Row:
     return Row(name, leaf.held.dtype, leaf.held.shape, boxes, leaf.is_equal, leaf.same_as)
 
 
-def _pieces(structure: Structure, leaves: Mapping[str, Leaf], tree: torch.Tensor) -> tuple[list[Piece], list[bool]]:
-    """Return the memory of this rank's shares: views of the live state, copies of what is not contiguous."""
-    pieces, live, flat = [], [], dict[tuple[str, int], tuple[torch.Tensor, bool]]()
+def _pieces(
+    structure: Structure, leaves: Mapping[str, Leaf], tree: torch.Tensor
+) -> tuple[list[Piece], dict[str, torch.Tensor]]:
+    """Return the memory of this rank's shares: views of the live state, copies of what is not contiguous.
+
+    Beside it the tensors by name whose views may be copied late.
+    """
+    pieces, late, flat = [], dict[str, torch.Tensor](), dict[tuple[str, int], torch.Tensor]()
     for share in structure.shares:
         box = structure.rows[share.name].boxes[share.number]
         at = (share.name, share.number)
         leaf = leaves.get(share.name)
         if leaf is None:
-            flat[at] = tree, False
+            flat[at] = tree
         elif at not in flat:
             memory = local_of(leaf.tensor)
             with torch.no_grad():
-                made = flat_of(region(as_stored(memory), leaf.held.parts[share.number]))
-            flat[at] = made, leaf.is_equal and made.data_ptr() != 0
-        data, is_live = flat[at]
-        pieces.append(Piece(share.name, box, share.start, share.stop, data[share.start : share.stop]))
-        live.append(is_live)
-    return pieces, live
+                flat[at] = flat_of(region(as_stored(memory), leaf.held.parts[share.number]))
+            if leaf.is_late:
+                late[share.name] = leaf.tensor
+        pieces.append(Piece(share.name, box, share.start, share.stop, flat[at][share.start : share.stop]))
+    return pieces, late
