@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from ckptkit.format.root import Share
 from ckptkit.format.seat import Seat
@@ -97,7 +97,8 @@ class SaveOrder(_Message):
 
     `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
     `arena_bytes` is the size of the arena now: the writer maps it again when it grew. `abandoned` are the seats of a
-    writer that was killed, whose files are of no use. `tier_copies` follow the save.
+    writer that was killed, whose files are of no use. `tier_copies` follow the save; `overflow` is where the step goes
+    instead if it has no room.
     """
 
     seat: Seat
@@ -118,6 +119,11 @@ class SaveOrder(_Message):
     abandoned: tuple[Seat, ...] = ()
     share: Share | None = None
     tier_copies: tuple[TierCopy, ...] = ()
+    overflow: Seat | None = None
+
+    def moved(self, url: str) -> Self:
+        """Return the same save as it went to another run."""
+        return replace(self, seat=replace(self.seat, url=url))
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class SkipOrder(_Message):
 class SaveOutcome(_Message):
     """How a save ended in the writer, or its copy to another place `url`; `error` is empty when all is well, `warning`
     when the pruning after it was.
+
+    `overflowed_to` is the URL that took the step, where the first tier had no room.
     """
 
     step: int
@@ -141,6 +149,7 @@ class SaveOutcome(_Message):
     num_attempts: int = 1
     warning: str = ""
     url: str = ""
+    overflowed_to: str = ""
 
 
 _KINDS = {kind.__name__: kind for kind in (SaveOrder, SkipOrder, CopyOrder, SaveOutcome)}

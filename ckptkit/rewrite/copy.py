@@ -21,10 +21,10 @@ from ckptkit.format.part_copy import blocks_of, copy_part
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns
+from ckptkit.io.room import refuse_full
 from ckptkit.loading.reader import CheckpointReader, reading_threads
 from ckptkit.loading.roots import root_bytes
 from ckptkit.plan.certificate import is_readable
-from ckptkit.rewrite.room import refuse_full
 from ckptkit.runs.temporaries import remove_unless_written, temporaries
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
@@ -83,11 +83,11 @@ def copy_step(
     if not is_there:
         check_files(source)
         copied, kept = _sizes(source, target, len(text))
-        refuse_full(target, copied)
+        refuse_full(target, copied - _remove_leftovers(source.root, target, dry_run=dry_run))
     if dry_run:
         return CopyReport(source.url, there_url, step, num_files, copied, kept, time.monotonic() - started, dry_run)
-    _remove_leftovers(source.root, target)
     if is_there:
+        _remove_leftovers(source.root, target, dry_run=False)
         sync_name(target, key)
     is_summed = False
     with CheckpointReader(target, step, root=source.root) as there:
@@ -111,13 +111,19 @@ def copy_step(
     )  # fmt: skip
 
 
-def _remove_leftovers(root: Root, target: Storage) -> None:
-    """Remove hidden files that killed copies of this checkpoint left; those that a living one writes are kept."""
+def _remove_leftovers(root: Root, target: Storage, *, dry_run: bool) -> int:
+    """Remove hidden files that killed copies of this checkpoint left; those that a living one writes are kept.
+
+    With `dry_run` remove nothing, and return their bytes, which a copy would have the room of.
+    """
     names = {name for part in root.parts for name in (part.data, part.index)}
-    for each in temporaries(target, root.step):
-        if each.key in names:
-            with contextlib.suppress(StorageError):  # another process removed it
-                remove_unless_written(target, each)
+    leftovers = [each for each in temporaries(target, root.step) if each.key in names]
+    if dry_run:
+        return sum(each.size_bytes for each in leftovers)
+    for each in leftovers:
+        with contextlib.suppress(StorageError):  # another process removed it
+            remove_unless_written(target, each)
+    return 0
 
 
 def _sizes(source: CheckpointReader, target: Storage, root_bytes: int) -> tuple[int, int]:

@@ -66,7 +66,6 @@ class FolderClaim:
         return UserError(f"{self._target.url} {what}", hint="name a folder that does not exist yet")
 
     def __enter__(self) -> None:
-        self._remove_hidden()
         self._target.write(NOTE, self._note)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
@@ -79,14 +78,17 @@ class FolderClaim:
                     with contextlib.suppress(OSError):
                         os.rmdir(folder)
 
-    def _remove_hidden(self) -> None:
-        """Remove the hidden files of a try that was killed."""
-        root = local_root(self._target)
-        found = []
+    def make_room(self, *, dry_run: bool) -> int:
+        """Remove the hidden files of a try that was killed; return their bytes, which a dry run leaves there."""
+        root, sizes = local_root(self._target), dict[str, int]()
         for folder, _, names in os.walk(root or ""):
             inner = os.path.relpath(folder, root)
             for name in names:
                 written = written_name(name)
                 if written and os.path.normpath(f"{inner}/{written}") in {*self._sizes, NOTE}:
-                    found.append(os.path.normpath(f"{inner}/{name}"))
-        self._target.delete(found)
+                    with contextlib.suppress(FileNotFoundError):  # renamed meanwhile by another process
+                        status = os.lstat(os.path.join(folder, name))
+                        sizes[os.path.normpath(f"{inner}/{name}")] = status.st_blocks * 512
+        if not dry_run:
+            self._target.delete(sizes)
+        return sum(sizes.values())

@@ -11,10 +11,10 @@ from functools import partial
 
 from ckptkit.check.verify import check_files
 from ckptkit.io.data_files import write_blocks
+from ckptkit.io.room import refuse_full
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import FolderClaim
-from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.source_sums import SourceSums
 from threefold.storage import Storage
 from threefold.storage.local import keep_file
@@ -67,8 +67,9 @@ def write_folder(
     claim = FolderClaim(target, plan.note, sizes, plan.heads, plan.small)
     kept = claim.check()
     total, done = sum(sizes.values()), sum(kept.values())
-    refuse_full(target, total - done)
     check_files(source)
+    hidden_bytes = claim.make_room(dry_run=dry_run)
+    refuse_full(target, total - done - (hidden_bytes if dry_run else 0))
     if not dry_run and len(kept) < len(sizes):
         with claim:
             for name, size_bytes in plan.large.items():

@@ -17,6 +17,7 @@ from ckptkit.check.verify import check_files
 from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.format.part_copy import is_whole
 from ckptkit.format.root import Root, attempt_of_head
+from ckptkit.io.room import refuse_full
 from ckptkit.io.striping import Striper
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import at_once, committed_attempt, read_root, root_info, root_key
@@ -25,7 +26,6 @@ from ckptkit.model.ranks import Partition
 from ckptkit.model.slab import SLAB_BYTES, Slab, slab_batches
 from ckptkit.plan.certificate import joined
 from ckptkit.rewrite.claimed import claimed
-from ckptkit.rewrite.room import refuse_full
 from ckptkit.rewrite.shard import Shard, shares
 from ckptkit.rewrite.target_files import FileWriter, Loader, TargetFile, sealed_part, target_files
 from ckptkit.runs.temporaries import remove_unless_written, temporaries

@@ -12,7 +12,7 @@ roots name but data. On object stores many steps go at a time: three requests ea
 
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from shlex import quote
 
@@ -106,46 +106,73 @@ def remove(storage: Storage, steps: Collection[int], *, newest_too: bool = False
 
 
 class Pruner:
-    """Prunes runs after their saves; it keeps what it read of them, so that a save costs no reading of older roots."""
+    """Prunes a run after its saves and for want of room; it keeps what it read, so that no save reads older roots.
+
+    One thread at a time uses it.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, Records] = {}
         self._swept_at: dict[str, float] = {}
 
-    def after_save(self, storage: Storage, step: int, policy: Retention, *, needed: Collection[int] = ()) -> str:
+    def after_save(
+        self, storage: Storage, step: int, policy: Retention, *, needed: Collection[int] = (),
+        elsewhere: Sequence[StepRecord] = (),
+    ) -> str:  # fmt: skip
         """Prune once a step that was just committed is seen to be whole, but not the steps that are still `needed`.
 
-        Return a warning, raise no error.
+        Good steps `elsewhere`, in a slower tier, fill places too. Return a warning, raise no error.
         """
-        if not policy.has_rules:
-            return ""
-        try:
-            problem = self._prune(storage, step, policy, needed)
-        except (UserError, OSError) as error:
-            problem = str(error)
-        except Exception as error:  # a fault of ours must not make a committed save a failed one
-            traceback.print_exc()
-            problem = f"{type(error).__name__}: {error}"
-        return f"older steps were not pruned: {problem}" if problem else ""
 
-    def _prune(self, storage: Storage, step: int, policy: Retention, needed: Collection[int]) -> str:
-        """Prune, or return what is wrong with the new step."""
+        def work() -> str:
+            sweeps = time.monotonic() - self._swept_at.get(storage.url, -SWEEP_EVERY_S) >= SWEEP_EVERY_S
+            listed, records = self._listed(storage, whole=sweeps)
+            new = next((record for record in records.of(listed) if record.step == step), None)
+            if problem := f"step {step} is not listed" if new is None else records.checked(new).problem:
+                return problem
+            pruning = _Pruning(storage, PruneReport(storage.url))
+            found = pruning.expire(listed, records, policy, needed, elsewhere)
+            if sweeps:
+                pruning.sweep(listed, found, None)
+                self._swept_at[storage.url] = time.monotonic()
+            return ""
+
+        return _warning_of(work) if policy.has_rules else ""
+
+    def make_room(
+        self, storage: Storage, policy: Retention, *, needed: Collection[int] = (),
+        elsewhere: Sequence[StepRecord] = (), debris_older_than_s: float | None = None,
+    ) -> str:  # fmt: skip
+        """Prune although no new step is there, and what broke off so long ago; else as `after_save`."""
+
+        def work() -> str:
+            listed, records = self._listed(storage, whole=debris_older_than_s is not None)
+            pruning = _Pruning(storage, PruneReport(storage.url))
+            found = pruning.expire(listed, records, policy, needed, elsewhere)
+            if debris_older_than_s is not None:
+                pruning.sweep(listed, found, debris_older_than_s)
+            return ""
+
+        return _warning_of(work) if policy.has_rules else ""
+
+    def _listed(self, storage: Storage, *, whole: bool) -> tuple[Sequence[ListedStep], Records]:
+        """Return the steps that are there, `whole` with all that their folders hold, and what was read of them."""
         records = self._records.setdefault(storage.url, Records(storage))
-        now = time.monotonic()
-        sweeps = now - self._swept_at.get(storage.url, -SWEEP_EVERY_S) >= SWEEP_EVERY_S
-        if sweeps:
-            listed = listed_steps(storage)
-        else:
-            listed = [ListedStep(each, root) for each, root in committed_roots(storage).items()]
-        new = next((record for record in records.of(listed) if record.step == step), None)
-        if problem := f"step {step} is not listed" if new is None else records.checked(new).problem:
-            return problem
-        pruning = _Pruning(storage, PruneReport(storage.url))
-        found = pruning.expire(listed, records, policy, needed)
-        if sweeps:
-            pruning.sweep(listed, found, None)
-            self._swept_at[storage.url] = now
-        return ""
+        if whole:
+            return listed_steps(storage), records
+        return [ListedStep(step, root) for step, root in committed_roots(storage).items()], records
+
+
+def _warning_of(prune_run: Callable[[], str]) -> str:
+    """Return in words what went wrong with a prune, or what it says; a fault of ours fails no committed save."""
+    try:
+        problem = prune_run()
+    except (UserError, OSError) as error:
+        problem = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}"
+    return f"older steps were not pruned: {problem}" if problem else ""
 
 
 class _Pruning:
@@ -155,13 +182,19 @@ class _Pruning:
         self._storage, self.report = storage, report
 
     def expire(
-        self, listed: Sequence[ListedStep], records: Records, policy: Retention, needed: Collection[int]
-    ) -> list[StepRecord]:
-        """Delete the steps that a policy does not keep; return the records of all that were committed."""
+        self, listed: Sequence[ListedStep], records: Records, policy: Retention, needed: Collection[int],
+        elsewhere: Sequence[StepRecord] = (),
+    ) -> list[StepRecord]:  # fmt: skip
+        """Delete the steps that a policy does not keep; return the records of all that were committed.
+
+        Steps `elsewhere` fill places of the policy; the newest good step here stays all the same.
+        """
         found = judged(records.of(listed), records, policy)
-        self.report.kept = {step: why for step, why in reasons_to_keep(found, policy).items() if why}
+        here = {record.step for record in found}
+        of_run = [*found, *(record for record in elsewhere if record.step not in here)]
+        self.report.kept = {step: why for step, why in reasons_to_keep(of_run, policy).items() if why and step in here}
         newest_good = max((record.step for record in found if record.is_good), default=-1)
-        going = set(expired(found, policy)) - set(needed)
+        going = set(expired(of_run, policy)) - set(needed) - {newest_good}
         self.delete([record for record in found if record.step in going], listed, newest_good)
         return found
 

@@ -122,9 +122,8 @@ class Checkpointer(Closing):
             return time.monotonic() - started
         if self._num_failed >= self._options.max_failed_saves:
             raise StorageError(f"{self._num_failed} saves in a row failed, the last: {self._last_error}")
-        writer = self._running_writer()
         num_bytes = sum(file.size_bytes for file in template.plan.files)
-        running = RunningSave(seat, num_bytes, writer, self._arena.signals, self._options.timeout_s)
+        running = RunningSave(seat, num_bytes, self._running_writer(), self._arena.signals, self._options.timeout_s)
         try:
             files, draft, ring = self._arena.hold(template, self._options.window_bytes)
         except OSError as error:
@@ -143,7 +142,7 @@ class Checkpointer(Closing):
         sources = [*(each.data for each in pieces), *template.headers]
         staging = Staging(self._arena, template.block_layout, ring, sources)
         self._last_saved = order
-        line = replace(order, tier_copies=self._copies.due(order)).to_line()
+        line = self._copies.with_tiers(order, is_window=options.window_bytes > 0).to_line()
         self._running = running  # from here on there is somebody to wait for
         running.order(line)
         if overlap:
@@ -303,6 +302,8 @@ class Checkpointer(Closing):
         else:
             self._abandoned.clear()  # it knew of them, and lived
             error = outcome.error and (running.given_up or outcome.error)
+            if outcome.overflowed_to and self._last_saved is not None:
+                self._last_saved = self._last_saved.moved(outcome.overflowed_to)
             self._finish(running, error, outcome.write_s, outcome.num_attempts, outcome.warning)
 
     def _finish_killed(self, running: RunningSave, reason: str) -> None:

@@ -7,6 +7,7 @@ and what all of them were ordered. What a killed writer left undone its successo
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOrder, SaveOutcome, TierCopy
 from ckptkit.handoff.report import SaveReport
 from ckptkit.tiers.tier import Tier, is_due
@@ -42,9 +43,24 @@ class PendingCopies:
         self._count(order.seat.step)
         return self._to(tiers, order)
 
+    def with_tiers(self, order: SaveOrder, *, is_window: bool) -> SaveOrder:
+        """Return an order with the copies that are due, and where its step goes if the first tier is full."""
+        return replace(order, tier_copies=self.due(order), overflow=self.overflow(order, is_window=is_window))
+
     def all(self, order: SaveOrder) -> tuple[TierCopy, ...]:
         """Return its part in copying a step to all tiers, but those that it was ordered to before."""
         return self._to(self._tiers, order)
+
+    def overflow(self, order: SaveOrder, *, is_window: bool) -> Seat | None:
+        """Return where a step is saved if the first tier has no room: the next tier, None where that cannot be.
+
+        A node with others beside it does not know of their room; what is staged through windows cannot be read again,
+        but a rank alone sees a lack of room beforehand.
+        """
+        next_tier = next((tier for tier in self._tiers if not tier.of_node), None)
+        if next_tier is None or order.seat.num_writers < self._world_size or (is_window and self._world_size > 1):
+            return None
+        return replace(order.seat, url=next_tier.url)
 
     def make_up(self) -> None:
         """Let the next save be due wherever the last one was."""

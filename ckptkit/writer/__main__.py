@@ -24,18 +24,23 @@ import numpy as np
 from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Root
 from ckptkit.format.seat import Seat
-from ckptkit.handoff.protocol import NO_MORE, CopyOrder, SaveOrder, SaveOutcome, SkipOrder, message_of
+from ckptkit.handoff.protocol import NO_MORE, CopyOrder, SaveOrder, SaveOutcome, SkipOrder, TierCopy, message_of
 from ckptkit.handoff.ring_signals import RingSignals, readable
 from ckptkit.io.blocks import Bytes
+from ckptkit.io.striping import Striper
 from ckptkit.model.layout import ParallelLayout
+from ckptkit.runs.record import StepRecord
+from ckptkit.runs.retention import Retention
 from ckptkit.writer.commit import KILLED
 from ckptkit.writer.copier import TierCopier
 from ckptkit.writer.maintenance import Maintenance
+from ckptkit.writer.overflow import Room, save_where_room_is
 from ckptkit.writer.priority import step_back
 from ckptkit.writer.retries import Retries
 from ckptkit.writer.ring_reader import RingReader
 from ckptkit.writer.step import PartSource, StepTarget, clear, discard, report_failed, write_step
 from threefold.errors import EXIT_IO, UserError
+from threefold.masking import masked
 from threefold.storage import open_storage
 
 ORPHAN_CHECK_S = 1.0
@@ -80,7 +85,9 @@ class _Server:
         self._answering = threading.Lock()
         self._maintenance: Maintenance | None = None
         self._failed_tries: list[Seat] = []  # of the leader, since its last commit
-        self.tier_copier = TierCopier(self._answer, self._has_trainer)
+        self.tier_copier = TierCopier(self._answer, self._has_trainer, self._on_copied)
+        self._retention = Retention()
+        self._has_saved = False
 
     def take_failed_tries(self) -> list[Seat]:
         """Return the tries that failed before an order came."""
@@ -90,7 +97,7 @@ class _Server:
     def save(self, order: SaveOrder, failed_tries: Sequence[Seat]) -> None:
         """Do what an order says, and answer it; a commit clears what failed tries left, also of other writers."""
         started = time.monotonic()
-        error = warning = ""
+        error = warning = overflowed_to = ""
         seat, tries = order.seat, [*failed_tries, *order.abandoned]
         blocks: RingReader | None = None
         retries = Retries(order.retry_s, lambda: blocks.check() if blocks else None, self._sleep)
@@ -104,13 +111,19 @@ class _Server:
             )
             for each in tries:  # where there was no word yet
                 report_failed(open_storage(each.url), each, KILLED)
-            if run_save(order, self._arena, blocks, retries, maintenance, self._trainer) is not None:
+            self._retention = order.retention
+            room = Room(order, maintenance, lambda: self.tier_copier.steps, self._has_trainer, not self._has_saved)
+            root, saved_at = run_save(order, self._arena, blocks, retries, room, self._trainer)
+            self._has_saved = True
+            if root is not None:
                 for each in tries:  # all know how they ended, as they have saved again since
                     clear(open_storage(each.url), each)
-                if self._has_trainer():
-                    maintenance.prune(seat.step, order.retention, self.tier_copier.steps)
+                self._prune(order, maintenance, saved_at)
             warning = maintenance.take_warning()
-            self.tier_copier.offer(order.tier_copies)
+            if saved_at != seat:
+                overflowed_to = saved_at.url
+                warning = "; ".join(filter(None, [f"in {masked(saved_at.url)}, as {seat.url} has no room", warning]))
+            self._copy(order, saved_at)
         except UserError as failure:
             error = str(failure)
         except OSError as failure:  # of the arena or its signals: the storage's failures are StorageErrors
@@ -122,7 +135,38 @@ class _Server:
             self._failed_tries += [*tries, seat]
         data_bytes = sum(file.size_bytes for file in order.files)
         write_s = time.monotonic() - started
-        self._answer(SaveOutcome(seat.step, error, data_bytes, write_s, retries.num_attempts, warning))
+        self._answer(
+            SaveOutcome(seat.step, error, data_bytes, write_s, retries.num_attempts, warning,
+                        overflowed_to=overflowed_to)
+        )  # fmt: skip
+
+    def _prune(self, order: SaveOrder, maintenance: Maintenance, saved_at: Seat) -> None:
+        """Delete what the step that this writer committed makes superfluous, in the first tier."""
+        if saved_at != order.seat:
+            self._failed_tries.append(order.seat)
+            maintenance.elsewhere = [
+                StepRecord(saved_at.step, saved_at=time.time(), attempt=saved_at.attempt, metadata=order.metadata)
+            ]
+        if not self._has_trainer():
+            return
+        if saved_at == order.seat:
+            maintenance.prune(saved_at.step, order.retention, self.tier_copier.steps)
+        else:
+            maintenance.make_room(order.retention, self.tier_copier.steps)
+
+    def _copy(self, order: SaveOrder, saved_at: Seat) -> None:
+        """Have a saved step copied to where it is due, from where it is; of the overflow its leader sees that it is."""
+        for each in order.tier_copies:
+            tier_copy = each if saved_at == order.seat else replace(each, source=saved_at)
+            if each.target.url != saved_at.url or saved_at.leads:
+                self.tier_copier.offer([tier_copy])
+            else:
+                self._answer(SaveOutcome(saved_at.step, "", tier_copy.data_bytes, 0.0, url=saved_at.url))
+
+    def _on_copied(self, tier_copy: TierCopy) -> None:
+        """Delete from the first tier what stayed there only to be copied."""
+        if self._maintenance is not None:
+            self._maintenance.make_room(self._retention, self.tier_copier.steps)
 
     def let_go(self) -> None:
         """Free the trainer's memory: what is left to copy is in the first tier."""
@@ -155,10 +199,9 @@ class _Server:
 
 
 def run_save(
-    order: SaveOrder, arena: Bytes, blocks: RingReader, retries: Retries, maintenance: Maintenance, trainer: int
-) -> Root | None:
-    """Write what an order says; the first writer commits, and returns the root."""
-    target = StepTarget(open_storage(order.seat.url), order.seat, order.num_threads, maintenance.striper)
+    order: SaveOrder, arena: Bytes, blocks: RingReader, retries: Retries, room: Room, trainer: int
+) -> tuple[Root | None, Seat]:
+    """Write what an order says, where there is room; the first writer commits, and returns the root; all, the seat."""
     parts = [
         PartSource(PartIndex.from_bytes(file.index.of(arena).tobytes(), "a staged index"), blocks.of_file(number),
                    is_reused=order.ring.is_window)
@@ -171,11 +214,18 @@ def run_save(
         blocks.check()
         return patience.in_all_s(write_s)
 
+    def write(seat: Seat) -> Root | None:
+        is_first = seat == order.seat
+        striper = room.maintenance.striper if is_first else Striper()
+        target = StepTarget(open_storage(seat.url), seat, order.num_threads, striper)
+        whole = draft if draft is None or is_first else replace(draft, share=None)
+        return write_step(target, parts, whole, patience_s, retries, order.code)
+
     try:
-        return write_step(target, parts, draft, patience_s, retries, order.code)
+        return save_where_room_is(room, write, lambda: patience_s(0.0), retries)
     except BaseException:
         for each in order.abandoned:  # last of all: what the killed writer had sent has arrived by now
-            discard(target.storage, each, KILLED)
+            discard(open_storage(order.seat.url), each, KILLED)
         raise
 
 

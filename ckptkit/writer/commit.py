@@ -5,7 +5,6 @@ writer that fails puts a `.failed` object in its place, so that nobody waits for
 the others poll for the root, or for its `.failed` object.
 """
 
-import errno
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -17,6 +16,7 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
 from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import xxh3_64
+from ckptkit.io.room import is_out_of_room
 from ckptkit.loading.roots import committed_attempt
 from ckptkit.model.chunk_table import TensorColumns
 from ckptkit.plan.cover import Cover
@@ -30,6 +30,7 @@ FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between looks: a 
 LOOKS_PER_S = 200  # of all writers that wait for the first one, two requests each
 # words of a first writer whose root may still come, so that files must stay
 KILLED, NO_ANSWER = "its writer was killed", "it is not known whether the root was put: "
+NO_ROOM = "no room: "  # begins the words of a writer that failed for that
 NUM_READS_AT_ONCE = 16
 _INDEX = re.compile(r"part-([0-9]+)(\.[0-9]+)?\.index")
 _FAILED = re.compile(r"part-([0-9]+)\.failed")
@@ -37,6 +38,10 @@ _FAILED = re.compile(r"part-([0-9]+)\.failed")
 
 class NotCommitted(StorageError):
     """The root is surely not there and will not come: nothing needs the files of this attempt."""
+
+
+class NoRoom(NotCommitted):
+    """The place is full: the same save may go elsewhere."""
 
 
 def wait_for_parts(
@@ -88,6 +93,7 @@ def await_commit(
         if retries.run(lambda: storage.info(failed)) is not None:
             reason = retries.run(lambda: storage.read(failed)).decode(errors="replace")
             kind = StorageError if reason == KILLED or reason.startswith(NO_ANSWER) else NotCommitted
+            kind = NoRoom if reason.startswith(NO_ROOM) else kind
             raise kind(f"step {step} of {storage.url} is not committed: writer {leader} failed: {reason}")
         if is_last:
             raise StorageError(
@@ -113,9 +119,9 @@ def commit_root(storage: Storage, root: Root) -> None:
     except AlreadyExists as error:
         raise committed_by_another(storage, root.step) from error
     except StorageError as error:
-        cause = error.__cause__
-        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        if is_full and storage.info(key) is None:  # it may be there: its folder is synced after it was linked
+        if (
+            is_out_of_room(error) and storage.info(key) is None
+        ):  # it may be there: its folder is synced after it was linked
             raise NotCommitted(error.message, hint=error.hint) from error
         raise
 
@@ -154,9 +160,12 @@ def _too_late(storage: Storage, seat: Seat, names: Set[str], missing: Sequence[i
 def _refuse_failed(storage: Storage, folder: str, names: Iterable[str]) -> None:
     failed = {key: int(match[1]) for key in names if (match := _FAILED.fullmatch(key.rpartition("/")[2]))}
     if failed:
-        key = min(failed)
-        reason = storage.read(f"{folder}/{key}").decode(errors="replace")
-        raise StorageError(f"{named_writers(failed.values())} failed: {reason}")
+        reasons = (storage.read(f"{folder}/{key}").decode(errors="replace") for key in sorted(failed))
+        first = next(reasons)
+        kind = (
+            NoRoom if first.startswith(NO_ROOM) and all(each.startswith(NO_ROOM) for each in reasons) else StorageError
+        )
+        raise kind(f"{named_writers(failed.values())} failed: {first}")
 
 
 def _parts(storage: Storage, seat: Seat, retries: Retries, cover: Cover | None) -> tuple[Part, ...]:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptkit.format.part_copy import copy_part, verified_blocks
 from ckptkit.format.part_index import PartIndex
@@ -36,17 +36,23 @@ MAX_CHOICES = 4  # steps that a writer remembers, and keeps, until it sees which
 
 
 class TierCopier:
-    """The threads of one writer process that copy; they call `report`, and `may_prune` before they prune."""
+    """The threads of one writer process that copy.
 
-    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True) -> None:
-        self._report, self._may_prune = report, may_prune
+    They call `report`, `may_prune` before they prune, and `on_copied` once the first tier need not hold a step longer.
+    """
+
+    def __init__(
+        self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool] = lambda: True,
+        on_copied: Callable[[TierCopy], None] = lambda tier_copy: None,
+    ) -> None:  # fmt: skip
+        self._hooks = _Hooks(report, may_prune, on_copied)
         self._threads: dict[str, _TierThread] = {}
 
     def offer(self, tier_copies: Iterable[TierCopy]) -> None:
         """Take steps that are in the first tier now; does not block."""
         for tier_copy in tier_copies:
             if tier_copy.target.url not in self._threads:
-                self._threads[tier_copy.target.url] = _TierThread(self._report, self._may_prune)
+                self._threads[tier_copy.target.url] = _TierThread(self._hooks)
             self._threads[tier_copy.target.url].offer(tier_copy)
 
     @property
@@ -60,14 +66,23 @@ class TierCopier:
             thread.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    """What the threads call."""
+
+    report: Callable[[SaveOutcome], None]
+    may_prune: Callable[[], bool]
+    on_copied: Callable[[TierCopy], None]
+
+
 class _TierThread:
     """One place's thread, which lives while there is something to copy, and the steps that wait for it.
 
     The saving thread and the main thread of the writer process call `offer`, `held` and `finish`.
     """
 
-    def __init__(self, report: Callable[[SaveOutcome], None], may_prune: Callable[[], bool]) -> None:
-        self._report, self._may_prune = report, may_prune
+    def __init__(self, hooks: _Hooks) -> None:
+        self._hooks = hooks
         self._maintenance: Maintenance | None = None
         self._changed = threading.Condition()
         self._waiting: list[TierCopy] = []
@@ -106,11 +121,14 @@ class _TierThread:
                 tier_copy.target.url, leads=tier_copy.target.leads
             )
             error = self._copy(tier_copy, maintenance.striper)
-            if tier_copy.target.leads and not error and self._may_prune():
+            may_prune = not error and self._hooks.may_prune()
+            if tier_copy.target.leads and may_prune:
                 maintenance.prune(tier_copy.target.step, tier_copy.retention)
             with self._changed:
                 self._current = None
-            self._report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
+            if tier_copy.source.leads and may_prune:
+                self._hooks.on_copied(tier_copy)
+            self._hooks.report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
 
     def _next(self) -> TierCopy | None:
         """Return the next step to copy; None ends the thread."""
@@ -140,7 +158,9 @@ class _TierThread:
                 return False
             left, self._waiting = self._waiting, []
         for tier_copy in left:
-            self._report(_outcome(tier_copy, f"writer {tier_copy.target.first_writer} did not begin to copy it", 0.0))
+            self._hooks.report(
+                _outcome(tier_copy, f"writer {tier_copy.target.first_writer} did not begin to copy it", 0.0)
+            )
         return True
 
     def _copy(self, tier_copy: TierCopy, striper: Striper) -> str:
@@ -173,7 +193,9 @@ class _TierThread:
 
     def _report_passed_over(self, passed_over: Sequence[TierCopy], chosen: TierCopy) -> None:
         for tier_copy in passed_over:
-            self._report(_outcome(tier_copy, f"passed over for step {chosen.target.step}: the copies are slower", 0.0))
+            self._hooks.report(
+                _outcome(tier_copy, f"passed over for step {chosen.target.step}: the copies are slower", 0.0)
+            )
 
 
 def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:

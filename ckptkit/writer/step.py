@@ -17,11 +17,12 @@ from ckptkit.format.saved import Saved
 from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import Columns
 from ckptkit.io.data_files import write_blocks
+from ckptkit.io.room import is_out_of_room
 from ckptkit.io.striping import Striper
 from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.roots import committed_attempt, root_info
 from ckptkit.plan.cover import Cover
-from ckptkit.writer.commit import NO_ANSWER, NotCommitted, await_commit, commit_root, wait_for_parts
+from ckptkit.writer.commit import NO_ANSWER, NO_ROOM, NoRoom, NotCommitted, await_commit, commit_root, wait_for_parts
 from ckptkit.writer.retries import Retries
 from threefold.errors import StorageError, UserError
 from threefold.masking import masked
@@ -128,6 +129,11 @@ def commit_parts(
     return root
 
 
+def is_full(error: BaseException) -> bool:
+    """Return whether a save failed because this writer, or another, found no room."""
+    return isinstance(error, NoRoom) or is_out_of_room(error)
+
+
 def discard(storage: Storage, seat: Seat, reason: str) -> None:
     """Let nobody wait for a try that ended without this writer; if it leads, remove all files but that word."""
     is_reported = report_failed(storage, seat, reason)
@@ -182,6 +188,8 @@ def _clean_up(
 ) -> None:
     """Make room, and let the others know; neither works if the storage is gone, and that has its deadline."""
     reason = str(error) or type(error).__name__
+    if is_full(error):
+        reason = NO_ROOM + reason.replace(NO_ROOM, "")
     if seat.leads:
         if isinstance(error, AlreadyExists):
             clear(storage, seat)

@@ -20,6 +20,7 @@ from ckptkit.runs.catalogue import committed_steps
 from tests.ckptkit.support.checkpoints import write_checkpoint
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import ROOT, strace
+from tests.support.small_disk import small_disk
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage, open_storage
 
@@ -228,6 +229,36 @@ def test_a_copy_restores_elsewhere(tmp_path: Path) -> None:
     copy(make(tmp_path / "source"), tmp_path / "target")
     with CheckpointReader(open_storage(tmp_path / "target"), 9) as reader:
         assert verify_checkpoint(reader).ok
+
+
+@pytest.mark.parametrize("verb", ["copy", "export"])
+def test_what_a_killed_try_left_takes_no_room_of_the_next(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hidden file goes before the room is looked at, and a dry run counts it as free."""
+    run = make(tmp_path / "run")
+    step_bytes = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+    hidden: list[Path] = []
+
+    def killed(*given: object, **_: object) -> None:
+        storage, key = given[:2] if verb == "export" else (given[1], given[2][0])
+        path = storage.local_path(key)
+        hidden.append(path.with_name(f".{path.name}.0123456789abcdef.tmp"))
+        hidden[0].parent.mkdir(parents=True, exist_ok=True)
+        hidden[0].write_bytes(bytes(step_bytes * 2 // 3))
+        raise KeyboardInterrupt
+
+    place = "ckptkit.rewrite.folder_export.write_blocks" if verb == "export" else "ckptkit.rewrite.copy.copy_part"
+    flags = ["--to", "dcp"] if verb == "export" else []
+    with small_disk(tmp_path / "disk", int(step_bytes * 1.3)) as disk:
+        arguments = [verb, str(run), str(disk / "to"), *flags]
+        with monkeypatch.context() as patched:
+            patched.setattr(place, killed)
+            assert main(arguments) == 130
+        assert main([*arguments, "--dry-run"]) == 0
+        assert hidden[0].exists()
+        assert main(arguments) == 0
+        assert not hidden[0].exists()
 
 
 def test_hidden_files_of_killed_copies_go_but_those_that_are_written(tmp_path: Path) -> None:

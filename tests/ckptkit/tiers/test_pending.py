@@ -74,3 +74,14 @@ def test_what_was_lost_is_taken_up_once_and_of_each_tier_the_newest() -> None:
     copies.lost("dead again, at step")
     assert not copies.has_left
     assert not copies
+
+
+def test_a_step_without_room_goes_to_the_first_place_of_whole_steps() -> None:
+    replica = Tier("/peers", of_node=True)
+    assert PendingCopies([replica], 1).overflow(order(5), is_window=False) is None
+    alone, of_two = PendingCopies([replica, SLOW], 1), PendingCopies([replica, SLOW], 2)
+    for seat in (alone.overflow(order(5), is_window=True), of_two.overflow(order(5, 1, 2), is_window=False)):
+        assert seat is not None
+        assert seat.url == "s3://slow"
+    assert of_two.overflow(order(5, 1, 2), is_window=True) is None, "one rank knows nothing of another's room"
+    assert of_two.overflow(order(5), is_window=False) is None, "another node has the other half"

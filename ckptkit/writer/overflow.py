@@ -1,0 +1,111 @@
+"""Overflow: a save that finds no room makes some, by the rules of retention, and else goes to the next tier.
+
+The leader alone prunes, and its word decides, so that all writers save to the same place. Blocks whose memory is reused
+are there once: a save of such goes elsewhere only if the lack of room is seen before it begins.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ckptkit.format.root import Root
+from ckptkit.format.seat import Seat
+from ckptkit.handoff.protocol import SaveOrder
+from ckptkit.loading.roots import newest_first
+from ckptkit.runs.catalogue import committed_steps
+from ckptkit.writer.commit import NoRoom, await_commit
+from ckptkit.writer.maintenance import Maintenance
+from ckptkit.writer.retries import Retries
+from ckptkit.writer.step import is_full
+from threefold.errors import StorageError, UserError
+from threefold.storage import open_storage
+
+SMALL_FILES_BYTES = 64 << 10  # the root, and the rest of the last block of each file
+DEADLINES_OF_DEBRIS = 2  # what broke off longer ago than so many deadlines is nobody's any more
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room in the place of a save, as its writer sees it; `copied` returns the steps that are being copied now.
+
+    Until a first save `is_new`: an earlier writer may be copying what the slower tiers lack.
+    """
+
+    order: SaveOrder
+    maintenance: Maintenance
+    copied: Callable[[], Collection[int]]
+    may_prune: Callable[[], bool]
+    is_new: bool
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all writers' files fit, if each has as many bytes as this one's."""
+        num_bytes = sum(file.size_bytes + file.index.size for file in self.order.files)
+        return self.maintenance.has_room(num_bytes * self.order.seat.num_writers + SMALL_FILES_BYTES)
+
+    def make(self) -> None:
+        """Delete what is not to be kept, and what saves left that broke off; a leader alone does."""
+        if self.order.seat.leads and self.may_prune():
+            needed = {*self.copied(), *(_uncopied(self.order) if self.is_new else ())}
+            debris_s = DEADLINES_OF_DEBRIS * self.order.deadline_s
+            self.maintenance.make_room(self.order.retention, needed, debris_s)
+
+
+def save_where_room_is(
+    room: Room, write: Callable[[Seat], Root | None], patience_s: Callable[[], float], retries: Retries
+) -> tuple[Root | None, Seat]:
+    """Save by `write` to the order's seat, or to its overflow; return the root, if this writer put it, and the seat.
+
+    Raise what the first place's failure was, if it was not for want of room or no place is left.
+    """
+    order, seat = room.order, room.order.seat
+    if seat.leads and not room.is_there:
+        room.make()
+    is_alone = seat.num_writers == 1
+    if is_alone and order.overflow is not None and not room.is_there:
+        failure = StorageError(f"{seat.url} has no room for step {seat.step}")
+    else:
+        try:
+            return write(seat), seat
+        except StorageError as error:
+            if not is_full(error):
+                raise
+            failure = error
+        room.make()
+        if order.ring.is_window:
+            raise failure
+        if is_alone and order.retention.has_rules:
+            try:
+                return write(seat), seat
+            except StorageError as error:
+                if not is_full(error):
+                    raise
+    if order.overflow is None:
+        raise failure
+    if not seat.leads and not isinstance(failure, NoRoom):
+        _await_word(seat, patience_s, retries)
+    try:
+        return write(order.overflow), order.overflow
+    except StorageError as error:
+        what = f"{failure.message}; nor did the next tier take it: {error.message}"
+        raise StorageError(what, hint=failure.hint or error.hint) from error
+
+
+def _await_word(seat: Seat, patience_s: Callable[[], float], retries: Retries) -> None:
+    """Return once the leader says that there was no room; raise what else it says."""
+    try:
+        await_commit(open_storage(seat.url), seat, lambda: 2 * patience_s(), retries=retries)
+    except NoRoom:
+        return
+
+
+def _uncopied(order: SaveOrder) -> set[int]:
+    """Return the steps that slower tiers lack of those that this step is due at, as far as these answer."""
+    uncopied: set[int] = set()
+    steps = committed_steps(open_storage(order.seat.url)) if order.tier_copies else []
+    for tier_copy in order.tier_copies:
+        try:
+            newest = next(newest_first(open_storage(tier_copy.target.url)), -1)
+        except UserError:
+            continue
+        uncopied |= {step for step in steps if step > newest}
+    return uncopied
