@@ -43,6 +43,7 @@ from ckptkit.rewrite.shard import Shard as Shard
 from ckptkit.runs.catalogue import committed_steps as committed_steps
 from ckptkit.runs.fallback import first_sound as first_sound
 from ckptkit.runs.fallback import restore_newest as restore_newest
+from ckptkit.runs.fallback import set_aside as set_aside
 from ckptkit.runs.pins import pin as pin
 from ckptkit.runs.pins import unpin as unpin
 from ckptkit.runs.pruning import prune as prune

@@ -1,11 +1,15 @@
-"""Fallback: the newest step that can be restored, past those that are damaged; one of another model is refused."""
+"""Fallback: the newest step that can be restored, past those that are damaged; one of another model is refused.
 
+Damaged steps that were passed over are set aside once an older one is restored, so that the run can save them again.
+"""
+
+import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from shlex import quote
 from typing import TypeVar
 
-from ckptkit.format.keys import step_folder
+from ckptkit.format.keys import DAMAGED_ROOT_KEY, step_folder
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.loading.restore import restore
@@ -14,7 +18,8 @@ from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import no_step
 from ckptkit.runs.run import Run
 from threefold.cli import log
-from threefold.errors import CheckFailed
+from threefold.errors import CheckFailed, UserError
+from threefold.masking import masked
 
 Candidate = tuple[str, int]  # run URL and step
 T = TypeVar("T")
@@ -23,28 +28,32 @@ T = TypeVar("T")
 def restore_newest(
     url: str, pieces: Sequence[Piece], *, tensors: Sequence[TensorInfo] | None = None, strict: bool = False,
     exchange: Exchange | None = None, report: Callable[[str], None] = log, certify: bool = True,
+    sets_aside: bool = True,
 ) -> Root:  # fmt: skip
     """Fill pieces from the newest committed step of a run, or from the newest before it that is not damaged.
 
     `report` is called for each step passed over, with a line that says which file, bytes and tensors are damaged. With
     `strict` a damaged newest step is an error. Raise CheckFailed if no step is sound, UserError if none is committed or
-    the newest sound one does not fit. The other arguments are those of `restore`.
+    the newest sound one does not fit. The steps that were passed over go into quarantine, unless `sets_aside` is False.
+    The other arguments are those of `restore`.
     """
     together = exchange or Alone()
     say = report if together.rank == 0 else lambda line: None
-    _, root = first_sound(
-        committed_candidates(url, together),
+    _, root, damaged = first_sound(
+        committed_candidates([url], together),
         lambda candidate: restore(*candidate, pieces, tensors=tensors, exchange=exchange, certify=certify),
         strict=strict,
         report=say,
     )
+    if sets_aside and together.rank == 0:
+        set_aside(damaged, report)
     return root
 
 
 def first_sound(
     candidates: Iterable[Candidate], attempt: Callable[[Candidate], T], *, strict: bool, report: Callable[[str], None]
-) -> tuple[Candidate, T]:
-    """Return the first candidate that `attempt` takes without finding damage, and what it returned.
+) -> tuple[Candidate, T, list[Candidate]]:
+    """Return the first candidate that `attempt` takes without finding damage, what it returned, and the damaged ones.
 
     Candidates are tried in their order, newest first, and taken only as they are needed. With `strict` damage of the
     first one is raised.
@@ -52,12 +61,14 @@ def first_sound(
     found = iter(candidates)
     candidate = next(found, None)
     assert candidate is not None, "at least one"
+    damaged: list[Candidate] = []
     while True:
         url, step = candidate
         try:
-            return candidate, attempt(candidate)
+            return candidate, attempt(candidate), damaged
         except CheckFailed as damage:
             hint = f"ckptkit verify {quote(url)}/{step_folder(step)}"
+            damaged.append(candidate)
             candidate = next(found, None)
             if candidate is None:
                 raise CheckFailed(damage.message, hint=hint) from damage
@@ -68,17 +79,45 @@ def first_sound(
             report(f"{line}; falling back from step {step} to {other}")
 
 
-def committed_candidates(url: str, exchange: Exchange) -> Iterator[Candidate]:
-    """Yield the committed steps that an address means, newest first; the first rank looks, the others hear of each."""
-    found = _committed(url) if exchange.rank == 0 else iter(())
-    while step := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):
-        yield step[0], step[1]
+def set_aside(damaged: Iterable[Candidate], report: Callable[[str], None]) -> None:
+    """Quarantine steps that were found damaged; where that cannot be, as where nothing may be written, report it."""
+    for url, step in damaged:
+        where = f"step {step} of {masked(url)}"
+        try:
+            if Run(url).quarantine(step):
+                report(f"{where} is set aside: its root is {DAMAGED_ROOT_KEY} now, and the step can be saved again")
+        except (UserError, OSError) as error:
+            report(f"warning: {where} is damaged and cannot be set aside: {error}")
 
 
-def _committed(url: str) -> Iterator[Candidate]:
-    """Yield the same of one rank; UserError where there is none."""
-    run, step = Run(url), None
-    for step in run.newest_first():
-        yield run.storage.address, step
-    if step is None:
-        raise no_step(run.storage, run.named)
+def committed_candidates(urls: Sequence[str], exchange: Exchange, step: int | None = None) -> Iterator[Candidate]:
+    """Yield the committed steps of places of a run, newest first, of equal ones the first place's first.
+
+    With a step only that one. The first rank looks, the others hear of each; UserError where there is none.
+    """
+    found = _committed(urls, step) if exchange.rank == 0 else iter(())
+    while candidate := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):
+        yield candidate[0], candidate[1]
+
+
+def _committed(urls: Sequence[str], wanted: int | None) -> Iterator[Candidate]:
+    """Yield the same of one rank."""
+    runs = [Run(url) for url in urls]
+    candidate = None
+    for candidate in newest_of_all(runs) if wanted is None else _places_of(runs, wanted):
+        yield candidate
+    if candidate is None:
+        raise no_step(runs[0].storage, runs[0].named if wanted is None else wanted)
+
+
+def newest_of_all(runs: Iterable[Run]) -> Iterator[Candidate]:
+    """Yield the committed steps of several places, newest first."""
+    return heapq.merge(*(_newest_of(run) for run in runs), key=lambda candidate: -candidate[1])
+
+
+def _newest_of(run: Run) -> Iterator[Candidate]:
+    return ((run.storage.address, step) for step in run.newest_first())
+
+
+def _places_of(runs: Iterable[Run], step: int) -> Iterator[Candidate]:
+    return ((run.storage.address, step) for run in runs if run.is_committed(step))

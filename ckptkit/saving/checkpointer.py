@@ -166,10 +166,8 @@ class Checkpointer(Closing):
         """
         self._check_usable()
         self._await_running()
-        if self._last_saved is not None:
-            writer = self._running_writer()
-            order = CopyOrder(self._copies.all(self._last_saved))
-            writer.send(order.to_line(), self._options.timeout_s)
+        if self._last_saved is not None and (copies := self._copies.all(self._last_saved)):
+            self._running_writer().send(CopyOrder(copies).to_line(), self._options.timeout_s)
 
     def copy_next(self) -> None:
         """Let the next step be copied to the tiers that the last one was due at, as it failed on some rank.
@@ -196,15 +194,17 @@ class Checkpointer(Closing):
         self._await_running()
         return self.poll()
 
-    def close(self) -> list[SaveReport]:
+    def close(self, *, copies_last: bool = False) -> list[SaveReport]:
         """Wait for the running save and for copies to other tiers, end the writer and free the arena.
 
-        Return all reports that were not returned yet. A second call does nothing, nor does one in a forked process.
+        With `copies_last` the last step goes to all tiers first. Return all reports that were not returned yet. A
+        second call does nothing, nor does one in a forked process.
         """
         if self._closed or os.getpid() != self._process_id:
             return []
-        self._closed = True
         try:
+            if copies_last:
+                self.copy_last()
             self._await_running()
             deadline = time.monotonic() + self._options.timeout_s
             while self._copies or self._copies.has_left:
@@ -215,6 +215,7 @@ class Checkpointer(Closing):
             late = f"the writer was not done after {self._options.timeout_s:g} s"
             return [*self.poll(), *self._copies.lost(f"rank {self._seat.writer}: {late} while it copied step")]
         finally:
+            self._closed = True
             self._writer.close()
             self._arena.close()
 

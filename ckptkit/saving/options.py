@@ -57,6 +57,8 @@ class CheckpointerOptions:
                 raise UserError(f"{name} {value!r} is not a whole number from {least}")
         if self.when_busy not in get_args(WhenBusy):
             raise UserError(f"when_busy {self.when_busy!r} is none of {', '.join(get_args(WhenBusy))}")
+        if not isinstance(self.tiers, tuple) or not all(isinstance(tier, Tier) for tier in self.tiers):
+            raise UserError(f"tiers {self.tiers!r} is not a tuple of Tier", hint='(Tier("s3://bucket/run", every=10),)')
         if not isinstance(self.retention, Retention):
             raise UserError(f"retention {self.retention!r} is not a Retention", hint="Retention(keep_last=3)")
         check_striping(self.stripe_count, self.stripe_size_bytes)

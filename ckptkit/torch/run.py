@@ -1,10 +1,13 @@
 """Run: a run that any PyTorch program saves to and loads from."""
 
+import heapq
+import itertools
 import json
 import math
 import secrets
-import zlib
-from collections.abc import Iterable, Mapping
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from numbers import Real
 from shlex import quote
@@ -15,29 +18,34 @@ import torch
 from ckptkit.format.keys import check_step, step_folder
 from ckptkit.format.state_tree import METADATA
 from ckptkit.handoff.report import SaveReport
-from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
+from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import fill_from
+from ckptkit.loading.roots import read_root
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.runs.fallback import committed_candidates, first_sound
+from ckptkit.runs.fallback import committed_candidates, first_sound, set_aside
 from ckptkit.runs.run import Run as AnyRun
 from ckptkit.saving.checkpointer import Checkpointer
-from ckptkit.saving.options import CheckpointerOptions
+from ckptkit.saving.options import CheckpointerOptions, WhenBusy
+from ckptkit.torch.agreement import agree_on_load, compared
 from ckptkit.torch.capture import check_keys
+from ckptkit.torch.ended import EndedSaves
 from ckptkit.torch.exchange import GroupExchange, open_exchange
 from ckptkit.torch.late import LateTensors, swaps_weights
-from ckptkit.torch.loading import OTHER_KIND, Match
+from ckptkit.torch.loading import Match
 from ckptkit.torch.objects import optimizers_in
 from ckptkit.torch.report import LoadReport
 from ckptkit.torch.saved import Saved
 from ckptkit.torch.saving import SavePlanner
 from threefold.cli import log
 from threefold.closing import Closing
-from threefold.errors import StorageError, UserError, listed
+from threefold.errors import StorageError, UserError
 
 State = Mapping[str, Any]
 DEFAULTS = CheckpointerOptions()
+NEVER = sys.maxsize  # a Checkpointer counts its own rank's failures; here all ranks stop together
+FAILED, BUSY = "num_failed", "is_busy"  # what each rank says of itself before a save
 
 
 class Run(AnyRun, Closing):
@@ -57,13 +65,19 @@ class Run(AnyRun, Closing):
         if not isinstance(options, CheckpointerOptions):
             text = f"options of a run are CheckpointerOptions, not {type(options).__name__}"
             raise UserError(text, hint=f"Run({self.url!r}, ckptkit.CheckpointerOptions())")
+        if options.node is not None:
+            text = "a run of ckptkit.torch is saved to one place for all nodes, and the options name a node"
+            raise UserError(text, hint="leave node out; slower places are tiers=")
         if exchange is not None and not hasattr(exchange, "all_gather"):
             raise UserError(f"an exchange has all_gather, {type(exchange).__name__} has not", hint="leave it out")
         self._options = options
+        self._slower = [AnyRun(tier.url) for tier in options.tiers]
         self._exchange = exchange
         self._planner: SavePlanner | None = None
         self._checkpointer: Checkpointer | None = None
-        self._ended: list[SaveReport] = []  # that `wait` is to return
+        self._ended: EndedSaves | None = None
+        self._num_known_failed = 0  # in a row, on any rank
+        self._newest_at_load: int | None = None
         self._hooks: dict[int, Any] = {}
 
     def save(
@@ -75,55 +89,81 @@ class Run(AnyRun, Closing):
         With `overlap` parameters and states of the optimizers in the state are copied beside the next forward and
         backward, and these optimizers wait for that before their next step; if one of them changes before, the save
         fails and names it. All else is copied at once. Raise UserError for what no checkpoint can hold, StorageError
-        after `max_failed_saves` failures in a row; another failure is logged, and raised by `wait`.
+        after `max_failed_saves` failures in a row on any rank; another failure is logged, and raised by `wait`.
         """
+        started = time.monotonic()
         exchange = self._opened_exchange()
         if self._planner is None:
             self._planner = SavePlanner(exchange)
         self.wait_until_copied()
+        if self._options.when_busy == "wait":
+            self._collect(wait=True)
         recorded: dict[str, Any] = {}
 
         def check() -> None:
             self._check(step, state, overlap=overlap)
             recorded.update(_recorded(metrics or {}))
 
-        plan = self._planner.plan(step, state, secrets.token_hex(8), check)
+        plan = self._planner.plan(step, state, secrets.token_hex(8), check, self._status())
         checkpointer = self._opened_checkpointer(exchange, plan.token)
+        if plan.status[FAILED] > self._num_known_failed:
+            checkpointer.copy_next()  # the slower tiers lack that step
+        self._num_known_failed = plan.status[FAILED]
+        if self._options.when_busy == "skip" and plan.status[BUSY]:
+            error = "skipped: a save before it still runs"
+            self._ended_saves.add([SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=checkpointer.url)])
+            return time.monotonic() - started
         pieces, late = plan.pieces, LateTensors(plan.late if overlap else {})
         if overlap:
             pieces = [piece if piece.name in plan.late else _copied(piece) for piece in pieces]
             self._hook(each for each in optimizers_in(state) if not swaps_weights(each))
-        seconds = checkpointer.save(
+        checkpointer.save(
             step, pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
             metadata={**recorded, **plan.metadata}, overlap=overlap, change=late.change,
         )  # fmt: skip
-        self._keep(checkpointer.poll())
-        return seconds
+        self._collect()
+        return time.monotonic() - started
 
-    def load(self, state: State, step: int | None = None, *, strict: bool = True, certify: bool = True) -> LoadReport:
+    def load(
+        self, state: State, step: int | None = None, *, strict: bool = True, certify: bool = True,
+        sets_aside: bool = True,
+    ) -> LoadReport:  # fmt: skip
         """Fill a state in place from a committed step, by default the newest that is sound, and report what was found.
 
-        A save of this Run that still runs is waited for first.
+        A save of this Run that still runs is waited for first. Damaged steps that are passed over are set aside then,
+        unless `sets_aside` is False, so that the run can save them again. What slower tiers hold counts too.
         Keys of the checkpoint that `state` leaves out are left alone. Raise UserError, before anything is changed, with
         all names that are missing, unexpected or of another shape or dtype; with strict=False the first two are in the
         report alone. Optimizers get the states that they do not have yet. `certify` has tensors that all ranks together
         load whole compared with the certificate of the save; CheckFailed names those that are not equal to it.
         """
         exchange = self._opened_exchange()
-        if self._checkpointer is not None:
-            self._keep(self._checkpointer.wait())
-        _agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
-        candidates: Iterable[tuple[str, int]] = (
-            committed_candidates(self._address(), exchange) if step is None else [(self.url, step)]
-        )
+        self._collect(wait=True)
+        agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
+        places = [self._address() if step is None else self.url, *(place.url for place in self._slower)]
         say = log if exchange.rank == 0 else lambda line: None
-        _, report = first_sound(
-            candidates,
-            lambda candidate: self._load(state, candidate[1], exchange, strict=strict, certify=certify),
+        _, report, damaged = first_sound(
+            committed_candidates(places, exchange, step),
+            lambda candidate: self._load(state, *candidate, exchange, strict=strict, certify=certify),
             strict=False,
             report=say,
         )
+        if sets_aside and exchange.rank == 0 and step is None:
+            set_aside(damaged, log)
+        newest = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")[0]
+        self._newest_at_load = json.loads(newest)
+        if step is not None and self.named is None and step < (self._newest_at_load or 0):
+            say(f"step {self._newest_at_load} is newer than {step}: run.rollback({step}) sets what is newer aside, "
+                "so that it can be saved again")  # fmt: skip
         return report
+
+    def newest_first(self) -> Iterator[int]:
+        """Return the committed steps, newest first, also those that only a slower tier holds."""
+        steps = super().newest_first()
+        if not self._slower:
+            return steps
+        merged = heapq.merge(steps, *(place.newest_first() for place in self._slower), reverse=True)
+        return (step for step, _ in itertools.groupby(merged))
 
     def wait_until_copied(self) -> float:
         """Wait until the copies of a save with `overlap` are made; return the seconds that took."""
@@ -131,21 +171,26 @@ class Run(AnyRun, Closing):
 
     def wait(self) -> list[SaveReport]:
         """Wait until no save runs; return how the saves since the last call ended, StorageError if one failed."""
-        reports, self._ended = self._ended, []
-        return _sound([*reports, *(self._checkpointer.wait() if self._checkpointer is not None else ())])
+        self._collect(wait=True)
+        return self._ended.take() if self._ended is not None else []
 
     def close(self) -> None:
-        """Wait for the running save and end the writer process; StorageError if a save failed that was not reported."""
+        """Wait for the running save and end the writer process; StorageError if a save failed that was not reported.
+
+        The last step goes to all slower tiers before.
+        """
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         checkpointer, self._checkpointer = self._checkpointer, None
-        reports, self._ended = self._ended, []
-        reports += checkpointer.close() if checkpointer is not None else []
+        ended = self._ended
+        if checkpointer is not None and ended is not None:
+            ended.add(checkpointer.close(copies_last=True))
         if isinstance(self._exchange, GroupExchange):
             self._exchange.close()
-        self._exchange = self._planner = None
-        _sound(reports)
+        self._exchange = self._planner = self._ended = None
+        if ended is not None:
+            ended.take()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Close; after an error a failed save is logged, so that the error is what is raised."""
@@ -163,13 +208,61 @@ class Run(AnyRun, Closing):
 
     def _opened_checkpointer(self, exchange: Exchange, token: str) -> Checkpointer:
         if self._checkpointer is None:
+            options = self._own_options(exchange)
             self._checkpointer = on_all(
                 exchange,
                 lambda: Checkpointer(
-                    self.url, rank=exchange.rank, world_size=exchange.size, attempt=token, options=self._options
+                    self.url, rank=exchange.rank, world_size=exchange.size, attempt=token, options=options
                 ),
             )
+            self._ended = EndedSaves(self._checkpointer.url, self._is_committed_since, is_first=exchange.rank == 0)
         return self._checkpointer
+
+    def _own_options(self, exchange: Exchange) -> CheckpointerOptions:
+        """Return the options of this rank's Checkpointer: what all ranks decide together is none of its own.
+
+        A slower tier's turn depends on what is there already.
+        """
+
+        def newest() -> bytes:
+            steps = [place.newest_first() for place in self._slower if exchange.rank == 0]
+            last = math.inf if self._newest_at_load is None else self._newest_at_load
+            return json.dumps([next((step for step in each if step <= last), 0) for each in steps]).encode()
+
+        known = json.loads(agreed(exchange, newest)[0]) if self._slower else []
+        tiers = [
+            tier if tier.newest is not None else replace(tier, newest=step)
+            for tier, step in zip(self._options.tiers, known, strict=True)
+        ]
+        when_busy: WhenBusy = "abort" if self._options.when_busy == "abort" else "wait"
+        return replace(self._options, tiers=tuple(tiers), max_failed_saves=NEVER, when_busy=when_busy)
+
+    def _is_committed_since(self, step: int) -> bool:
+        """Return whether a step was committed after this run was loaded, perhaps by a writer of an earlier start."""
+        if self._newest_at_load is None or step <= self._newest_at_load:
+            return False
+        try:
+            return self.is_committed(step, durably=True)
+        except StorageError:
+            return False
+
+    @property
+    def _ended_saves(self) -> EndedSaves:
+        assert self._ended is not None, "made with the Checkpointer"
+        return self._ended
+
+    def _status(self) -> dict[str, int]:
+        """Return what all ranks have to know of this one before a save."""
+        if self._checkpointer is None:
+            return {FAILED: 0, BUSY: 0}
+        is_busy = self._checkpointer.is_busy
+        self._collect()
+        return {FAILED: self._ended_saves.num_failed, BUSY: int(is_busy)}
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Keep the reports of the saves that ended, or with `wait` of all."""
+        if self._checkpointer is not None:
+            self._ended_saves.add(self._checkpointer.wait() if wait else self._checkpointer.poll())
 
     def _address(self) -> str:
         return self.url if self.named is None else f"{self.url}/{step_folder(self.named)}"
@@ -181,6 +274,9 @@ class Run(AnyRun, Closing):
             raise UserError(text, hint=f"Run({self.url!r})")
         check_keys(state)
         check_step(step)
+        if self._ended is not None and self._ended.num_failed >= self._options.max_failed_saves:
+            text = f"{self._ended.num_failed} saves in a row failed, the last: {self._ended.last_error}"
+            raise StorageError(text, hint=f"safe steps: ckptkit ls {quote(self.url)}")
         if overlap and not optimizers_in(state):
             raise UserError(
                 "overlap=True waits for the copies in an optimizer's step, and the state has no optimizer",
@@ -195,82 +291,28 @@ class Run(AnyRun, Closing):
             if id(each) not in self._hooks:
                 self._hooks[id(each)] = each.register_step_pre_hook(wait)
 
-    def _keep(self, reports: list[SaveReport]) -> None:
-        """Keep reports for `wait`; the first rank logs failures."""
-        self._ended += reports
-        for report in reports:
-            if not report.ok and (self._exchange or Alone()).rank == 0:
-                log(f"warning: step {report.step} was not saved: {report.error}")
-
-    def _load(self, state: State, step: int, exchange: Exchange, *, strict: bool, certify: bool) -> LoadReport:
-        root = self.root(step, exchange)
-        with CheckpointReader(self.storage, step, root=root) as reader:
+    def _load(
+        self, state: State, url: str, step: int, exchange: Exchange, *, strict: bool, certify: bool
+    ) -> LoadReport:  # fmt: skip
+        storage = on_all(exchange, lambda: next(
+            (place.storage for place in self._slower if place.storage.address == url), self.storage
+        ))  # fmt: skip
+        root = read_root(storage, step, exchange)
+        if root.share is not None:
+            text = f"step {step} of {storage.url} holds the files of {root.share.count} of {root.share.of} writers"
+            raise UserError(text, hint="load from a place that all nodes share")
+        with CheckpointReader(storage, step, root=root) as reader:
             saved = on_all(exchange, lambda: Saved(reader, exchange.rank, exchange.size))
             match = on_all(exchange, lambda: Match(saved, state))
-            report = _compared(exchange, saved, match, strict=strict)
+            report = compared(exchange, saved, match, strict=strict)
             sums = on_all(exchange, lambda: fill_from(reader, match.pieces, exchange if certify else None))
             num_certified = 0 if sums is None else sums.check(exchange, reader.url)
             on_all(exchange, match.finish)
         if report.ranks_without_rng and exchange.rank == 0:
             numbers = ", ".join(map(str, report.ranks_without_rng))
-            log(f"warning: ranks {numbers} have no random state in step {step} of {self.url} and keep their own: "
+            log(f"warning: ranks {numbers} have no random state in step {step} of {storage.url} and keep their own: "
                 f"{saved.world_size} ranks saved it")  # fmt: skip
         return replace(report, num_certified=num_certified)
-
-
-def _agree_on_load(exchange: Exchange, state: State, asked: dict[str, Any]) -> None:
-    """Raise UserError on all ranks if one asks for what no load can do, or for another load than the others."""
-
-    def message() -> bytes:
-        check_keys(state)
-        if asked["step"] is not None:
-            check_step(asked["step"])
-        return json.dumps({**asked, "strict": bool(asked["strict"]), "certify": bool(asked["certify"])}).encode()
-
-    heard = [json.loads(each) for each in agreed(exchange, message)]
-    for name in asked:
-        found = list(dict.fromkeys(each[name] for each in heard))
-        if len(found) > 1:
-            text = f"ranks load with different values of {name}: {', '.join(map(str, found))}"
-            raise UserError(text, hint="let all ranks call load with the same arguments")
-
-
-def _compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:
-    """Return what all ranks together found; the same UserError on all if it is not to be loaded."""
-    mine = {
-        "missing": match.missing, "faults": match.faults, "wanted": sorted(match.wanted),
-        "available": sorted(match.available), "held_back": match.held_back, "lacks_rng": match.lacks_rng,
-        "untied": match.untied,
-    }  # fmt: skip
-    packed = zlib.compress(json.dumps(mine).encode(), 1)
-    heard = [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]
-
-    def union(name: str) -> dict[str, None]:
-        return dict.fromkeys(item for each in heard for item in each[name])
-
-    wanted = union("wanted")
-    missing = tuple(union("missing"))
-    unexpected = tuple(name for name in union("available") if name not in wanted)
-    faults = [*union("faults")]
-    if strict:
-        faults = [
-            *(f"missing in the checkpoint: {name}" for name in missing),
-            *(f"not in the program: {name}" for name in unexpected),
-            *faults, *union("held_back"), *union("untied"),
-        ]  # fmt: skip
-    if faults:
-        held_back = union("held_back")
-        only_loose = strict and not union("faults")
-        hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {quote(saved.url)}"
-        if any(fault.endswith(OTHER_KIND) for fault in faults):
-            hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
-        if held_back and only_loose and not missing and not unexpected:
-            hint = "leave the key out; with strict=False each rank takes that of its number, others the first's"
-        if union("untied") and only_loose and not (missing or unexpected or held_back):
-            hint = "give each a parameter of its own in the program; with strict=False the first is loaded into both"
-        raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)
-    lacking = tuple(rank for rank, each in enumerate(heard) if each["lacks_rng"])
-    return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking, untied=tuple(union("untied")))
 
 
 def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,11 +334,3 @@ def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _copied(piece: Piece) -> Piece:
     """Return a piece of memory of its own."""
     return Piece(piece.name, piece.box, piece.start, piece.stop, piece.data.clone())
-
-
-def _sound(reports: list[SaveReport]) -> list[SaveReport]:
-    """Return reports, StorageError if a save failed; one that was skipped has not failed."""
-    failed = [f"step {each.step}: {each.error}" for each in reports if not each.ok and not each.skipped]
-    if failed:
-        raise StorageError(f"{len(failed)} of {len(reports)} saves failed:{listed(failed)}")
-    return reports

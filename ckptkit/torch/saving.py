@@ -44,6 +44,7 @@ class Plan:
     """What one save takes: the pieces of this rank, the table, metadata for the root, and a token of the first rank.
 
     `late` are the tensors whose memory pieces are views of, and that change in an optimizer's step alone, by name.
+    `status` has the most of each number that the ranks said of themselves.
     """
 
     pieces: list[Piece]
@@ -51,6 +52,7 @@ class Plan:
     table: list[TensorInfo]
     metadata: dict[str, Any]
     token: str
+    status: dict[str, int]
 
 
 class SavePlanner:
@@ -60,10 +62,12 @@ class SavePlanner:
         self._exchange = exchange
         self._structure: Structure | None = None
 
-    def plan(self, step: int, state: Mapping[str, Any], token: str, check: Callable[[], None]) -> Plan:
+    def plan(
+        self, step: int, state: Mapping[str, Any], token: str, check: Callable[[], None], status: Mapping[str, int]
+    ) -> Plan:
         """Return what this rank writes; all ranks call this together, an error of one is raised on all.
 
-        `check` raises what else is wrong with the save.
+        `check` raises what else is wrong with the save, `status` is what this rank says of itself.
         """
         entries: dict[str, Entry] = {}
 
@@ -71,7 +75,8 @@ class SavePlanner:
             check()
             entries.update(capture(state))
             keys = {key: [each.digest, len(each.tree), each.is_own] for key, each in entries.items()}
-            return json.dumps({"step": step, "keys": keys, "rows": _digest(entries), "token": token}).encode()
+            return json.dumps({"step": step, "keys": keys, "rows": _digest(entries), "token": token,
+                               "status": status}).encode()  # fmt: skip
 
         heard = [json.loads(each) for each in agreed(self._exchange, message)]
         if len({each["step"] for each in heard}) > 1:
@@ -85,9 +90,10 @@ class SavePlanner:
         if self._structure is None or self._structure.key != key:
             self._structure = self._agree(key, leaves, sizes[self._exchange.rank])
         pieces, late = _pieces(self._structure, leaves, self._tree(entries, owners, sizes))
+        most = {name: max(each["status"][name] for each in heard) for name in status}
         metadata = {"version": VERSION, "world_size": len(heard), "keys": list(owners), "owners": varied,
                     "own": sorted(own & varied.keys())}  # fmt: skip
-        return Plan(pieces, late, self._structure.table, {METADATA: metadata}, heard[0]["token"])
+        return Plan(pieces, late, self._structure.table, {METADATA: metadata}, heard[0]["token"], most)
 
     def _named(self, entries: Mapping[str, Entry], varied: set[str], owners: Owners) -> dict[str, Leaf]:
         """Return this rank's tensors by the names that they are stored under."""

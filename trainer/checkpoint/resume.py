@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source
+from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
@@ -132,10 +132,8 @@ def restore_any(
     A damaged step of the run's tiers stops counting as committed once another is restored: its root is kept under
     another name, so that the run can save that step again.
     """
-    tried: list[Candidate] = []
 
     def attempt(candidate: Candidate) -> Root | None:
-        tried.append(candidate)
         url, step = candidate
         root: Root | None = None
         error: Exception | None = None
@@ -153,14 +151,14 @@ def restore_any(
         return root
 
     try:
-        taken, root = first_sound(found, attempt, strict=strict, report=ranks.say)
+        taken, root, damaged = first_sound(found, attempt, strict=strict, report=ranks.say)
     except CheckFailed as damage:
         ranks.raise_on_all(damage)
         raise
     assert root is not None, "restored on every rank"
     engine.store.publish()
-    damaged = [each for each in tried[:-1] if each[0] in own.shared_urls and ranks.rank == 0]
-    ranks.on_all(lambda: [Run(url).quarantine(step) for url, step in damaged])
+    own_damaged = [each for each in damaged if each[0] in own.shared_urls and ranks.rank == 0]
+    ranks.on_all(lambda: set_aside(own_damaged, ranks.say))
     return taken[0], root
 
 

@@ -56,7 +56,7 @@ def test_damage_is_passed_over_and_told_in_a_line(
 ) -> None:
     damage(next((run / "step-000000003").rglob(name)))
     pieces, lines = pieces_of(SMALL, ONE, 0), list[str]()
-    root = restore_newest(str(run), pieces, tensors=SMALL, report=lines.append)
+    root = restore_newest(str(run), pieces, tensors=SMALL, report=lines.append, sets_aside=False)
     assert root.step == 2
     expected = {key: array * 2 for key, array in values(SMALL).items()}
     assert_restored(pieces, pieces_of(SMALL, ONE, 0, expected))
@@ -69,6 +69,30 @@ def test_damage_is_passed_over_and_told_in_a_line(
         restore_newest(str(run), pieces, strict=True, report=lines.append)
     assert caught.value.hint == f"ckptkit verify {run}/step-000000003"
     assert len(lines) == 1
+
+
+def test_damage_that_was_passed_over_is_set_aside_and_saved_again(run: Path) -> None:
+    for step in (2, 3):
+        flip(next((run / f"step-00000000{step}").rglob("*.safetensors")))
+    lines: list[str] = []
+    assert restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=lines.append).step == 1
+    assert [line.partition(" of ")[0] + line.partition(" is ")[2][:9] for line in lines[2:]] == [
+        "step 3set aside", "step 2set aside",
+    ]  # fmt: skip
+    for step in (2, 3):
+        assert save_whole(run, step, SMALL, scale=step).ok
+    assert restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=pytest.fail).step == 3
+
+
+def test_where_nothing_may_be_written_damage_stays_and_that_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, step: int) -> bool:
+        raise StorageError(f"cannot write: {step}")
+
+    flip(next((run / "step-000000003").rglob("*.safetensors")))
+    monkeypatch.setattr("ckptkit.runs.run.Run.quarantine", refuse)
+    lines: list[str] = []
+    assert restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=lines.append).step == 2
+    assert lines[1] == f"warning: step 3 of {run} is damaged and cannot be set aside: cannot write: 3"
 
 
 def test_a_step_on_a_bad_disk_is_passed_over(run: Path) -> None:
@@ -132,5 +156,5 @@ def test_candidates_are_tried_in_their_order() -> None:
         return "sound"
 
     found = first_sound([("near", 9), ("far", 8), ("far", 7)], attempt, strict=False, report=lambda line: None)
-    assert found == (("far", 8), "sound")
+    assert found == (("far", 8), "sound", [("near", 9)])
     assert tried == [("near", 9), ("far", 8)]

@@ -1,0 +1,72 @@
+"""Agreement: what all ranks of a load have to ask for, and what they find together in the checkpoint."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from shlex import quote
+from typing import Any
+
+from ckptkit.format.keys import check_step
+from ckptkit.loading.exchange import Exchange, agreed
+from ckptkit.torch.capture import check_keys
+from ckptkit.torch.loading import OTHER_KIND, Match
+from ckptkit.torch.report import LoadReport
+from ckptkit.torch.saved import Saved
+from threefold.errors import UserError, listed
+
+State = Mapping[str, Any]
+
+
+def agree_on_load(exchange: Exchange, state: State, asked: dict[str, Any]) -> None:
+    """Raise UserError on all ranks if one asks for what no load can do, or for another load than the others."""
+
+    def message() -> bytes:
+        check_keys(state)
+        if asked["step"] is not None:
+            check_step(asked["step"])
+        return json.dumps({**asked, "strict": bool(asked["strict"]), "certify": bool(asked["certify"])}).encode()
+
+    heard = [json.loads(each) for each in agreed(exchange, message)]
+    for name in asked:
+        found = list(dict.fromkeys(each[name] for each in heard))
+        if len(found) > 1:
+            text = f"ranks load with different values of {name}: {', '.join(map(str, found))}"
+            raise UserError(text, hint="let all ranks call load with the same arguments")
+
+
+def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:
+    """Return what all ranks together found; the same UserError on all if it is not to be loaded."""
+    mine = {
+        "missing": match.missing, "faults": match.faults, "wanted": sorted(match.wanted),
+        "available": sorted(match.available), "held_back": match.held_back, "lacks_rng": match.lacks_rng,
+        "untied": match.untied,
+    }  # fmt: skip
+    packed = zlib.compress(json.dumps(mine).encode(), 1)
+    heard = [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]
+
+    def union(name: str) -> dict[str, None]:
+        return dict.fromkeys(item for each in heard for item in each[name])
+
+    wanted = union("wanted")
+    missing = tuple(union("missing"))
+    unexpected = tuple(name for name in union("available") if name not in wanted)
+    faults = [*union("faults")]
+    if strict:
+        faults = [
+            *(f"missing in the checkpoint: {name}" for name in missing),
+            *(f"not in the program: {name}" for name in unexpected),
+            *faults, *union("held_back"), *union("untied"),
+        ]  # fmt: skip
+    if faults:
+        held_back = union("held_back")
+        only_loose = strict and not union("faults")
+        hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {quote(saved.url)}"
+        if any(fault.endswith(OTHER_KIND) for fault in faults):
+            hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
+        if held_back and only_loose and not missing and not unexpected:
+            hint = "leave the key out; with strict=False each rank takes that of its number, others the first's"
+        if union("untied") and only_loose and not (missing or unexpected or held_back):
+            hint = "give each a parameter of its own in the program; with strict=False the first is loaded into both"
+        raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)
+    lacking = tuple(rank for rank, each in enumerate(heard) if each["lacks_rng"])
+    return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking, untied=tuple(union("untied")))
