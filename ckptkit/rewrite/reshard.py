@@ -273,6 +273,7 @@ class _Rewriting:
         if len(parts) == len(self._targets):
             sums = ((target.file.chunks.tensors, target.sums) for target in self._targets)
             certificate, self.is_certified = joined(self._source.root, sums, f"what was made of {self._source.url}")
+            sync_name(self._storage, f"{self._folder}/{self._targets[0].keys[0]}")  # other shards put some of them
             self._is_committing = True
             commit_root(self._storage, replace(self._wanted, parts=tuple(parts), certificate=certificate))
             _remove_hidden(self._storage, self._wanted, is_alone=self._is_alone)
@@ -298,9 +299,11 @@ class _Rewriting:
         return target.part is not None
 
     def _is_committed_elsewhere(self) -> bool:
-        """Return whether the same call, of another process, has committed the step meanwhile."""
+        """Return whether the same call, of another process, has committed the step meanwhile; it is durable then."""
         with contextlib.suppress(UserError):
-            return committed_attempt(self._storage, self._wanted.step) == self._wanted.attempt
+            if committed_attempt(self._storage, self._wanted.step) == self._wanted.attempt:
+                sync_name(self._storage, root_key(self._wanted.step))
+                return True
         return False
 
     def _remove(self) -> None:

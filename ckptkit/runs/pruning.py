@@ -27,6 +27,7 @@ from ckptkit.runs.temporaries import Temporary, temporaries
 from threefold.errors import StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.folders import linked_folder, links_or_keys
+from threefold.storage.local import sync_name
 
 SWEEP_EVERY_S = 3600.0  # while saves go on
 STEPS_AT_A_TIME = 128  # on object stores: a prune that is killed leaves the files of so many at most
@@ -240,6 +241,8 @@ class _Pruning:
             why = f"step {newest_good}, the newest good one, went away meanwhile"
             report.kept |= {record.step: [why] for record in batch}
             return
+        if newest_good is not None:
+            sync_name(storage, root_key(newest_good))  # nothing goes before what replaces it is durable
         doomed = [each for each in at_once(self._look, batch) if each is not None]
         if half_aside := [key for each in doomed for key in each.own if key.endswith(f"/{ASIDE_NAME}")]:
             storage.delete(half_aside)  # left by killed rollbacks: no undoing brings back what goes here

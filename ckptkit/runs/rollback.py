@@ -21,6 +21,7 @@ from ckptkit.runs.record import what_is_wrong
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import Storage
 from threefold.storage.folders import linked_folder
+from threefold.storage.local import sync_name
 
 
 @dataclass
@@ -47,6 +48,7 @@ def rollback(storage: Storage, step: int, *, dry_run: bool = False) -> RollbackR
     info = root_info(storage, step)
     if info is None:
         raise no_step(storage, step)
+    sync_name(storage, root_key(step))
     if problem := what_is_wrong(storage, step, info):
         raise CheckFailed(
             f"step {step} of {storage.url} is damaged: {problem}", hint=f"ckptkit ls {quote(storage.url)}"
@@ -94,7 +96,9 @@ def undo_rollback(storage: Storage, step: int, *, dry_run: bool = False) -> Roll
             continue
         report.brought_back.append(each.step)
         if not dry_run:
-            if not is_back:
+            if is_back:
+                sync_name(storage, root_key(each.step))
+            else:
                 _bring_back(storage, each.step, key, root)
             storage.delete([key])
     return report

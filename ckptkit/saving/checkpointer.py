@@ -45,8 +45,7 @@ GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is k
 class Checkpointer(Closing):
     """Saves one rank's state in the background to a run's URL; use it in a `with`, or close it.
 
-    `attempt` is a name that all ranks of one start of the job share and no other start uses. The trainer's process that
-    made it calls its methods, one thread at a time.
+    `attempt` is a name that the ranks of one start of the job share alone. The trainer calls it, one thread at a time.
     """
 
     def __init__(

@@ -1,5 +1,8 @@
 """Commit: one exclusive write of the root, last, after every writer's part indexes were seen by listing.
 
+What is seen is not yet durable: its writer may be about to sync the folder, or was killed before. Names that others put
+are synced before the root names them, and the root's before any writer returns.
+
 A writer puts the index of its first file after all else it wrote, so that one name says that the writer is done; a
 writer that fails puts a `.failed` object in its place, so that nobody waits for it in vain. The first writer commits;
 the others poll for the root, or for its `.failed` object.
@@ -17,7 +20,7 @@ from ckptkit.format.root import Part, Root
 from ckptkit.format.seat import Seat
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.room import is_out_of_room
-from ckptkit.loading.roots import committed_attempt
+from ckptkit.loading.roots import committed_attempt, root_key
 from ckptkit.model.chunk_table import TensorColumns
 from ckptkit.plan.cover import Cover
 from ckptkit.runs.temporaries import temporaries
@@ -25,6 +28,7 @@ from ckptkit.writer.retries import Retries
 from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
+from threefold.storage.local import sync_name
 
 FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between looks: a share of what was waited so far
 LOOKS_PER_S = 200  # of all writers that wait for the first one, two requests each
@@ -48,11 +52,11 @@ def wait_for_parts(
     storage: Storage, seat: Seat, patience_s: Callable[[], float], *, retries: Retries | None = None,
     cover: Cover | None = None,
 ) -> tuple[Part, ...]:  # fmt: skip
-    """Return all parts of a try, in the order of their writers, once every writer is done; `cover` is to hold them all.
+    """Return all parts of a try, in the order of their writers, once every writer is done and their names are durable.
 
-    StorageError names the writers that failed, or those that are missing after patience_s() seconds and the first file
-    that is not there. Poll by listing key names, pausing 0.02 s to 10 s; patience_s is called before each look, because
-    it shrinks when the trainer dies. Each request has its own retries.
+    `cover` is to hold them all. StorageError names the writers that failed, or those that are missing after
+    patience_s() seconds and the first file that is not there. Poll by listing key names, pausing 0.02 s to 10 s;
+    patience_s is called before each look, because it shrinks when the trainer dies. Each request has its own retries.
     """
     folder, attempt, retries = seat.folder, seat.attempt, retries or Retries()
     for waited_s, is_last in _looks(patience_s, retries):
@@ -76,7 +80,7 @@ def wait_for_parts(
 def await_commit(
     storage: Storage, seat: Seat, patience_s: Callable[[], float], *, retries: Retries | None = None
 ) -> None:
-    """Return once the first writer has committed the attempt.
+    """Return once the first writer has committed the attempt, and that is durable.
 
     Raise AlreadyExists if the step is another attempt's, NotCommitted with the first writer's reason if it failed.
     Raise StorageError if nobody knows: that writer was killed or got no answer to its commit, or nothing is heard of it
@@ -87,6 +91,7 @@ def await_commit(
     for waited_s, is_last in _looks(patience_s, retries, least_s=seat.num_writers / LOOKS_PER_S):
         committed = retries.run(lambda: committed_attempt(storage, step))
         if committed == seat.attempt:
+            retries.run(lambda: sync_name(storage, root_key(step)))
             return
         if committed is not None:
             raise committed_by_another(storage, step)
@@ -173,6 +178,7 @@ def _parts(storage: Storage, seat: Seat, retries: Retries, cover: Cover | None) 
     folder = seat.folder
     items = retries.run(lambda: list(storage.list(f"{folder}/{seat.attempt}/")))
     listed = {item.key.removeprefix(f"{folder}/"): item for item in items}
+    retries.run(lambda: sync_name(storage, seat.keys(0)[1]))
     if gone := [writer for writer in seat.writers if part_keys(seat.attempt, writer)[1] not in listed]:
         raise StorageError(f"{storage.url}/{folder}: {named_writers(gone)} removed what was written")
     keys = sorted((key for key in listed if _INDEX.fullmatch(key.rpartition("/")[2])), key=lambda k: (writer_of(k), k))

@@ -75,7 +75,7 @@ class _Archiving:
         """Make what is missing, then commit."""
         if self._output.size_of(ARCHIVE_NAME):
             record, num_kept = self._complete_record(), len(self._files)
-            self._output.remove_work()
+            self._output.settle()
         else:
             plan = {"manifest": asdict(self._manifest), "level": self._level, "frame_bytes": FRAME_BYTES}
             with claim(self._output, plan, keeps=(UserError,)):

@@ -35,7 +35,7 @@ def unarchive(
     place = Output(os.fspath(output), ASSEMBLY_NOTE)
     # an archive has such a manifest too, and files of other names
     if is_plain_folder(os.fspath(output)) and place.read(FILE_NAME) == opened.manifest_bytes:
-        place.remove_work()
+        place.settle()
         return TokenStore.open(folder)
 
     def fetch(file: SourceFile) -> None:

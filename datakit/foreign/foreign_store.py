@@ -105,7 +105,7 @@ def make_store(
     }
     found = place.manifest()
     if found and (found.tokenizer, found.settings) == (identity, settings):
-        place.remove_work()
+        place.settle()
         return open_made(place.place, found)
     times = [stat.st_mtime_ns for stat in stats]
     made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}

@@ -56,7 +56,7 @@ def to_megatron(path: str | os.PathLike[str], output: str | os.PathLike[str], *,
     pairs = [pair for entry in store.manifest.shards for pair in store.files(entry)[:2]]
     sizes = {key: size for key, size in place.sizes().items() if not key.startswith(f"{WORK_FOLDER}/")}
     if sizes and sizes == {source.name: digest.size_bytes for source, digest in pairs}:
-        place.remove_work()
+        place.settle()
         return prefixes
     with claim(place, {"to": "megatron", "shards": [asdict(entry) for entry in store.manifest.shards]}):
         for source, digest in pairs:

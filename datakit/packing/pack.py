@@ -33,10 +33,12 @@ from datakit.packing.packing_index import (
     read_record,
 )
 from datakit.store.claim import claim
+from datakit.store.manifest import FILE_NAME
 from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from threefold.errors import UserError, quoted
+from threefold.storage.local import LocalStorage, sync_name
 
 WINDOW_DOCUMENTS = 1 << 18
 Rows = tuple[Int64s, Int64s, Int32s]
@@ -76,12 +78,13 @@ def pack(
     }  # fmt: skip
     found = read_record(folder)
     if found is not None and all(getattr(found, name) == value for name, value in made_of.items()):
-        Output(str(folder), ASSEMBLY_NOTE).remove_work()
+        Output(str(folder), ASSEMBLY_NOTE).settle()
         return folder, found
     windows = _windows(opened, seq_length, packing == "best_fit", num_workers)
     if dry_run:
         return folder, _written(windows, made_of, None)
     place = Output(str(folder), ASSEMBLY_NOTE)
+    sync_name(LocalStorage(opened.path), FILE_NAME)  # the index names the store
     with claim(place, made_of):
         record = _written(windows, made_of, place.scratch)
         place.adopt("", [column_path(place.scratch, name) for name in COLUMNS])

@@ -190,7 +190,7 @@ class _Job:
             self._follow(found.settings)
             self._compare(found.tokenizer, found.settings, self._settings(part))
         self._sources = require_unchanged(self.output, self._files, self._report)
-        self.output.remove_work()  # a kill may have left it after the last manifest
+        self.output.settle(self.recipe.parts)  # a kill may have come between the last manifest and this
         return True
 
     def begin(self, backend: str) -> None:

@@ -28,7 +28,7 @@ def merge(
     manifest = plan_merge([(str(store.path), store.manifest) for store in opened])
     sources = [files for store in opened for entry in store.manifest.shards for files in store.files(entry)]
     if place.manifest() == manifest:
-        place.remove_work()
+        place.settle()
         return open_made(place.place, manifest)
     with claim(place, asdict(manifest)):
         for (source, digest), name in zip(sources, manifest.files(), strict=True):

@@ -21,7 +21,7 @@ from datakit.text.inputs import open_file
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root, make_folders, sync_folder
-from threefold.storage.local import LocalStorage
+from threefold.storage.local import LocalStorage, sync_name
 from threefold.storage.repeating import open_repeating, repeating
 from threefold.storage.stale_uploads import abort_stale_uploads
 
@@ -82,8 +82,10 @@ class Output:
         if found is None:
             try:
                 self.storage.write(self.note_key, note, if_absent=self.storage.supports_if_absent)
+                return note
             except AlreadyExists:
                 found = self.read(self.note_key)
+        sync_name(self.storage, self.note_key)
         return found or note
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
@@ -167,13 +169,19 @@ class Output:
                 abort_stale_uploads(self.storage, key_of(part, "shard-"), older_than_s=-math.inf)
             except UserError as error:
                 report(f"uploads that a killed run left unfinished may remain at {self.storage.url}: {error.message}")
-        if self.folder:
-            with writing(self.folder):
-                sync_folder(self.folder)
+        for folder in sorted({key.rpartition("/")[0] for key in (*self._placed, *contents)} | {""}):
+            if self.folder and (self.folder / folder).is_dir():  # a killed run may have put some of the names
+                sync_name(self.storage, key_of(folder, "any"))
         for key, content in contents.items():
             self.write(key, content)
         self.remove_work()
         self.is_complete = True
+
+    def settle(self, parts: Iterable[str] = ("",)) -> None:
+        """Make durable what an earlier run completed, and drop what it left of its work."""
+        for part in parts:
+            sync_name(self.storage, key_of(part, FILE_NAME))
+        self.remove_work()
 
     def abandon(self) -> None:
         """Remove all that was placed, and the note; sources keep their own names."""

@@ -13,6 +13,7 @@ from datakit.text.inputs import FileSlice, InputFile, find_inputs
 from datakit.text.spool import Spool
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, open_tokenizer
 from threefold.errors import UserError, quoted
+from threefold.storage.folders import make_folders
 
 NUM_BYTES = 256
 
@@ -71,7 +72,7 @@ def train_tokenizer(
     if not texts.num_documents:
         raise UserError(f"the input is empty: no document in {' '.join(paths)}", hint=f"head -c 300 {quoted(paths[0])}")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         replace_durably(path, library.to_str(pretty=True).encode())
     return open_tokenizer(path)
 

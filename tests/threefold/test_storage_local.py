@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.durable_names import DurableNames
 from threefold.errors import StorageError
-from threefold.storage import is_same_place, open_storage
+from threefold.storage import folders, is_same_place, open_storage
 from threefold.storage.folders import make_folders
-from threefold.storage.local import LocalStorage, keep_file, local_failure
+from threefold.storage.local import LocalStorage, keep_file, local_failure, sync_name
 
 WRITE = """
 import sys
@@ -114,7 +115,7 @@ def test_a_write_syncs_the_file_before_its_name_and_the_folder_after(tmp_path: P
     calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]
     seen = [(call.split("(")[0], ".tmp" in call, "/step>" in call) for call in calls]
     assert seen == [
-        ("mkdir", False, False), ("fsync", False, False),
+        ("mkdir", False, False), ("fsync", False, False), ("fsync", False, False),
         ("mkdirat", False, False), ("fsync", False, False),
         ("fsync", True, False), ("linkat", True, True), ("fsync", False, True),
     ]  # fmt: skip
@@ -245,3 +246,37 @@ def test_one_place_under_two_mounts_is_seen(small_disk: Path, tmp_path: Path) ->
         assert not is_same_place(first, LocalStorage(tmp_path / "again"))
     finally:
         subprocess.run(["umount", str(tmp_path / "again")], check=True)
+
+
+def test_what_is_written_is_durable_with_all_folders_that_a_killed_process_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = DurableNames(tmp_path / "disk", monkeypatch)
+    for folder in names.each_kill(os.makedirs, lambda folder: open_storage(folder / "runs/one").write("a/b/c", b"x")):
+        (folder / "runs/one/a/b").mkdir(parents=True, exist_ok=True)
+        open_storage(folder / "runs/one").write("a/b/d", b"y")
+        assert [lost for lost in names.lost() if lost.endswith(("runs", "one", "a", "b", "d"))] == []
+
+
+def test_a_name_that_another_process_put_becomes_durable_with_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = DurableNames(tmp_path / "disk", monkeypatch)
+    (names.folder / "run/step/a").mkdir(parents=True)
+    (names.folder / "run/step/a/part").write_bytes(b"x")
+    sync_name(open_storage(names.folder / "run"), "step/a/part")
+    assert names.lost() == []
+
+
+def test_a_folder_above_that_is_not_to_be_read_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    real = folders.sync_folder
+
+    def refused(folder: Path | str, *, inside: int | None = None) -> None:
+        if str(folder) == str(tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(folder, inside=inside)
+
+    monkeypatch.setattr(folders, "sync_folder", refused)
+    open_storage(tmp_path / "mine").write("a", b"x")
+    assert open_storage(tmp_path / "mine").read("a") == b"x"

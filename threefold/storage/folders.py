@@ -3,6 +3,9 @@
 The storage's own folder may be a link, or be reached through links: users link runs to other disks. A link below it may
 lead to the files of somebody else, so whoever writes or deletes holds a Folder and looks names up in that alone.
 Reading follows links.
+
+A name is visible before it is durable, and its maker may be killed in between. So nobody relies on a folder or file
+that is there already before the folders that name it were synced.
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import itertools
 import os
 import stat
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +23,7 @@ from threefold.errors import StorageError, quoted
 from threefold.storage.contract import Storage
 
 MAX_RACES = 5  # with deletions that leave a folder empty
+_MAX_REMEMBERED = 1024  # folders whose way is durable
 _WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC  # costs a file system no more than the same component of a path
 T = TypeVar("T")
 
@@ -26,7 +31,8 @@ T = TypeVar("T")
 class Folder(Closing):
     """The folder `inner` (a key, "" for the root itself) below `root`; close it, or use it in a `with`.
 
-    With `make` it is created if it is missing, durably. StorageError if a component of `inner` is a link.
+    With `make` it is created if it is missing, and is durable even if another process made it. StorageError if a
+    component of `inner` is a link.
     """
 
     def __init__(self, root: Path, inner: str = "", *, make: bool = False) -> None:
@@ -101,8 +107,18 @@ def links_or_keys(storage: Storage, keys: Sequence[str]) -> list[str]:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its missing parents, durably, though others may remove empty ones meanwhile."""
+    """Create a folder and its missing parents, though others may remove empty ones; all are durable."""
     surviving_races(lambda: _make_missing(folder))
+    sync_way(folder)
+
+
+def sync_way(folder: Path) -> None:
+    """Make durable that a folder is there, which another process may have made a moment ago.
+
+    The names above it are synced, as far as its file system reaches; once for a folder that stays.
+    """
+    status = os.stat(folder)
+    _sync_above(os.path.realpath(folder), status.st_dev, status.st_ino)
 
 
 def sync_folder(folder: Path | str, *, inside: int | None = None) -> None:
@@ -125,6 +141,18 @@ def surviving_races(work: Callable[[], T]) -> T:
     return work()
 
 
+@lru_cache(_MAX_REMEMBERED)
+def _sync_above(folder: str, device: int, inode: int) -> None:
+    """Sync the parents of one folder; another one that later has its path has another inode."""
+    parent = os.path.dirname(folder)
+    status = os.stat(parent)
+    if parent == folder or status.st_dev != device:
+        return
+    with contextlib.suppress(PermissionError):  # of somebody else, so nothing in it was just made
+        sync_folder(parent)
+    _sync_above(parent, status.st_dev, status.st_ino)
+
+
 def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
     descriptor, at = _open_root(root, make=make), root
     try:
@@ -137,10 +165,13 @@ def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, dir_fd=descriptor)
-                sync_folder(".", inside=descriptor)
                 inner = _step_into(descriptor, part, at)
-            os.close(descriptor)
-            descriptor = inner
+            outer, descriptor = descriptor, inner
+            try:
+                if make:
+                    sync_folder(".", inside=outer)
+            finally:
+                os.close(outer)
     except BaseException:
         os.close(descriptor)
         raise
@@ -148,12 +179,8 @@ def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
 
 
 def _open_root(root: Path, *, make: bool) -> int:
-    try:
-        return os.open(root, _WAY)
-    except FileNotFoundError:
-        if not make:
-            raise
-    make_folders(root)
+    if make:
+        make_folders(root)
     return os.open(root, _WAY)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from threefold.errors import StorageError
 from threefold.storage.contract import Buffer, ObjectInfo, Storage, buffers_of, check_key, is_temporary
-from threefold.storage.folders import Folder, local_root, sync_folder
+from threefold.storage.folders import Folder, local_root, sync_folder, sync_way
 from threefold.storage.new_file import NewFile
 
 COPY_BYTES = 16 << 20
@@ -163,9 +163,9 @@ def keep_file(storage: Storage, key: str) -> None:
         descriptor = folder.open(name, os.O_RDONLY)
         try:
             os.fsync(descriptor)
-            folder.sync()
+            sync_name(storage, key)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError:
+        except (OSError, StorageError):
             with contextlib.suppress(OSError):
                 folder.unlink(name)
             raise
@@ -176,12 +176,16 @@ def keep_file(storage: Storage, key: str) -> None:
 def sync_name(storage: Storage, key: str) -> None:
     """Make durable that a key of a local folder is there, which whoever put it may have failed to.
 
-    Its content was made durable before it got its name. Does nothing for other storages.
+    So are all names beside it, and those of the folders on the way to it. Call it before what another process may have
+    put is acknowledged or named. Its content was made durable before it got its name. Do nothing for other storages.
     """
-    path = storage.local_path(key)
-    if path is not None:
-        with local_failures("write", path):
-            sync_folder(path.parent)
+    root, (inner, _, _) = local_root(storage), key.rpartition("/")
+    if root is None:
+        return
+    with local_failures("write", root / key):
+        for folder in (Path(inner), *Path(inner).parents) if inner else (Path(),):
+            sync_folder(root / folder)
+        sync_way(root)
 
 
 @contextlib.contextmanager

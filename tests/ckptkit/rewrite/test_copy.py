@@ -175,7 +175,7 @@ def test_no_root_is_linked_over_a_file_that_could_not_be_made_durable(
     assert {name for name in names if name in synced} == names - {data.name}, "all that was kept, by this run"
     synced.clear()
     copy(source, target)
-    assert synced == {"step-000000009"}, "where all is there the root's name is made durable"
+    assert {"step-000000009", "target"} <= synced, "where all is there the root's name is made durable"
 
 
 @pytest.mark.parametrize("link", ["", "/a1", "/a1/part-00001.safetensors", "/a1/part-00001.index", "/root.json"])
