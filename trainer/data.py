@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,14 +56,21 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def open_loader(
-    blend: Blend, config: Config, dp_rank: int, cursor: Mapping[str, Any] | None, recorded: Recorded | None = None
+    blend: Blend,
+    config: Config,
+    dp_rank: int,
+    cursor: Mapping[str, Any] | None,
+    recorded: Recorded | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Loader:
     """Return the training stream of one data-parallel rank.
 
-    UserError if the blend does not continue the cursor's; what is recorded shows where it differs.
+    UserError if the blend does not continue the cursor's; what is recorded shows where it differs. `report` takes a
+    line on an order of samples that only older runs have.
     """
     start = None if cursor is None else Cursor.from_json(cursor)
     if start is not None and recorded is not None:
+        blend = blend.following(start, report)
         blend.check(start, recorded.record)
     return Loader(
         blend,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from datakit.stream.steps import Steps
 from datakit.stream.stream_config import RunStream
 from threefold.cli import print_json, print_line
+from threefold.console import log
 from threefold.flags import Settings, settings
 from threefold.options import argument, option
 
@@ -79,6 +80,8 @@ class OfRun(Reporting):
         stream = RunStream.read(self.config, self.flags)
         recorded = Recorded.read(self.recorded) if self.recorded else None
         blend, steps = stream.open(recorded), stream.steps(recorded)
+        if recorded and recorded.cursor:
+            blend = blend.following(recorded.cursor, log)
         return blend, steps, stream.num_steps(blend, steps)
 
 

@@ -9,7 +9,8 @@ Weights may change along the way, samples be skipped, documents be masked: segme
 on, and a store goes on where it was. Rows of another length begin each store again: see Sources.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +26,7 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.arguments import sample_numbers, stores_of, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
+from datakit.stream.copies import names_of
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.epochs import Epochs
@@ -36,6 +38,7 @@ from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError, quoted
 
 MAX_SEED = 2**63 - 1
+_MAX_SHOWN = 3
 
 
 class Blend:
@@ -51,25 +54,28 @@ class Blend:
         seed: int = 0,
         later: Sequence[Segment | Change] = (),
         block_tokens: int = 0,
+        orders_copies: bool = True,
     ) -> None:
         """Take `sources`, stores with their first weights; `later` appends segments, or (from_sample, all weights).
 
         With `block_tokens`, rows of so many tokens stay near each other: see Epochs. A store that joins
         later has weight 0 at first. UserError if a weighted store holds no row, a weight is
         no finite number from 0 on, or the stores were made with different tokenizers. A packed store opens its index of
-        a later length by itself.
+        a later length by itself. Copies of a store share one order if not `orders_copies`, as in older runs.
         """
         seq_length, seed = whole_number("seq_length", seq_length, 1), whole_number("seed", seed, most=MAX_SEED)
         stores = stores_of(sources)
         segments = [Segment(0, tuple(weight_of(weight) for _, weight in sources)), *map(segment_of, later)]
         made = Sources.of(stores, segments, seq_length)
         mixture = Mixture(made.segments, seed)
-        self._given, self._block_tokens = (stores, segments), block_tokens
+        self._given, self._block_tokens, self._orders_copies = (stores, segments), block_tokens, orders_copies
         if block_tokens:
             made = replace(made, stores=tuple(map(self._in_blocks, made.stores, made.seq_lengths)))
         rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
         self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
+        if orders_copies:
+            self._names = names_of(made, mixture.first_samples())
         block_rows = [self._block_rows(length) for length in made.seq_lengths] if block_tokens else ()
         self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows, block_rows)
 
@@ -83,16 +89,20 @@ class Blend:
         self._epoch_samples = np.maximum(self.rows, 1)  # a store without a row has no samples to divide
         self._check_tokenizers()
         self._check_packings()
+        self._names = [store.fingerprint for store in self.stores]
         self._is_packed = self.stores[0].packing != "concat"
         self._is_plain = not self._masks and not self._is_packed
         self._digests: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""
+        return self._maker(orders_copies=self._orders_copies), ()
+
+    def _maker(self, *, orders_copies: bool) -> Callable[[], "Blend"]:
         stores, (first, *later) = self._given
         sources = list(zip(stores, first.weights or ()))
         named: dict[str, Any] = {"seq_length": self.seq_length, "seed": self.seed, "later": later}
-        return partial(Blend, sources, **named, block_tokens=self._block_tokens), ()
+        return partial(Blend, sources, **named, block_tokens=self._block_tokens, orders_copies=orders_copies)
 
     @cached_property
     def _table(self) -> ShardTable:
@@ -128,7 +138,23 @@ class Blend:
             for store, rows, seq_length in zip(self.stores, self._num_rows, self._seq_lengths)
         ]
         order = {"shuffle": f"blocks of {self._block_rows(self.seq_length)} rows"} if self._block_tokens else {}
-        return StreamRecord.of(sources, self.segments, dict(self._masks.digests()), order)
+        digests = dict(self._masks.digests(self._names))
+        return StreamRecord.of(sources, self.segments, digests, order, orders_copies=self._orders_copies)
+
+    def following(self, cursor: Cursor, report: Callable[[str], None] = warnings.warn) -> "Blend":
+        """Return the stream that a cursor is of: this one, or that of a run from before copies had orders of their own.
+
+        Then `report` takes a line.
+        """
+        known, copies = cursor.num_segments, [number for number, name in enumerate(self._names) if "#" in name]
+        if not copies or self.digest(known) == cursor.digest:
+            return self
+        older = self._maker(orders_copies=False)()
+        if older.digest(known) != cursor.digest:
+            return self
+        places = ", ".join(dict.fromkeys(self.stores[number].place for number in copies[:_MAX_SHOWN]))
+        report(f"the run goes on as it began, copies of a store in one order, so that their rows come twice: {places}")
+        return older
 
     def check(self, cursor: Cursor, recorded: StreamRecord | None = None) -> None:
         """Raise UserError if this stream does not continue the cursor's; `recorded` shows what was changed."""
@@ -176,7 +202,7 @@ class Blend:
         That is the tokens of a row times its row, also of a packed store, whose `row_spans` knows the row's tokens.
         """
         sources, numbers = self.locate(samples)
-        return sources, self._rows_at(sources, numbers) * self._lengths[sources]
+        return sources, self.rows_at(sources, numbers) * self._lengths[sources]
 
     def _spans(self, sources: Int64s, starts: Int64s) -> Int64s:
         """Return the tokens that rows of one length read, which begin at addresses `starts`: as ShardTable.cut's."""
@@ -238,14 +264,14 @@ class Blend:
         """Return whether positions and loss masks are the same in all rows."""
         return self._is_plain and not options.mask_eod_loss and not options.reset_positions
 
-    def _rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
+    def rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
         """Return the rows that are the `numbers` of some sources, epoch after epoch."""
         return self._epochs.elements(sources, numbers)
 
     def _epoch_name(self, source: int) -> tuple[bytes, bytes]:
         """Return what is before and after the number of an epoch in the key of a store's order."""
         era = self.sources.eras[source]
-        return f"{self.seed}/{self.stores[source].fingerprint}/".encode(), f"/{era}".encode() if era else b""
+        return f"{self.seed}/{self._names[source]}/".encode(), f"/{era}".encode() if era else b""
 
     def _block_rows(self, seq_length: int) -> int:
         """Return how many rows of a length a block has."""
@@ -273,7 +299,7 @@ class Blend:
         for stretch in self.mixture.stretches:
             parts: list[Any] = []
             if stretch.sequence is not before:
-                parts = [[[store.fingerprint, arc] for store, arc in zip(self.stores, stretch.sequence.arcs) if arc]]
+                parts = [[[name, arc] for name, arc in zip(self._names, stretch.sequence.arcs) if arc]]
             what = "weights change" if parts else "samples are skipped"
             era = eras.get(stretch.begin) if parts else None
             if era:
@@ -283,7 +309,8 @@ class Blend:
                 parts.append(["blocks", self._block_rows(self.sources.lengths[era])])
             found.append((stretch.begin, what, parts + [stretch.offset] * (stretch.offset > 0)))
             before = stretch.sequence
-        found += [(begin, "documents are masked", ["masked", digest]) for begin, digest in self._masks.digests()]
+        masked = self._masks.digests(self._names)
+        found += [(begin, "documents are masked", ["masked", digest]) for begin, digest in masked]
         return sorted(found, key=lambda change: change[0])
 
     def _check_rows(self) -> None:

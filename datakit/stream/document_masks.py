@@ -38,11 +38,15 @@ class DocumentMasks:
     def __bool__(self) -> bool:
         return bool(self._begins)
 
-    def digests(self) -> list[tuple[int, str]]:
-        """Return the sample at which each mask begins, and what it depends on: contents and documents."""
+    def digests(self, names: Sequence[str]) -> list[tuple[int, str]]:
+        """Return the sample at which each mask begins, and what it depends on: documents, and the names of orders.
+
+        `names` has one a source.
+        """
+        owned = dict(zip(reversed(self._sources.owners), reversed(names)))  # of a store the first source
         found = []
         for begin, documents in zip(self._begins, self._documents):
-            named = sorted([self._stores[source].fingerprint, number] for source, number in documents)
+            named = sorted([owned[store], number] for store, number in documents)
             found.append((begin, xxhash.xxh3_64_hexdigest(orjson.dumps(named))))
         return found
 

@@ -71,7 +71,8 @@ class Loader(Closing):
         dp_size = whole_number("dp_size", dp_size, 1)
         dp_rank = whole_number("dp_rank", dp_rank, most=dp_size - 1)
         if cursor is not None:
-            blend.check(require("cursor", cursor, Cursor, 'Cursor.from_json(batch["cursor"])'))
+            blend = blend.following(require("cursor", cursor, Cursor, 'Cursor.from_json(batch["cursor"])'))
+            blend.check(cursor)
         self._blend = blend
         self._rows = num_microbatches, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
@@ -89,6 +90,11 @@ class Loader(Closing):
         num_microbatches, micro_batch_size = self._rows
         shape = micro_batch_size, num_microbatches, self._dp_rank, self._dp_size
         return partial(Loader, self._blend, *shape, self.cursor, self._options), ()
+
+    @property
+    def blend(self) -> Blend:
+        """The stream that it reads; copies share an order in that of a run which began so: see Blend.following."""
+        return self._blend
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -137,7 +143,13 @@ class Loader(Closing):
         """Go on at the cursor of `state_dict`; UserError if that is of another stream: a stream record shows how."""
         cursor = Cursor.from_json(state)
         recorded = state.get("stream")
-        self._blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
+        blend = self._blend.following(cursor)
+        blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
+        if blend is not self._blend:
+            self._drop_ahead()
+            self._end_reading()
+            self._blend = blend
+            vars(self).pop("_record", None)
         self._blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
         self._num_samples = cursor.num_samples
         self._drop_ahead()

@@ -5,7 +5,8 @@ far) is largest. That has no formula, so the choices are kept, 2 bytes a sample,
 they are made at first use. Which row it is, MegatronStore says. The order has an end, and no segments change it.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -157,7 +158,11 @@ class MegatronBlend(Blend):
         sources = [
             Source(str(store.path), store.fingerprint, rows) for store, rows in zip(self._made, self.rows.tolist())
         ]
-        return StreamRecord.of(sources, self.segments, {}, self.order.to_json())
+        return StreamRecord.of(sources, self.segments, {}, self.order.to_json(), orders_copies=False)
+
+    def following(self, cursor: Cursor, report: Callable[[str], None] = warnings.warn) -> Blend:
+        """Return this stream: copies have the order that Megatron has for them."""
+        return self
 
     def check(self, cursor: Cursor, recorded: StreamRecord | None = None) -> None:
         """Raise UserError if this stream does not continue the cursor's, or ends before it."""
@@ -182,7 +187,8 @@ class MegatronBlend(Blend):
         found = [self.mixture.sample_of(source, number) for number in np.flatnonzero(np.isin(read, rows)).tolist()]
         return np.sort(np.array([sample for sample in found if sample is not None], np.int64))
 
-    def _rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
+    def rows_at(self, sources: Int64s, numbers: Int64s) -> Int64s:
+        """Return the rows that are the `numbers` of some sources."""
         rows = [int(self._made[source].rows[number]) for source, number in zip(sources.tolist(), numbers.tolist())]
         return np.array(rows, np.int64)
 

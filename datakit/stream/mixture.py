@@ -142,6 +142,20 @@ class Mixture:
                 return max(stretch.begin, num_samples)
         return None
 
+    def first_samples(self) -> Int64s:
+        """Return the sample from which on each source may be read, MAX_SAMPLES if it is never read."""
+        found = np.full(len(self.stretches[0].base), MAX_SAMPLES, np.int64)
+        for stretch in reversed(self.stretches):
+            found[np.array(stretch.sequence.arcs) > 0] = stretch.begin
+        return found
+
+    def ranges(self, num_samples: int) -> list[tuple[Int64s, Int64s]]:
+        """Return which of their samples the stream's first samples read of all sources, as ranges [starts, stops)."""
+        number = self._stretch(num_samples)
+        ends = [*self._ends[:number], num_samples]
+        stops = [stretch.positions(end) for stretch, end in zip(self.stretches, ends)]
+        return list(zip(self._starts, stops))
+
     def max_deviation(self, num_samples: int) -> int:
         """Return by how many samples `counts` may differ from what the weights say, at most, for each source."""
         lengths = (min(end, num_samples) - begin for begin, end in zip(self._begins, self._ends))

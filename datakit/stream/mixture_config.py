@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from threefold.errors import UserError
+from threefold.errors import UserError, quoted
 from threefold.options import Fault, option
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def plan(
                 fault(
                     key, f': unknown source {path}, known are {known}; add = {{ "{path}" = 1.0 }} lets a new one join'
                 )
+            elif not is_one(sources, path):
+                fault(key, f": {path} is named more than once in {table}.stores; name one of them by a link to it")
             else:
                 current[at] = weight
         if not any(current):
@@ -149,8 +151,18 @@ def read_documents(path: str, sources: Sequence[str], key: str) -> tuple[tuple[i
                 f"{path} line {number}: {text} is not a document STORE:K of {', '.join(sources[:8])}",
                 hint=f"{sources[0]}:0 is the first document of the first store",
             )
+        if not is_one(sources, store):
+            raise UserError(
+                f"{path} line {number}: {store} is named more than once among the stores",
+                hint=f"ln -s {quoted(os.path.abspath(store))} COPY, and name one of them so",
+            )
         found.append((at, int(document)))
     return tuple(sorted(set(found)))
+
+
+def is_one(sources: Sequence[str], path: str) -> bool:
+    """Return whether a path names one source alone, not copies that are named alike."""
+    return sum(os.path.abspath(each) == os.path.abspath(path) for each in sources) == 1
 
 
 def place(sources: Sequence[str], path: str) -> int | None:

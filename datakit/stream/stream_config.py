@@ -211,8 +211,8 @@ class StreamConfig(BlendConfig):
         if is_draft:  # which samples steps are is not known
             later = [replace(each, from_sample=1 + number, skip=()) for number, each in enumerate(later)]
         sources = list(zip(stores, found.weights[0], strict=True))
-        shape = {"seq_length": steps.seq_length, "seed": steps.seed, "block_tokens": self.shuffled_tokens}
-        blend = Blend(sources, later=later, **shape)
+        size, block_tokens = steps.seq_length, self.shuffled_tokens
+        blend = Blend(sources, later=later, seq_length=size, seed=steps.seed, block_tokens=block_tokens)
         if not is_draft:
             blend.sources.check_steps(known.num_samples, steps.global_batch_size)
         gone = [number for number, store in enumerate(blend.stores) if isinstance(store, GoneStore)]

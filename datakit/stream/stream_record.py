@@ -5,11 +5,13 @@ what may be gone or other by then: the rows of a source that is read no more, th
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from datakit.stream.cursor import Cursor
 from datakit.stream.mixture import Segment
 from threefold.errors import UserError
 
@@ -44,11 +46,15 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """All sources of a stream, its segments in rising order, and what an order other than its own depends on."""
+    """All sources of a stream, its segments in rising order, and what an order other than its own depends on.
+
+    `orders_copies` says that copies of a store have orders of their own, which in older runs they have not.
+    """
 
     sources: tuple[Source, ...]
     segments: tuple[PlannedSegment, ...]
     order: Mapping[str, Any] = field(default_factory=dict)
+    orders_copies: bool = False
 
     @classmethod
     def of(
@@ -57,6 +63,8 @@ class StreamRecord:
         segments: Sequence[Segment],
         masks: Mapping[int, str],
         order: Mapping[str, Any] | None = None,
+        *,
+        orders_copies: bool,
     ) -> "StreamRecord":
         """Return the record of a stream; `masks` has the digests of masked documents by the sample they begin at."""
         planned = [
@@ -66,14 +74,12 @@ class StreamRecord:
             )
             for each in segments
         ]  # fmt: skip
-        return cls(tuple(sources), tuple(planned), order or {})
+        return cls(tuple(sources), tuple(planned), order or {}, orders_copies)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, with lists for tuples."""
         found: dict[str, Any] = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
-        if not self.order:
-            del found["order"]
-        return found
+        return {key: part for key, part in found.items() if key not in ("order", "orders_copies") or part}
 
     @classmethod
     def from_json(cls, value: object) -> "StreamRecord":
@@ -85,6 +91,7 @@ class StreamRecord:
                 tuple(map(_source, value["sources"])),
                 tuple(map(_segment, value["segments"])),
                 dict(value.get("order", {})),
+                bool(value.get("orders_copies", False)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"this is not a stream record: {error!r}") from None
@@ -123,20 +130,28 @@ class StreamRecord:
         return [*found[:_MAX_DIFFERENCES], *([f"and {more} differences more"] if more > 0 else [])]
 
     def _shares(self, segment: PlannedSegment) -> dict[str, tuple[Source, float]]:
-        """Return by fingerprint the sources that a segment reads, with their shares of it."""
+        """Return the sources that a segment reads, with their shares of it, by content and number of the copy."""
         weights = segment.weights or ()
         weighted = [(source, weight) for source, weight in zip(self.sources, weights) if weight > 0]
         total = sum(weight for _, weight in weighted)
-        return {source.fingerprint: (source, weight / total) for source, weight in weighted}
+        seen, found = Counter[str](), {}
+        for source, weight in weighted:
+            found[f"{source.fingerprint}#{seen[source.fingerprint]}"] = source, weight / total
+            seen[source.fingerprint] += 1
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a run recorded last: its record (None of an old one), and that it had read so many samples at a step."""
+    """What a run recorded last: its record (None of an old one), and that it had read so many samples at a step.
+
+    `cursor` is that after these, None if it is not known.
+    """
 
     record: StreamRecord | None
     step: int
     num_samples: int
+    cursor: Cursor | None = None
 
     @classmethod
     def read(cls, path: str) -> "Recorded":
@@ -151,7 +166,8 @@ class Recorded:
             raise UserError(f"cannot read {path}: {error.strerror}", hint=hint) from None
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UserError(f"{path} has no stream record of a run", hint=hint) from None
-        return cls(StreamRecord.from_json(record), step, num_samples)
+        cursor = Cursor.from_json(state) if "digest" in state else None
+        return cls(StreamRecord.from_json(record), step, num_samples, cursor)
 
     def rows(self, path: str, seq_length: int) -> dict[int, tuple[str, int]]:
         """Return what is known of the rows of a store, by their tokens: fingerprint and number; `seq_length` if not."""

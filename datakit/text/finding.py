@@ -4,7 +4,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,17 +17,23 @@ from threefold.errors import UserError, quoted
 from threefold.storage import ObjectInfo
 from threefold.storage.repeating import open_repeating
 
-_NUM_NAMED_KINDS = 5
+_NUM_NAMED_KINDS, _NUM_NAMED = 5, 3
 _NUM_REQUESTS = 64  # side by side, where many URLs are named
 
 
 @dataclass
 class Found:
-    """Paths of local files, objects by their URLs, pipes; of folders and globs also the number of names not read."""
+    """Paths of local files, objects by their URLs, pipes; of folders and globs also the number of names not read.
+
+    `led_to` has each way to a file, with the number of the argument that led there. `repeated` are paths and URLs that
+    another argument leads to as well.
+    """
 
     files: set[str] = field(default_factory=set)
+    led_to: list[tuple[str, int]] = field(default_factory=list)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     pipes: set[str] = field(default_factory=set)
+    repeated: list[str] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
     num_hidden: int = 0
 
@@ -44,16 +50,28 @@ class Found:
             parts.append(f"{self.num_hidden:,} hidden name{' was' if self.num_hidden == 1 else 's were'} not read")
         return "; ".join(parts) or None
 
-    def sort_in(self, path: str, key: str, info: ObjectInfo | None = None) -> None:
-        """Take a file or object that a folder or glob gave, or count it as not read; `key` is what was below it."""
+    def once_notice(self) -> str | None:
+        """Return one line on what was named more than once, None if nothing was."""
+        names = list(dict.fromkeys(self.repeated))
+        more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
+        return f"read once, though named more than once: {', '.join(names[:_NUM_NAMED])}{more}" if names else None
+
+    def sort_in(self, path: str, key: str, argument: int, info: ObjectInfo | None = None) -> None:
+        """Take a file or object that a folder or glob led to, or count it as not read; `key` is what was below it."""
         if is_hidden(key):
             self.num_hidden += 1
         elif format_of(key) is None:
             self.unread[other_kind(key)] += 1
         elif info:
-            self.objects[path] = info
+            self.add_object(path, info)
         else:
-            self.files.add(path)
+            self.led_to.append((path, argument))
+
+    def add_object(self, url: str, info: ObjectInfo) -> None:
+        """Take an object."""
+        if url in self.objects:
+            self.repeated.append(url)
+        self.objects[url] = info
 
 
 def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
@@ -62,28 +80,37 @@ def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
     Folders are searched through and through, hidden names and the local paths of `but` left out; each real folder
     counts once.
     """
-    found, folders = Found(), list[str]()
-    for argument in arguments:
+    found, folders = Found(), dict[str, int]()
+    for number, argument in enumerate(arguments):
         if not is_url(argument):
-            folders += _find_local(argument, found)
+            for folder in _find_local(argument, number, found):
+                found.repeated += [folder] * (folders.setdefault(folder, number) != number)
+
+    @cache
+    def owner(folder: str) -> int:
+        above = (each or "." for each in (folder, *_parents(folder)))
+        return next((folders[each] for each in above if each in folders), -1)
+
     for entry in entries_below(folders, but):
         if (entry.is_symlink() or not entry.is_file()) and is_pipe(entry.path):  # an ordinary file is not looked up
             found.unread["pipe or device"] += 1
         else:
-            found.sort_in(entry.path.removeprefix("./"), entry.name)
-    found.files = set(_once(found.files))
-    urls = dict.fromkeys(filter(is_url, arguments))
+            found.sort_in(entry.path.removeprefix("./"), entry.name, owner(os.path.dirname(entry.path)))
+    found.repeated += _inside(folders)
+    found.files = set(_once(found.led_to, found.repeated))
+    urls = list(filter(is_url, arguments))
+    found.repeated += (url for url, count in Counter(urls).items() if count > 1)
     with ThreadPoolExecutor(_NUM_REQUESTS) as threads:
-        for folder, objects in threads.map(_find_remote, urls):
+        for folder, objects in threads.map(_find_remote, dict.fromkeys(urls)):
             for key, info in objects.items():
                 if key:
-                    found.sort_in(f"{folder}/{key}", key, info)
+                    found.sort_in(f"{folder}/{key}", key, -1, info)
                 else:
-                    found.objects[folder] = info
+                    found.add_object(folder, info)
     return found
 
 
-def _find_local(argument: str, found: Found) -> Iterator[str]:
+def _find_local(argument: str, number: int, found: Found) -> Iterator[str]:
     """Put files and pipes that an argument names into `found`, return its folders."""
     is_named = is_pipe(argument) or os.path.lexists(argument)
     matches = [argument] if is_named else matches_of(argument) if glob.has_magic(argument) else []
@@ -91,24 +118,48 @@ def _find_local(argument: str, found: Found) -> Iterator[str]:
         raise UserError(f"no such input: {argument}", hint=f"ls {quoted(os.path.dirname(argument) or '.')}")
     for path in matches:
         if is_pipe(path):
+            found.repeated += [path] * (path in found.pipes)
             found.pipes.add(path)
         elif os.path.isdir(path):
             yield plain_path(path)
         elif is_named:
-            found.files.add(plain_path(path))
+            found.led_to.append((plain_path(path), number))
         else:
-            found.sort_in(plain_path(path), os.path.basename(path))
+            found.sort_in(plain_path(path), os.path.basename(path), number)
 
 
-def _once(paths: Iterable[str]) -> Iterator[str]:
-    """Return the paths without those that lead to the same name in the same real folder; one without links is kept."""
+def _inside(folders: Mapping[str, int]) -> Iterator[str]:
+    """Return those of some folders that are, or are below, one of another argument, and are so read with it."""
+    arguments: dict[str, int] = {}
+    for folder, number in folders.items():
+        if arguments.setdefault(os.path.realpath(folder), number) != number:
+            yield folder
+    for folder, number in folders.items():
+        place = os.path.realpath(folder)
+        above = [parent for parent in _parents(place) if arguments.get(parent, number) != number]
+        if any(not is_hidden(os.path.relpath(place, parent)) for parent in above):
+            yield folder
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path != (path := os.path.dirname(path)):
+        yield path
+
+
+def _once(files: Iterable[tuple[str, int]], repeated: list[str]) -> Iterator[str]:
+    """Return the files without those that lead to the same name in the same real folder; one without links is kept.
+
+    The others are put into `repeated` if another argument led to them.
+    """
     real_folder, has_link = cache(os.path.realpath), cache(is_through_link)
-    seen: set[tuple[str, str]] = set()
-    for path in sorted(paths, key=lambda path: (has_link(os.path.dirname(path)), path)):
+    seen: dict[tuple[str, str], int] = {}
+    for path, argument in sorted(files, key=lambda file: (has_link(os.path.dirname(file[0])), file)):
         folder, name = os.path.split(path)
         if (place := (real_folder(folder), name)) not in seen:
-            seen.add(place)
+            seen[place] = argument
             yield path
+        elif seen[place] != argument:
+            repeated.append(path)
 
 
 def _find_remote(url: str) -> tuple[str, dict[str, ObjectInfo]]:

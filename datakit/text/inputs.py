@@ -124,6 +124,8 @@ def find_inputs(
     without one; "-" is standard input. `but` are files and folders that a search leaves out: a command's own.
     """
     found = find(arguments, but)
+    if once := found.once_notice():
+        report(once)
     if notice := found.notice():
         report(notice)
     files = [_describe(path) for path in found.files]

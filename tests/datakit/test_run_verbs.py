@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datakit import Blend, Loader, Recipe, TokenStore, blame, preprocess
+from datakit import Blend, Cursor, Loader, Recipe, TokenStore, blame, preprocess
 from tests.datakit.conftest import Cli, write_jsonl
 
 Capture = pytest.CaptureFixture[str]
@@ -160,6 +160,28 @@ def test_steps_follow_what_a_checkpoint_recorded_of_another_batch_size(
     assert asked(cli, capsys, "blend", run, *recorded)["num_samples"] == 48 + 24 * 6
     assert cli("blend", run, *recorded) == 0
     assert capsys.readouterr().out.startswith("30 steps, from step 7 on of 6 samples of 32 tokens: ")
+
+
+def test_what_copies_repeat_is_counted_and_an_older_run_keeps_its_order(
+    folder: Path, cli: Cli, capsys: Capture, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(f"[data]\nstores = ['{folder / 'a'}', '{folder / 'a'}']\n" + TRAIN)
+    store = TokenStore.open(folder / "a")
+    records: dict[str, Any] = {}
+    for name, orders_copies in (("older", False), ("newer", True)):
+        blend = Blend([(store, 1), (store, 1)], seq_length=32, seed=5, orders_copies=orders_copies)
+        _, starts = blend.addresses(np.arange(180))
+        records[name] = 180 - len(set(starts.tolist()))
+        with Loader(blend, 3, 2, cursor=Cursor.start(blend, 30)) as loader:
+            (tmp_path / name).write_text(json.dumps(loader.state_dict()))
+    assert records["older"] > records["newer"] > 0
+    for words, name in (((), "newer"), (("newer",), "newer"), (("older",), "older")):
+        recorded = [flag for word in words for flag in ("--recorded", tmp_path / word)]
+        assert cli("blend", run, *recorded, "--json") == 0
+        out, err = capsys.readouterr()
+        assert sum(share["repeated_samples"] for share in json.loads(out)["stores"]) == records[name]
+        assert ("the run goes on as it began, copies of a store in one order" in err) == (name == "older")
 
 
 def test_a_length_of_rows_that_changes_is_announced_and_found(folder: Path, cli: Cli, capsys: Capture) -> None:

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from datakit import BatchOptions, Blend, HostBatch, Loader, write_store
+from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, Recorded, write_store
 from tests.trainer.support.training import call, last_step
-from trainer.data import StepReader, to_device, token_fault
+from trainer.config import Config
+from trainer.config.parallel import ParallelConfig
+from trainer.data import StepReader, open_loader, to_device, token_fault
 from trainer.model.microbatch import Batch
 
 BAD = 70  # of a vocabulary of 61
@@ -96,6 +98,21 @@ def test_on_a_cpu_the_tensors_of_each_step_are_views_of_two_buffers(
                 assert batch.loss_mask.data_ptr() == addresses[-1] + 24 * batch.tokens.numel()
         assert addresses == 50 * addresses[:2]
         assert addresses[0] != addresses[1]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("orders_copies", [False, True])
+def test_an_older_run_reads_copies_of_a_store_as_it_began_and_reports_it(stream: Blend, orders_copies: bool) -> None:
+    pair = [(stream.stores[0], 1.0)] * 2
+    blend = Blend(pair, seq_length=8, orders_copies=orders_copies)
+    cursor, lines = Cursor.start(blend, 8), list[str]()
+    layout = ParallelConfig(dp=1)
+    config = Config(train=replace(Config().train, gradient_accumulation_steps=2), parallel=layout)
+    recorded = Recorded(blend.record, 1, 8)
+    with open_loader(Blend(pair, seq_length=8), config, 0, cursor.to_json(), recorded, lines.append) as loader:
+        assert loader.blend.digest() == blend.digest()
+        assert loader.blend.record.orders_copies == orders_copies
+    assert len(lines) == (not orders_copies)
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from datakit import Recorded, StreamRecord
+from datakit import Cursor, Recorded, StreamRecord
 from trainer.config import Config
 from trainer.store.lr import learning_rate
 
@@ -82,7 +82,8 @@ class Resumed:
         """What the run recorded of its stream."""
         cursor, stream = self.progress.cursor, self.progress.stream
         known = None if stream is None else StreamRecord.from_json(stream)
-        return Recorded(known, self.progress.step, int(cursor["num_samples"]) if cursor else 0)
+        num_samples = int(cursor["num_samples"]) if cursor else 0
+        return Recorded(known, self.progress.step, num_samples, Cursor.from_json(cursor) if cursor else None)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from threefold.console import print_facts
+from threefold.console import log, print_facts
 from threefold.errors import EXIT_OK, UserError
 from trainer.checkpoint.progress import Progress, Validation
 from trainer.checkpoint.resume import resume
@@ -76,8 +76,14 @@ class Run:
         self.progress, self._loss = resumed.progress, resumed.loss
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone
             blend = ranks.on_all(lambda: open_blend(config, resumed.recorded))
-        self._record, dp_rank = blend.record.to_json(), self.mesh.coords.dp
-        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, self.progress.cursor, resumed.recorded))
+        dp_rank, cursor, report = (
+            self.mesh.coords.dp,
+            self.progress.cursor,
+            log if ranks.rank == 0 else (lambda _: None),
+        )
+        self._loader = ranks.on_all(lambda: open_loader(blend, config, dp_rank, cursor, resumed.recorded, report))
+        blend = self._loader.blend
+        self._record = blend.record.to_json()
         self._reader = ranks.on_all(lambda: StepReader(self._loader, ranks.device))
         self._log = ranks.on_all(self._open_log)
         if resumed.url:

@@ -328,3 +328,19 @@ def test_faults_that_stores_and_files_show(here: Path, tables: str, fault: str) 
         read(here, "[[data.mixture]]\nfrom_sample = 9\n" + tables).open()
     assert fault in caught.value.message
     assert caught.value.hint
+
+
+def test_a_change_of_a_store_that_is_named_twice_is_refused(here: Path) -> None:
+    more_than_once = "a is named more than once in data.stores; name one of them by a link to it"
+    for table in ("remove = ['./a']", "weights = { a = 3 }"):
+        with pytest.raises(UserError, match=more_than_once):
+            read(here, f"[[data.mixture]]\nfrom_sample = 9\n{table}", stores="'a', 'a'")
+    (here / "twice.txt").write_text("a:1\n")
+    table = "[[data.mixture]]\nfrom_sample = 9\nmask_documents = 'twice.txt'"
+    with pytest.raises(UserError, match=r"twice\.txt line 1: a is named more than once") as caught:
+        read(here, table, stores="'a', 'a'").open()
+    assert caught.value.hint == f"ln -s {here / 'a'} COPY, and name one of them so"
+    if not (here / "linked").exists():
+        (here / "linked").symlink_to("a")
+    assert read(here, table, stores="'a', 'linked'").open().is_masked(9, 0, 1)
+    assert read(here, "[[data.mixture]]\nfrom_sample = 9\nremove = ['linked']", stores="'a', 'linked'").open()

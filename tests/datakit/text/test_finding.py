@@ -73,3 +73,46 @@ def test_what_a_command_makes_or_is_given_is_not_its_input(folder: Path) -> None
     assert found.files == {"c/a.jsonl", "c/B.JSON.GZ"}
     assert found.notice() == NOTICE
     assert find(["c/store", "c/tok.json"]).files == {"c/store/manifest.json", "c/tok.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "repeated"),
+    [
+        (["c", "c"], "c"),
+        (["c/", "./c/sub"], "c/sub"),
+        (["c/a.jsonl", "c"], "c/a.jsonl"),
+        (["c/*.jsonl", "c/a*"], "c/a.jsonl"),
+        (["link/a.jsonl", "c/a.jsonl"], "link/a.jsonl"),
+        (["link", "c"], "c"),
+        (["local://{}/c", "local://{}/c/a.jsonl"], "local://{}/c/a.jsonl"),
+        (["local://{}/c", "local://{}/c"], "local://{}/c"),
+        (["c", "."], "c"),
+        (["c/**", "c/**/*.jsonl"], "c/a.jsonl"),
+        (["c/**"], None),
+        (["c/sub", "c/a.jsonl", "c/B.JSON.GZ"], None),
+        (["c/.git", "c"], None),
+        (["loop"], None),
+    ],
+)
+def test_what_is_named_twice_is_read_once_and_named(folder: Path, arguments: list[str], repeated: str | None) -> None:
+    Path("link").symlink_to("c")
+    Path("loop").mkdir()
+    for name in ("itself", "again"):
+        Path(f"loop/{name}").symlink_to("../loop")
+    Path("loop/x.jsonl").write_text("{}")
+    Path("c/.git/y.jsonl").write_text("{}")
+    notices: list[str] = []
+    found = find_inputs([argument.format(folder) for argument in arguments], report=notices.append)
+    assert len({os.path.realpath(file.path.removeprefix("local://")) for file in found}) == len(found)
+    once = [notice for notice in notices if "read once" in notice]
+    expected = repeated and f"read once, though named more than once: {repeated.format(folder)}"
+    assert once == ([expected] if expected else [])
+
+
+def test_many_that_are_named_twice_are_counted(folder: Path) -> None:
+    names = [f"c/{number}.txt" for number in range(5)]
+    for name in names:
+        Path(name).touch()
+    assert find([*names, "c"]).once_notice() == (
+        "read once, though named more than once: c/0.txt, c/1.txt, c/2.txt and 2 more"
+    )

@@ -1,0 +1,59 @@
+"""Shares: what repeats is counted by content, however many stores hold it, as a walk over all samples counts it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datakit import Blend, MegatronBlend, MegatronOrder, Segment, TokenStore, write_store
+from datakit.reports.shares import shares
+
+L = 8
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
+    """A store of 50 rows, its copy, and another store of 19."""
+    folder = tmp_path_factory.mktemp("stores")
+    sizes = {"a": 401, "copy": 401, "b": 160}
+    return [write_store(folder / name, [np.arange(size)], vocab_size=500) for name, size in sizes.items()]
+
+
+@settings(max_examples=30)
+@given(
+    weights=st.tuples(*[st.integers(1, 6)] * 3),
+    later=st.tuples(*[st.integers(0, 3)] * 3).filter(any),
+    skip=st.integers(0, 130),
+    num_samples=st.integers(0, 400),
+    orders_copies=st.booleans(),
+)
+def test_repeats_of_copies_are_those_of_a_walk_over_the_samples(
+    stores: list[TokenStore], weights: tuple[int, ...], later: tuple[int, ...], skip: int, num_samples: int,
+    orders_copies: bool,
+) -> None:  # fmt: skip
+    segment = Segment(90, tuple(map(float, later)), ((100, 100 + skip),) if skip else ())
+    blend = Blend(list(zip(stores, weights)), seq_length=L, later=[segment], orders_copies=orders_copies)
+    sources, starts = blend.addresses(np.arange(num_samples))
+    rows = {source: starts[sources == source].tolist() for source in range(3)}
+    found = shares(blend, num_samples)
+    first = len(set(rows[0]))
+    assert found[0].repeated_samples == len(rows[0]) - first
+    assert found[1].repeated_samples == len(rows[1]) - (len({*rows[0], *rows[1]}) - first)
+    alone = len(rows[2]) - len(set(rows[2]))
+    assert found[2].repeated_samples == max(len(rows[2]) - 19, 0) <= alone
+    assert alone == found[2].repeated_samples or skip
+
+
+def test_rows_of_another_length_do_not_repeat_those_of_the_first(stores: list[TokenStore]) -> None:
+    segments = [Segment(60, seq_length=4), Segment(120, seq_length=L)]
+    blend = Blend([(stores[0], 1), (stores[1], 1)], seq_length=L, later=segments)
+    sources, starts = blend.addresses(np.arange(180))
+    read = [(blend.sources.seq_lengths[source], start) for source, start in zip(sources.tolist(), starts.tolist())]
+    repeated = [share.repeated_samples for share in shares(blend, 180)]
+    assert sum(repeated) == 180 - len(set(read))
+    assert repeated[0] == 0 < repeated[4]
+
+
+def test_in_the_order_of_megatron_they_are_at_least_what_the_rows_leave(stores: list[TokenStore]) -> None:
+    blend = MegatronBlend(stores[:2], [1.0, 1.0], seq_length=L, seed=3, order=MegatronOrder(80))
+    assert [share.repeated_samples for share in shares(blend, 80)] == [0, 30]
