@@ -37,7 +37,8 @@ class Option:
     `flag` is the flag of the field, where it is not the field's name; `flags` are further spellings, and `shorthands`
     flags without a value, each with the value it is short for. A tuple that `repeats` is given by repeating its flag,
     not by commas, and may be one text in TOML. `parse` reads a text where the type says too little; its ValueError says
-    what is wrong. Of the fields that share an `exclusive` name one may be given.
+    what is wrong. Of the fields that share an `exclusive` name one may be given. With `keeps_bits` a run that goes on
+    with another value repeats its bits, or is refused.
     """
 
     help: str = ""
@@ -53,6 +54,7 @@ class Option:
     is_positional: bool = False
     parse: Callable[[str], Any] | None = None
     exclusive: str = ""
+    keeps_bits: bool = False
 
 
 def option(default: Any, help: str, **described: Any) -> Any:
@@ -274,16 +276,19 @@ def bounds_of(described: Option) -> list[tuple[str, str, float]]:
     return [(word, sign, bound) for word, sign, bound in found if bound is not None]
 
 
-def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
-    """Yield all fields of a dataclass, table by table."""
+def leaves(cls: type, prefix: str = "", *, keeps_bits: bool = False) -> Iterator[Leaf]:
+    """Yield all fields of a dataclass, table by table; in a table that keeps bits, each field does."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name, annotation = prefix + field.name, hints[field.name]
+        described = field.metadata.get("option", Option())
+        if keeps_bits:
+            described = dataclasses.replace(described, keeps_bits=True)
         if dataclasses.is_dataclass(annotation):
-            yield from leaves(typing.cast(type, annotation), name + ".")
+            yield from leaves(typing.cast(type, annotation), name + ".", keeps_bits=described.keeps_bits)
         elif "option" in field.metadata:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            yield Leaf(name, annotation, default, field.metadata["option"])
+            yield Leaf(name, annotation, default, described)
 
 
 def is_array(annotation: Any) -> bool:

@@ -27,7 +27,7 @@ def open_valid_blend(config: Config) -> Blend:
     valid = config.data.valid
     if valid.order == "megatron":
         return config.data.open_valid(config.train, valid.order_samples or valid.num_samples)
-    return valid.open(config.train, table="data.valid")
+    return valid.open(dataclasses.replace(config.train, seed=valid.seed or 0), table="data.valid")
 
 
 def with_vocabulary(config: Config) -> Config:

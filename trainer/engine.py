@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckptkit import rank_stages
 from trainer.config import Config
-from trainer.config.resolve import cuts_tokens, schedule_of
+from trainer.config.resolve import cuts_tokens, schedule_of, settled
 from trainer.mesh.group import Group
 from trainer.mesh.mesh import ProcessMesh
 from trainer.model.chunk import Chunk
@@ -36,7 +36,7 @@ class Engine:
     """
 
     def __init__(self, config: Config, mesh: ProcessMesh, *, with_optimizer: bool = True) -> None:
-        self.config, self.mesh, self.with_optimizer = config, mesh, with_optimizer
+        self.config, self.mesh, self.with_optimizer = settled(config), mesh, with_optimizer
         self.dtype = DTYPES[config.train.precision]
         self.table = parameter_table(config)
         runs = local_runs(config, self.table, mesh.layout, mesh.coords)

@@ -63,14 +63,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a start of a run begins with: its progress, the loss of the last step, the URL it came from (if any), and
-    whether that is where the run saves to first.
+    """What a start of a run begins with: its progress and settled configuration, the loss of the last step, the URL it
+    came from (if any), and whether that is where the run saves to first.
 
     `newest` is by URL the newest step of each place that holds any, none newer than the one resumed; `ops` are the
     forms of ops that the run recorded.
     """
 
     progress: Progress
+    config: Config
     loss: float = float("nan")
     url: str = ""
     is_own: bool = False

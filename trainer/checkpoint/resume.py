@@ -11,15 +11,22 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
+from trainer.checkpoint.changes import (
+    changed_environment,
+    changed_schedule,
+    changed_settings,
+    kept_samples,
+    model_changes,
+    recorded_config,
+)
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
-from trainer.checkpoint.progress import Progress, Resumed, Validation, environment
+from trainer.checkpoint.progress import Progress, Resumed, Validation
 from trainer.checkpoint.rewind import rewind, rewind_target
 from trainer.config import Config
+from trainer.config.resolve import settled
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
@@ -40,26 +47,33 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
         engine.initialise()
         if tiers is not None:
             ranks.say("nothing is there to resume: starts at step 0")
-        return Resumed(Progress())
+        return Resumed(Progress(), settled(config))
     with open_exchange(ranks, config) as exchange:
         found = itertools.chain([first], found)
         url, root = restore_any(ranks, engine, found, exchange, own, strict=config.checkpoint.strict)
     own.quarantine_after(root.step if url == own.url else root.step - 1)
-    resumed = ranks.on_all(lambda: read_metadata(root, url, is_own=tiers is not None and url == tiers.first.url))
+    is_own = tiers is not None and url == tiers.first.url
+    read = ranks.on_all(lambda: read_metadata(root, url, config, is_own=is_own))
     if tiers is not None and target is not None:
         ranks.say(ranks.on_all(lambda: rewind(tiers, root.step) if ranks.rank == 0 else ""))
+    before = recorded_config(root)
     if has_optimizer(root):
-        changes = differences(root, config, ranks.device)
-        ranks.say(f"resumed from step {root.step} of {url}")
+        config = settled(config, before)
+        changes = [*changed_settings(before, config), *changed_environment(root, ranks.device)]
+        said = [f"resumed from step {root.step} of {url}"]
+        later = [*changed_schedule(root, before, config), *kept_samples(before, config)]
     else:
-        changes = model_differences(root, config)
-        ranks.say(f"starts from the parameters of {url}, which holds no optimizer state")
+        config = settled(config)
+        changes, later = model_changes(before, root, config), []
+        said = [f"starts from the parameters of {url}, which holds no optimizer state"]
     if changes:
-        ranks.say(f"not bit for bit as it was: {', '.join(changes)}")
+        said.append(f"not bit for bit as it was: {', '.join(changes)}")
+    for line in (*said, *later):
+        ranks.say(line)
     newest = ranks.broadcast(
         ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
     )
-    return dataclasses.replace(resumed, newest=newest)
+    return dataclasses.replace(read, config=config, newest=newest)
 
 
 def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
@@ -162,13 +176,13 @@ def restore_any(
     return taken[0], root
 
 
-def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
+def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resumed:
     """Return what a root records of the run; UserError if it was not saved by this trainer.
 
     A step without optimizer state, an imported model, is where a run begins.
     """
     if not has_optimizer(root):
-        return Resumed(Progress(root.step), url=url, is_own=is_own)
+        return Resumed(Progress(root.step), config, url=url, is_own=is_own)
     try:
         metadata = root.metadata
         validation = None
@@ -177,31 +191,6 @@ def read_metadata(root: Root, url: str, *, is_own: bool) -> Resumed:
         cursor, stream = dict(metadata["cursor"]), metadata.get("stream")
         progress = Progress(root.step, int(metadata["tokens"]), cursor, validation, stream)
         ops = {str(op): str(name) for op, name in metadata.get("ops", {}).items()}
-        return Resumed(progress, float(metadata["loss"]), url, is_own, ops=ops)
+        return Resumed(progress, config, float(metadata["loss"]), url, is_own, ops=ops)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"step {root.step} of {url} holds no state of a training run", hint="--load another") from None
-
-
-def model_differences(root: Root, config: Config) -> list[str]:
-    """Return which settings of the model are others than an imported one was made with."""
-    made, now = root.metadata.get("config", {}).get("model", {}), dataclasses.asdict(config.model)
-    return [f"model.{name} {value} -> {now[name]}" for name, value in made.items() if now.get(name, value) != value]
-
-
-def differences(root: Root, config: Config, device: torch.device) -> list[str]:
-    """Return what changed since a step was saved that changes the order of sums.
-
-    Layout, precision, machine, threads.
-    """
-    saved = root.metadata.get("config", {})
-    now = dataclasses.asdict(config)
-    watched = [
-        ("parallel", name)
-        for name in ("tp", "pp", "virtual_stages", "pipeline_layout", "dp", "zero_stage", "bucket_mib", "grad_reduce")
-    ]
-    watched += [("train", "precision"), ("train", "micro_batch_size"), ("train", "global_batch_size")]
-    default = dataclasses.asdict(Config())  # of a key that is younger than the step
-    pairs = [(name, saved.get(table, {}).get(name, default[table][name]), now[table][name]) for table, name in watched]
-    before = root.metadata.get("environment", {})
-    pairs += [(name, before.get(name), value) for name, value in environment(device).items()]
-    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

@@ -16,6 +16,10 @@ class ValidConfig(BlendConfig):
         "permuted", "which samples these are: megatron reads data.stores, the validation part of data.split"
     )
     order_samples: int = option(0, "megatron: validation samples of the whole run; 0: num_samples", minimum=0)
+    seed: int | None = option(
+        None, "permuted: seed of which samples these are; left out: 0, or what a run that goes on began with",
+        minimum=0, maximum=2**63 - 1,
+    )  # fmt: skip
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between the fields of this table."""
@@ -33,5 +37,7 @@ class ValidConfig(BlendConfig):
 class DataConfig(StreamConfig):
     """`[data]`: what the run reads."""
 
-    tokenizer: str = option("", "tokenizer file that made the stores; checked against them, used by generate")
+    tokenizer: str = option(
+        "", "tokenizer file that made the stores; checked against them, used by generate", keeps_bits=True
+    )
     valid: ValidConfig = field(default_factory=ValidConfig)

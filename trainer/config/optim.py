@@ -13,7 +13,11 @@ class OptimConfig:
     lr: float = option(3e-4, "peak learning rate", minimum=0, flags=["--lr"])
     min_lr: float = option(3e-5, "learning rate at and after the end of the schedule", minimum=0)
     warmup_steps: int = option(0, "steps of linear warm-up from 0", minimum=0)
-    decay_steps: int = option(0, "step at which min_lr is reached; 0 means train.train_steps", minimum=0)
+    decay_steps: int = option(
+        0,
+        "step at which min_lr is reached; 0 means train.train_steps, or what a run that goes on began with",
+        minimum=0,
+    )
     beta1: float = option(0.9, "decay of the first moment", minimum=0, below=1)
     beta2: float = option(0.95, "decay of the second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
@@ -21,7 +25,9 @@ class OptimConfig:
         "wide", "dtype of both moments: wide is that of the masters, bf16 takes half the memory and rounds once a step"
     )
     master: Literal["wide", "split"] = option(
-        "wide", "how fp32 masters of bf16 weights are kept; split: the low 16 bits beside the weight, half the memory"
+        "wide",
+        "how fp32 masters of bf16 weights are kept; split: the low 16 bits beside the weight, half the memory",
+        keeps_bits=True,
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", minimum=0)
     clip: float = option(1.0, "largest global gradient norm; 0 means no clipping", minimum=0)

@@ -27,6 +27,7 @@ class ParallelConfig:
         "order of the pipeline's passes; zb-h1 waits less and keeps more, gpipe keeps the activations of all "
         "micro-batches",
         flags=["--schedule"],
+        keeps_bits=True,
     )
     virtual_stages: int = option(
         1,
@@ -41,7 +42,10 @@ class ParallelConfig:
     )
     zero_stage: Literal[0, 1] = option(1, "1 cuts the optimizer state over dp, 0 repeats it on every rank")
     overlap_grad_reduce: bool = option(
-        True, "sum a bucket's gradients beside the rest of the backward", flags=["--overlap-grad-reduce"]
+        True,
+        "sum a bucket's gradients beside the rest of the backward",
+        flags=["--overlap-grad-reduce"],
+        keeps_bits=True,
     )
     grad_reduce: Literal["wide", "bf16"] = option(
         "wide",
@@ -50,7 +54,7 @@ class ParallelConfig:
         flags=["--grad-reduce"],
     )
     overlap_param_gather: bool = option(
-        True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"]
+        True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"], keeps_bits=True
     )
     bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
-    timeout_s: float = option(1800.0, "how long a rank waits for the others before it ends", above=0)
+    timeout_s: float = option(1800.0, "how long a rank waits for the others before it ends", above=0, keeps_bits=True)

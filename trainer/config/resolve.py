@@ -20,9 +20,27 @@ def resolve(config: Config, world_size: int) -> Config:
             ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         ),
         parallel=replace(parallel, dp=dp),
-        optim=replace(config.optim, decay_steps=config.optim.decay_steps or train.train_steps),
         checkpoint=replace(save, save_interval_s=save_interval_s(save)),
         train=replace(train, gradient_accumulation_steps=train.global_batch_size // (train.micro_batch_size * dp)),
+    )
+
+
+def settled(config: Config, before: Config | None = None) -> Config:
+    """Return a resolved configuration with what a run keeps from its first start, unless it is asked for by name.
+
+    That is the end of the learning-rate schedule, and which samples validate. `before` is what was recorded last. A
+    run from before data.valid.seed was recorded took train.seed.
+    """
+    decay_steps, valid = config.optim.decay_steps, config.data.valid
+    if before is not None:
+        decay_steps = decay_steps or before.optim.decay_steps
+    if valid.seed is None and valid.order == "permuted":
+        recorded = None if before is None else before.data.valid.seed
+        valid = replace(valid, seed=(before.train.seed if before else 0) if recorded is None else recorded)
+    return replace(
+        config,
+        optim=replace(config.optim, decay_steps=decay_steps or config.train.train_steps),
+        data=replace(config.data, valid=valid),
     )
 
 

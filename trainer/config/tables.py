@@ -6,6 +6,7 @@ from them. Nothing here imports torch: `trainer --help` reads these files.
 
 from dataclasses import dataclass, field
 
+from threefold.options import option
 from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.data import DataConfig
 from trainer.config.log import LogConfig
@@ -25,6 +26,6 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    ops: OpsConfig = field(default_factory=OpsConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    ops: OpsConfig = option(OpsConfig, "the forms that ran are recorded, and compared themselves", keeps_bits=True)
+    checkpoint: CheckpointConfig = option(CheckpointConfig, "where and when state is saved", keeps_bits=True)
+    log: LogConfig = option(LogConfig, "what is reported", keeps_bits=True)

@@ -17,6 +17,7 @@ class TrainConfig(StepConfig):
         "micro-batches a step of one rank; 0 derives it, any other value is checked: "
         "global_batch_size / (micro_batch_size * dp)",
         minimum=0,
+        keeps_bits=True,
         flags=["--gradient-accumulation-steps"],
     )
     precision: Literal["fp64", "fp32", "bf16"] = option(
@@ -29,7 +30,9 @@ class TrainConfig(StepConfig):
         shorthands={"--deterministic": "true"},
     )
     recompute: Literal["none", "full"] = option(
-        "none", "full keeps a layer's input alone for the backward, and computes the rest of the layer again"
+        "none",
+        "full keeps a layer's input alone for the backward, and computes the rest of the layer again",
+        keeps_bits=True,
     )
     max_logits_gib: float = option(
         1.0,
@@ -40,4 +43,4 @@ class TrainConfig(StepConfig):
     z_loss: float = option(
         0.0, "times the squared log of the softmax's denominator, added to a token's loss in training", minimum=0
     )
-    eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0)
+    eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0, keeps_bits=True)

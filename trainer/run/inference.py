@@ -10,8 +10,10 @@ from typing import Any
 from ckptkit import HfFolder, Root, Run, open_source
 from threefold.flags import Settings
 from threefold.storage import Storage
+from trainer.checkpoint.changes import recorded_config
 from trainer.checkpoint.load import has_optimizer, restore_step
 from trainer.config import Config
+from trainer.config.resolve import settled
 from trainer.config.walk import config_from, read_toml
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
@@ -53,7 +55,7 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
         tables["train"] = {**tables["train"], "gradient_accumulation_steps": 0, "eval_interval": 0}
     flags = {name: flag for name, flag in overrides.items() if not name.startswith(("checkpoint.", "log."))}
     source = config_path or f"the configuration in step {step} of {run.storage.url}"
-    config = config_from(tables, flags, source=source, world_size=world_size)
+    config = settled(config_from(tables, flags, source=source, world_size=world_size), recorded_config(root))
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))

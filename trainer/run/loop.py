@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, config: Config, ranks: Ranks, stop: StopRequest) -> None:
         """Build this rank's part of the model, resume, and open data, log and checkpointer."""
-        self.config, self.ranks, self._stop = config, ranks, stop
+        self.ranks, self._stop = ranks, stop
         blend = ranks.on_all(lambda: open_blend(config))
         self.mesh = mesh_of(config, ranks.rank, ranks.device)
         self.engine = ranks.on_all(lambda: Engine(config, self.mesh))
@@ -72,6 +72,7 @@ class Run:
         if ranks.rank == 0:
             print_facts(banner(config, ranks.device, blend, tiers))
         resumed = resume(ranks, self.engine, config, tiers)
+        self.config = self.engine.config = config = resumed.config
         self._choose_ops(resumed.ops)
         self.progress, self._loss = resumed.progress, resumed.loss
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone

@@ -42,7 +42,8 @@ def test_a_step_that_another_run_saved_meanwhile_is_told(
 ) -> None:
     flags = ["--save", tmp_path / "run", "--train-steps", 1, "--save-interval", 1]
     assert call("train", job_config, *flags) == 0
-    monkeypatch.setattr(training, "resume", lambda *_: Resumed(Progress()))  # as if both had begun at once
+    # as if both had begun at once
+    monkeypatch.setattr(training, "resume", lambda ranks, engine, config, tiers: Resumed(Progress(), config))
     capsys.readouterr()
     assert call("train", job_config, *flags) == 0
     told = capsys.readouterr().err

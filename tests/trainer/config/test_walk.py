@@ -15,6 +15,7 @@ from threefold.options import FlagText, leaves
 from trainer.cli import build_parser
 from trainer.config import Config
 from trainer.config.check import cross_faults
+from trainer.config.resolve import settled
 from trainer.config.walk import config_from, load_config, read_toml
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -174,7 +175,7 @@ def test_sizes_left_at_zero_are_filled_in() -> None:
     config = config_from({"parallel": {"tp": 2}, "train": {"global_batch_size": 12}}, source="", world_size=6)
     assert (config.model.num_kv_heads, config.model.ffn_hidden_size) == (4, 1024)
     assert (config.parallel.dp, config.train.gradient_accumulation_steps) == (3, 4)
-    assert config.optim.decay_steps == config.train.train_steps
+    assert settled(config).optim.decay_steps == config.train.train_steps
 
 
 @pytest.mark.parametrize(

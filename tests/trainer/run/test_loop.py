@@ -60,7 +60,7 @@ def test_another_layout_continues_from_the_same_state(whole: Path, job_config: P
         4, job_config, "--pp", 2, "--save", tmp_path / "run", "--load", whole / "run" / "step-000000004",
         metrics=tmp_path / "m.jsonl",
     ).run()  # fmt: skip
-    assert "not bit for bit as it was: tp 2 -> 1, dp 1 -> 2" in output
+    assert "not bit for bit as it was: parallel.tp 2 -> 1, parallel.dp 1 -> 2" in output
     resumed, reference = curve(tmp_path / "m.jsonl"), curve(whole / "m.jsonl")
     assert list(resumed) == list(range(5, 13))
     assert resumed == pytest.approx({step: reference[step] for step in resumed}, rel=1e-5)

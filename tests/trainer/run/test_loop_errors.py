@@ -145,7 +145,7 @@ def test_changed_data_is_not_resumed(job_config: Path, run: Path, tmp_path: Path
 def test_a_loss_that_is_not_finite_ends_the_run_unsaved(
     job_config: Path, run: Path, tmp_path: Path, capsys: Console
 ) -> None:
-    flags = ["--train-steps", 20, "--optim.clip", 0, "--lr", 1e30, "--save-interval", 1]
+    flags = ["--train-steps", 20, "--optim.clip", 0, "--lr", 1e30, "--optim.min-lr", 1e30, "--save-interval", 1]
     assert call("train", job_config, "--save", run, *flags, "--metrics", tmp_path / "m.jsonl") == 2
     assert re.search(r"step \d+: the loss is .*(nan|inf)", error(capsys))
     assert committed_steps(open_storage(run))[:2] == [2, 4]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config, ModelConfig
+from trainer.config.resolve import settled
 from trainer.model.microbatch import Batch
 from trainer.ops.dropout import dropout_reference
 
@@ -43,7 +44,7 @@ def logits(
 
 def train(config: Config, state: State, batches: list[Batch]) -> Iterator[tuple[float, float]]:
     """Loss and gradient norm of each step; `state` holds the parameters afterwards."""
-    model, optim = config.model, config.optim
+    model, optim = config.model, settled(config).optim
     for value in state.values():
         value.requires_grad_()
     groups = [

@@ -1,0 +1,145 @@
+"""What a resumed run reports of its settings, and what it keeps from its first start."""
+
+import json
+import typing
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from tests.trainer.support.training import call, curve, lines
+from threefold.options import Leaf, leaves, without_none
+from trainer.checkpoint.changes import changed_settings, value_of
+from trainer.checkpoint.progress import Progress
+from trainer.config import Config
+from trainer.config.resolve import resolve, settled
+
+LEAVES = list(leaves(Config))
+KEEPS = {
+    "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "timeout_s"},
+    "optim": {"master"},
+    "train": {"train_steps", "gradient_accumulation_steps", "recompute", "eval_interval"},
+    "data": {"stores", "indices", "reading", "cache", "cache_mib", "max_epochs", "mixture", "tokenizer"},
+    "data.valid": {"stores", "indices", "reading", "cache", "cache_mib"},
+}
+WHOLE = {"checkpoint", "log", "ops"}
+
+
+def flipped(leaf: Leaf, value: Any) -> Any:
+    """Another value of the same type."""
+    kind = without_none(leaf.annotation)
+    if typing.get_origin(kind) is Literal:
+        return next(choice for choice in typing.get_args(kind) if choice != value)
+    if typing.get_origin(kind) is tuple:
+        return (*value, 1)
+    return {bool: lambda: not value, str: lambda: value + "x"}.get(kind, lambda: (value or 0) + 1)()
+
+
+def with_value(config: Any, name: str, value: Any) -> Any:
+    first, _, rest = name.partition(".")
+    inner = getattr(config, first)
+    return replace(config, **{first: with_value(inner, rest, value) if is_dataclass(inner) else value})
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
+def test_each_setting_is_reported_unless_it_keeps_bits(leaf: Leaf) -> None:
+    before = settled(resolve(Config(), 1))
+    now = with_value(before, leaf.name, flipped(leaf, value_of(before, leaf.name)))
+
+    found = changed_settings(before, now)
+    table, _, name = leaf.name.rpartition(".")
+    if table in WHOLE or name in KEEPS.get(table, set()):
+        assert (leaf.option.keeps_bits, found) == (True, [])
+    else:
+        assert len(found) == 1
+        assert found[0].startswith(f"{leaf.name} ")
+
+
+def train(config: Path, folder: Path, *flags: object) -> int:
+    return call("train", config, "--save", folder / "run", "--metrics", folder / "m.jsonl", *flags)
+
+
+def test_another_learning_rate_is_reported_with_what_it_makes_of_the_next_step(
+    job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(job_config, tmp_path, "--train-steps", 2, "--optim.decay-steps", 8) == 0
+    capsys.readouterr()
+    assert train(job_config, tmp_path, "--train-steps", 3, "--optim.decay-steps", 8, "--lr", 1e-3) == 0
+    said = capsys.readouterr().err
+    assert "not bit for bit as it was: optim.lr 0.005 -> 0.001" in said
+    [rate] = [line["lr"] for line in lines(tmp_path / "m.jsonl") if line["step"] == 3]
+    assert f"learning rate of step 3: 0.004272 -> {rate:.4g}" in said
+
+
+def test_a_run_that_is_made_longer_keeps_its_schedule_unless_asked(
+    job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(job_config, tmp_path, "--train-steps", 4) == 0
+    capsys.readouterr()
+    assert train(job_config, tmp_path, "--train-steps", 6) == 0
+    said = capsys.readouterr().err
+    assert "not bit for bit" not in said
+    assert "the run ends at step 6 now, and min_lr is still reached at step 4: --optim.decay-steps 6 moves that" in said
+    rates = curve(tmp_path / "m.jsonl", "lr")
+    assert rates[4] > rates[5] == rates[6] == 3e-5
+    root = json.loads((tmp_path / "run" / "step-000000006" / "root.json").read_text())
+    assert root["metadata"]["config"]["optim"]["decay_steps"] == 4
+
+    assert train(job_config, tmp_path, "--train-steps", 8, "--optim.decay-steps", 8) == 0
+    said = capsys.readouterr().err
+    assert "not bit for bit as it was: optim.decay_steps 4 -> 8" in said
+    assert "learning rate of step 7: 3e-05 -> 0.0007578" in said
+    assert curve(tmp_path / "m.jsonl", "lr")[7] > 7e-4
+
+
+def test_an_unchanged_resume_reports_nothing(
+    job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(job_config, tmp_path, "--train-steps", 2) == 0
+    torch.set_num_threads(1)
+    capsys.readouterr()
+    assert train(job_config, tmp_path, "--train-steps", 2) == 0
+    said = capsys.readouterr().err
+    assert "not bit for bit" not in said
+    assert "learning rate" not in said
+
+
+def losses_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
+    capsys.readouterr()
+    assert call("eval", *arguments, "--json") == 0
+    return float(json.loads(capsys.readouterr().out)["loss"])
+
+
+def test_validation_samples_are_the_same_for_any_seed_of_the_run(
+    job_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(job_config, tmp_path, "--train-steps", 2, "--seed", 5) == 0
+    run = tmp_path / "run"
+    expected = losses_of(capsys, run)
+    assert losses_of(capsys, run, job_config) == losses_of(capsys, run, job_config, "--seed", 6) == expected
+    assert losses_of(capsys, run, "--data.valid.seed", 3) != expected
+
+
+def test_a_run_from_before_that_keeps_the_validation_samples_it_had(
+    job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Progress.metadata
+
+    def metadata(*arguments: Any) -> dict[str, Any]:
+        found = real(*arguments)
+        del found["config"]["data"]["valid"]["seed"]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "metadata", metadata)
+        assert train(job_config, tmp_path, "--train-steps", 2, "--seed", 5) == 0
+    run = tmp_path / "run"
+    assert losses_of(capsys, run) == losses_of(capsys, run, "--data.valid.seed", 5)
+    assert losses_of(capsys, run) != losses_of(capsys, run, "--data.valid.seed", 0)
+    assert train(job_config, tmp_path, "--train-steps", 3, "--seed", 5, "--train.eval-interval", 3) == 0
+    assert "validation reads the samples of seed 5, as the run began; --data.valid.seed 0" in capsys.readouterr().err
+    assert lines(tmp_path / "m.jsonl", "eval")[0]["loss"] == losses_of(capsys, run)
+    root = json.loads((run / "step-000000003" / "root.json").read_text())
+    assert root["metadata"]["config"]["data"]["valid"]["seed"] == 5

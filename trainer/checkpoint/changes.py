@@ -1,0 +1,82 @@
+"""What is other than it was when a step was saved, as far as it changes bits or the course of training.
+
+Every setting is compared, except those whose option says `keeps_bits`. What the stream holds is compared by its record,
+which refuses what would be another stream.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ckptkit import Root
+from threefold.options import Fault, leaves, walk
+from trainer.checkpoint.progress import environment
+from trainer.config import Config
+from trainer.config.resolve import resolve
+from trainer.store.lr import learning_rate
+
+
+def recorded_config(root: Root) -> Config:
+    """Return the configuration that a step records; keys that are younger than the step have their defaults."""
+    ignored: list[Fault] = []  # keys that are gone by now
+    config = walk(Config, root.metadata.get("config", {}), ignored)
+    parallel = config.parallel
+    return resolve(config, parallel.tp * parallel.pp * max(parallel.dp, 1))
+
+
+def changed_settings(before: Config, now: Config) -> list[str]:
+    """Return each setting that differs and may change bits or the course of training, as `optim.lr 0.1 -> 0.2`."""
+    watched = [leaf.name for leaf in leaves(Config) if not leaf.option.keeps_bits]
+    pairs = [(name, value_of(before, name), value_of(now, name)) for name in watched]
+    return [f"{name} {shown(old)} -> {shown(new)}" for name, old, new in pairs if old != new]
+
+
+def changed_environment(root: Root, device: torch.device) -> list[str]:
+    """Return what differs of the machine: device, threads, torch."""
+    before = root.metadata.get("environment", {})
+    pairs = [(name, before.get(name), value) for name, value in environment(device).items()]
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+
+
+def changed_schedule(root: Root, before: Config, now: Config) -> list[str]:
+    """Return sentences: the next step's learning rate if it differs, and the end of a schedule that stays."""
+    old, new = (learning_rate(config.optim, root.step) for config in (before, now))
+    found = [f"learning rate of step {root.step + 1}: {old:.4g} -> {new:.4g}"] if old != new else []
+    end, last = now.optim.decay_steps, now.train.train_steps
+    if before.train.train_steps != last and before.optim.decay_steps == end != last:
+        found.append(
+            f"the run ends at step {last} now, and min_lr is still reached at step {end}: "
+            f"--optim.decay-steps {last} moves that"
+        )
+    return found
+
+
+def kept_samples(before: Config, now: Config) -> list[str]:
+    """Return a sentence if a run from before data.valid.seed was recorded keeps the validation samples that it had."""
+    seed = now.data.valid.seed
+    if before.data.valid.seed is not None or not seed or not now.data.valid.stores:
+        return []
+    return [
+        f"validation reads the samples of seed {seed}, as the run began; --data.valid.seed 0 reads those of new runs"
+    ]
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value for a reader; the value itself of a text, even if it is empty."""
+    return f"{value:g}" if isinstance(value, float) else repr(value) if value in ("", ()) else str(value)
+
+
+def model_changes(before: Config, root: Root, now: Config) -> list[str]:
+    """Return which settings of the model are others than an imported one was made with."""
+    made = root.metadata.get("config", {}).get("model", {})
+    old, new = dataclasses.asdict(before.model), dataclasses.asdict(now.model)
+    return [f"model.{name} {old[name]} -> {new[name]}" for name in made if name in old and old[name] != new[name]]
