@@ -32,9 +32,7 @@ SAMPLE = "examples/gpt-small.toml"
 class StepConfig:
     """The part of `[train]` that says which samples a step reads."""
 
-    train_steps: int = option(
-        100, "the step at which the run ends", minimum=1, flags=["--train-steps"], keeps_bits=True
-    )
+    train_steps: int = option(100, "the step of the run's end", minimum=1, flags=["--train-steps"], keeps_bits=True)
     seq_length: int = option(256, "tokens a sample", minimum=1, flags=["--seq-length"])
     global_batch_size: int = option(8, "samples a step of all ranks", minimum=1, flags=["--global-batch-size"])
     seed: int = option(0, "seed of weights, dropout and sample order", minimum=0, maximum=2**63 - 1, flags=["--seed"])
@@ -49,9 +47,7 @@ class BlendConfig:
     packing: Literal["concat", "best_fit", "pad"] = option(
         "concat", "how documents become rows: concat cuts all tokens; best_fit and pad need datakit pack"
     )
-    indices: tuple[str, ...] = option(
-        (), "folders of the packing indices, one a store; empty: each in its store", keeps_bits=True
-    )
+    indices: tuple[str, ...] = option((), "folders of packing indices; empty: each in its store", keeps_bits=True)
     reading: Literal["mmap", "pread"] = option(
         "mmap",
         "how rows are read: out of mapped files, or with reads, for file systems on which mapping is slow",
@@ -61,12 +57,8 @@ class BlendConfig:
         "rows", "what is shuffled: single rows, or for stores behind URLs blocks of rows, and the rows of some blocks"
     )
     block_tokens: int = option(1 << 22, "tokens of a block of shuffle = blocks", minimum=1)
-    cache: str = option(
-        "", "folder on a disk of this machine, through which stores behind URLs are read", keeps_bits=True
-    )
-    cache_mib: int = option(
-        10240, "size of that cache; the processes of a machine share it", minimum=1, keeps_bits=True
-    )
+    cache: str = option("", "local folder, through which stores behind URLs are read", keeps_bits=True)
+    cache_mib: int = option(10240, "its size; the processes of a machine share it", minimum=1, keeps_bits=True)
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between stores, weights, packing and cache of this table."""
@@ -150,12 +142,8 @@ class StreamConfig(BlendConfig):
     pad_to_multiple_of: int = option(
         0, "cut batches of packed rows to their longest one, rounded up to a multiple of this; 0: whole rows", minimum=0
     )
-    max_epochs: int = option(
-        0, "end the run, with a save, after this many epochs; 0 means no end", minimum=0, keeps_bits=True
-    )
-    mixture: tuple[MixtureConfig, ...] = option(
-        (), "what changes from a sample on: [[data.mixture]] in the file", keeps_bits=True
-    )
+    max_epochs: int = option(0, "epochs after which the run saves and ends; 0: no end", minimum=0, keeps_bits=True)
+    mixture: tuple[MixtureConfig, ...] = option((), "what changes from a sample on: [[data.mixture]]", keeps_bits=True)
     order: Literal["permuted", "megatron"] = option(
         "permuted", "which sample comes when: megatron repeats the datasets of megatron-core"
     )

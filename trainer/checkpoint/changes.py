@@ -25,6 +25,25 @@ def recorded_config(root: Root) -> Config:
     return resolve(config, parallel.tp * parallel.pp * max(parallel.dp, 1))
 
 
+def changes_of_run(root: Root, before: Config, now: Config, device: torch.device) -> list[str]:
+    """Return sentences on what differs from the run that saved a step."""
+    changes = [*changed_settings(before, now), *changed_environment(root, device)]
+    return [*not_bit_for_bit(changes), *changed_schedule(root, before, now), *kept_samples(before, now)]
+
+
+def changes_of_model(root: Root, before: Config, now: Config) -> list[str]:
+    """Return a sentence if settings of the model are others than an imported one was made with."""
+    made = root.metadata.get("config", {}).get("model", {})
+    old, new = dataclasses.asdict(before.model), dataclasses.asdict(now.model)
+    changed = [name for name in made if name in old and old[name] != new[name]]
+    return not_bit_for_bit([f"model.{name} {old[name]} -> {new[name]}" for name in changed])
+
+
+def not_bit_for_bit(changes: list[str]) -> list[str]:
+    """Return the sentence that lists changes, if there are any."""
+    return [f"not bit for bit as it was: {', '.join(changes)}"] if changes else []
+
+
 def changed_settings(before: Config, now: Config) -> list[str]:
     """Return each setting that differs and may change bits or the course of training, as `optim.lr 0.1 -> 0.2`."""
     watched = [leaf.name for leaf in leaves(Config) if not leaf.option.keeps_bits]
@@ -73,10 +92,3 @@ def value_of(config: Config, name: str) -> Any:
 def shown(value: Any) -> str:
     """Return a value for a reader; the value itself of a text, even if it is empty."""
     return f"{value:g}" if isinstance(value, float) else repr(value) if value in ("", ()) else str(value)
-
-
-def model_changes(before: Config, root: Root, now: Config) -> list[str]:
-    """Return which settings of the model are others than an imported one was made with."""
-    made = root.metadata.get("config", {}).get("model", {})
-    old, new = dataclasses.asdict(before.model), dataclasses.asdict(now.model)
-    return [f"model.{name} {old[name]} -> {new[name]}" for name in made if name in old and old[name] != new[name]]

@@ -13,14 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
-from trainer.checkpoint.changes import (
-    changed_environment,
-    changed_schedule,
-    changed_settings,
-    kept_samples,
-    model_changes,
-    recorded_config,
-)
+from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorded_config
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
 from trainer.checkpoint.node_local import NodeLocalSteps
 from trainer.checkpoint.progress import Progress, Resumed, Validation
@@ -59,16 +52,13 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
     before = recorded_config(root)
     if has_optimizer(root):
         config = settled(config, before)
-        changes = [*changed_settings(before, config), *changed_environment(root, ranks.device)]
-        said = [f"resumed from step {root.step} of {url}"]
-        later = [*changed_schedule(root, before, config), *kept_samples(before, config)]
+        ranks.say(f"resumed from step {root.step} of {url}")
+        changes = changes_of_run(root, before, config, ranks.device)
     else:
         config = settled(config)
-        changes, later = model_changes(before, root, config), []
-        said = [f"starts from the parameters of {url}, which holds no optimizer state"]
-    if changes:
-        said.append(f"not bit for bit as it was: {', '.join(changes)}")
-    for line in (*said, *later):
+        ranks.say(f"starts from the parameters of {url}, which holds no optimizer state")
+        changes = changes_of_model(root, before, config)
+    for line in changes:
         ranks.say(line)
     newest = ranks.broadcast(
         ranks.on_all(lambda: newest_of_tiers(tiers, own.steps, root.step) if ranks.rank == 0 else {})
