@@ -88,6 +88,15 @@ def places_filled(records: "Sequence[StepRecord]", policy: Retention) -> dict[in
     return places
 
 
+def beyond_limit(steps: Sequence[int], limit: int, best: int | None) -> list[int]:
+    """Return which of ascending steps go, oldest first, until `limit` are left; the newest and the best one stay.
+
+    Of steps 5, 10, 15 and 20 with limit 2 and best 10: 5 and 15. With limit 1: 5 and 15 too.
+    """
+    needed = {*steps[-1:], *({best} & set(steps))}
+    return [step for step in steps if step not in needed][: max(len(steps) - max(limit, len(needed)), 0)]
+
+
 def first_of_multiples(records: "Sequence[StepRecord]", every: int) -> "list[StepRecord]":
     """Return the first record at or after each multiple of `every` and before the next one; none where `every` is 0.
 

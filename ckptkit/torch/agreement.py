@@ -69,4 +69,7 @@ def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) ->
             hint = "give each a parameter of its own in the program; with strict=False the first is loaded into both"
         raise UserError(f"{saved.url} does not fit what is loaded from it:{listed(faults)}", hint=hint)
     lacking = tuple(rank for rank, each in enumerate(heard) if each["lacks_rng"])
-    return LoadReport(saved.root.step, saved.metrics, missing, unexpected, lacking, untied=tuple(union("untied")))
+    return LoadReport(
+        saved.root.step, saved.metrics, missing, unexpected, lacking, untied=tuple(union("untied")),
+        keys=tuple(saved.keys),
+    )  # fmt: skip

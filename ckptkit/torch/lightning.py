@@ -16,7 +16,7 @@ with needed_for("LightningCheckpointIO"):
 KEY, CALLBACKS, PAIRS = "checkpoint", "callbacks", "pairs"
 
 
-class LightningCheckpointIO(CheckpointIO):  # type: ignore[misc]
+class LightningCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     """A plugin that writes what Lightning saves to a run, beside the training: `Trainer(plugins=[plugin])`.
 
     A file `epoch=1-step=20.ckpt` of ModelCheckpoint is step 20, `trainer.fit(model, ckpt_path="RUN/step-000000020")` or

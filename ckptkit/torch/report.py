@@ -13,6 +13,7 @@ class LoadReport:
     checkpoint has under the same keys and no rank asked for. All of these are empty of a strict load.
     `untied` are pairs that share memory in the program and differ in the checkpoint: they got the values of the first.
     `num_certified` tensors were loaded whole, by all ranks together, and are equal to what was saved.
+    `keys` are those of the state that was saved, also the ones that were not loaded.
     `ranks_without_rng` are those that had no random state in the checkpoint and keep their own.
     """
 
@@ -23,3 +24,4 @@ class LoadReport:
     ranks_without_rng: tuple[int, ...] = ()
     num_certified: int = 0
     untied: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()

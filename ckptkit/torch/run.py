@@ -152,7 +152,7 @@ class Run(AnyRun, Closing):
             set_aside(damaged, log)
         newest = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")[0]
         self._newest_at_load = json.loads(newest)
-        if step is not None and self.named is None and step < (self._newest_at_load or 0):
+        if sets_aside and step is not None and self.named is None and step < (self._newest_at_load or 0):
             say(f"step {self._newest_at_load} is newer than {step}: run.rollback({step}) sets what is newer aside, "
                 "so that it can be saved again")  # fmt: skip
         return report
@@ -164,6 +164,11 @@ class Run(AnyRun, Closing):
             return steps
         merged = heapq.merge(steps, *(place.newest_first() for place in self._slower), reverse=True)
         return (step for step, _ in itertools.groupby(merged))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank's save still runs; does not wait."""
+        return self._checkpointer is not None and self._checkpointer.is_busy
 
     def wait_until_copied(self) -> float:
         """Wait until the copies of a save with `overlap` are made; return the seconds that took."""

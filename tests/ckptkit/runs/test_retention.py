@@ -10,6 +10,7 @@ from ckptkit.runs.record import StepRecord
 from ckptkit.runs.retention import (
     HOUR_S,
     Retention,
+    beyond_limit,
     expired,
     first_of_multiples,
     newest_of_hours,
@@ -172,3 +173,15 @@ def test_what_cannot_be_asked() -> None:
         Retention(keep_best=-1)
     with pytest.raises(UserError, match="neither min nor max"):
         Retention(mode="least")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "going"),
+    [
+        (4, 10, []), (3, None, [5]), (3, 10, [5]), (2, 10, [5, 15]), (1, 10, [5, 15]), (1, None, [5, 10, 15]),
+        (1, 20, [5, 10, 15]), (2, 7, [5, 10]),
+    ],
+)  # fmt: skip
+def test_beyond_a_limit_the_oldest_go_but_the_best(limit: int, best: int | None, going: list[int]) -> None:
+    assert beyond_limit([5, 10, 15, 20], limit, best) == going
+    assert beyond_limit([], limit, best) == []
