@@ -79,6 +79,25 @@ def test_training_begins_with_the_folders_model_and_ends_as_one(
     assert evaluate(capsys, f"hf:{tmp_path}/made", job) == pytest.approx(after, rel=1e-6)
 
 
+def test_a_run_goes_on_and_is_evaluated_when_the_folder_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the file does not say of the model, the run's last step does."""
+    job, folder = write_job(tmp_path), tmp_path / "model"
+    shutil.copytree(GOLDEN / "qwen2", folder)
+    command = ["train", job, "--load", f"hf:{folder}", "--save", tmp_path / "run"]
+    assert call(*command, "--train-steps", 2) == 0
+    shutil.rmtree(folder)
+    assert call(*command, "--train-steps", 4) == 0
+    assert call("train", job, "--save", tmp_path / "run", "--train-steps", 5, "--model.dropout", 0.25) == 0
+    said = capsys.readouterr().err
+    assert "not bit for bit as it was: model.dropout 0 -> 0.25" in said
+    assert "model.num_layers" not in said
+    assert evaluate(capsys, tmp_path / "run", job) == evaluate(capsys, tmp_path / "run")
+    assert call("train", job, "--load", tmp_path / "run", "--save", tmp_path / "other", "--train-steps", 6) == 0
+    assert call("train", job, "--load", f"hf:{folder}", "--save", tmp_path / "third") == 1  # nothing there says it
+
+
 def test_a_setting_that_is_not_the_folders_is_refused_or_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

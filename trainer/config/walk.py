@@ -5,13 +5,14 @@ short ones. All faults are reported at once.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from ckptkit import HfFolder, open_source
+from ckptkit import HfFolder, open_source, parse_tiers
 from threefold import options
-from threefold.errors import UserError
+from threefold.errors import CheckFailed, UserError
 from threefold.flags import Settings
-from threefold.options import Fault, merge, raise_faults, walk
+from threefold.options import Fault, FlagText, merge, raise_faults, walk
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import resolve
@@ -23,25 +24,51 @@ HINT = f"{SAMPLE} documents every key; so does: trainer train --help"
 def load_config(path: str | None, overrides: Settings | None = None, *, world_size: int | None = 1) -> Config:
     """Return the checked configuration of a run on `world_size` ranks; None means as many as its layout asks for.
 
-    Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Where checkpoint.load is a
-    Hugging Face folder, `[model]` begins as its model. Raises one UserError that lists all faults.
+    Sizes that were left at 0 are filled in, but vocab_size: the token stores know it. Where a checkpoint is gone on
+    from, or loaded, `[model]` begins as its model. Raises one UserError that lists all faults.
     """
     tables = with_model(read_toml(path) if path else {}, overrides or {})
     return config_from(tables, overrides, source=path or "flags", world_size=world_size)
 
 
 def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
-    """Return the tables with the model of the Hugging Face folder that checkpoint.load names, if it names one.
+    """Return the tables with the model of the checkpoint that the run goes on from, or else of the one that it loads.
 
     Keys that the tables set themselves stay.
     """
-    saving, given = tables.get("checkpoint"), overrides.get("checkpoint.load")
-    load = given.text if given is not None else saving.get("load") if isinstance(saving, dict) else None
-    source = open_source(load) if isinstance(load, str) and load else None
-    model = tables.get("model", {})
-    if not isinstance(source, HfFolder) or not isinstance(model, dict):
+    saving, given = tables.get("checkpoint", {}), tables.get("model", {})
+    if not isinstance(saving, Mapping) or not isinstance(given, Mapping):
         return tables
-    return {**tables, "model": {**source.root(source.resolve()).metadata["config"]["model"], **model}}
+    saves, load = (overrides.get(f"checkpoint.{name}", saving.get(name)) for name in ("save", "load"))
+    urls = [*shared_tiers(texts_of(saves)), *texts_of(load)]
+    known = next((model for model in map(model_of, urls) if model is not None), {})
+    return {**tables, "model": {**known, **given}} if known else tables
+
+
+def texts_of(value: Any) -> list[str]:
+    """Return the texts of an option that may be repeated, out of a file or of flags; what is no text is left out."""
+    texts = [value.text, *value.more] if isinstance(value, FlagText) else value
+    return [text for text in ([texts] if isinstance(texts, str) else texts or ()) if isinstance(text, str) and text]
+
+
+def shared_tiers(saves: list[str]) -> list[str]:
+    """Return the URLs that all nodes save to; none if `saves` is not well written, which the run itself reports."""
+    try:
+        tiers = parse_tiers(saves) if saves else None
+    except UserError:
+        return []
+    return [tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node] if tiers else []
+
+
+def model_of(url: str) -> dict[str, Any] | None:
+    """Return the table of the model in the newest sound root of a URL, None if there is no step."""
+    source = open_source(url)
+    if isinstance(source, HfFolder):
+        return dict(source.root(source.resolve()).metadata["config"]["model"])
+    for step in source.newest_first():
+        with suppress(CheckFailed):  # the run itself reports the damage
+            return dict(source.root(step).metadata.get("config", {}).get("model", {}))
+    return None
 
 
 def config_from(

@@ -11,7 +11,7 @@ from ckptkit import HfFolder, Root, Run, open_source
 from threefold.flags import Settings
 from threefold.storage import Storage
 from trainer.checkpoint.changes import recorded_config
-from trainer.checkpoint.load import has_optimizer, restore_step
+from trainer.checkpoint.load import restore_step
 from trainer.config import Config
 from trainer.config.resolve import settled
 from trainer.config.walk import config_from, read_toml
@@ -48,7 +48,7 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
     root = run.root(step)
     own = dict(root.metadata.get("config", {}))
     tables: dict[str, Any] = read_toml(config_path) if config_path else own
-    if not has_optimizer(root) and isinstance(tables.get("model", {}), dict):  # an imported model
+    if isinstance(tables.get("model", {}), dict):  # what the file does not say
         tables["model"] = {**own.get("model", {}), **tables.get("model", {})}
     tables = {name: table for name, table in tables.items() if name not in OTHER_TABLES}
     if isinstance(tables.get("train"), dict):  # what depends on the tables left out
