@@ -46,7 +46,7 @@ def with_model(tables: dict[str, Any], overrides: Settings) -> dict[str, Any]:
 
 
 def texts_of(value: Any) -> list[str]:
-    """Return the texts of an option that may be repeated, out of a file or of flags; what is no text is left out."""
+    """Return the texts of an option that may be repeated, out of a file or of flags; other values are left out."""
     texts = [value.text, *value.more] if isinstance(value, FlagText) else value
     return [text for text in ([texts] if isinstance(texts, str) else texts or ()) if isinstance(text, str) and text]
 
@@ -61,7 +61,7 @@ def shared_tiers(saves: list[str]) -> list[str]:
 
 
 def model_of(url: str) -> dict[str, Any] | None:
-    """Return the table of the model in the newest sound root of a URL, None if there is no step."""
+    """Return the table of the model in the newest sound root of a URL, None without a step."""
     source = open_source(url)
     if isinstance(source, HfFolder):
         return dict(source.root(source.resolve()).metadata["config"]["model"])
