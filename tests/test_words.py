@@ -19,7 +19,7 @@ ANY_OUT = re.compile(r"\b(?:" + "|".join(f"({word})" for word in OUT.values()) +
 AREAS = {
     "docs": ["*.md", "docs/**/*.md"],
     "threefold": ["threefold/**/*.py"],
-    "datakit": ["datakit/**/*.py", "csrc/datakit/*"],
+    "datakit": ["datakit/**/*.py", "csrc/datakit/*", "csrc/mapped/*"],
     "ckptkit": ["ckptkit/**/*.py", "csrc/ckptkit/*", "csrc/hashing/*"],
     "trainer": ["trainer/**/*.py", "csrc/ops/*"],
     "programs": ["tools/**/*.py", "examples/**/*.py", "benchmarks/**/*.py"],

@@ -20,17 +20,19 @@ import numpy.typing as npt
 
 from threefold.closing import Closing, Making
 from threefold.errors import CheckFailed, StorageError
+from threefold.mapped import unreadable
 from threefold.native import INT, POINTER, TEXT, UINT64, Prototypes, bind, load_library
 from threefold.storage.new_file import NewFile
 
 GRANULE_BYTES = 1 << 20
-NO_GRANULE = 2**64 - 1
+NO_GRANULE, NO_MEMORY = 2**64 - 1, 2**64 - 2
 NOWHERE = 2**62  # past all chunks, and so far from the end of 64 bits that offsets may be added
 PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
     "ck_xxh3_64": (UINT64, POINTER, UINT64, INT, POINTER),
     "ck_best_simd": (INT,),
-    "ck_checksums": (None, POINTER, UINT64, POINTER),
-    "ck_copy_many": (None, POINTER, UINT64),
+    "ck_checksums": (INT, POINTER, UINT64, POINTER),
+    "ck_copy_many": (INT, POINTER, UINT64),
+    "ck_unread": (UINT64,),
     "ck_add_sums": (None, POINTER, POINTER, UINT64, UINT64, INT),
     "ck_place": (UINT64, POINTER, UINT64, UINT64, POINTER, UINT64, POINTER, POINTER, POINTER),
     "ck_writer_open": (INT, INT, UINT64, INT, POINTER),
@@ -82,14 +84,17 @@ def checksums(data: Buffer) -> Columns:
     """Return the checksum of each granule of a contiguous buffer that begins at a granule."""
     address, size = span(data)
     found = np.empty(num_granules(size), np.uint64)
-    library().ck_checksums(address, size, found.ctypes.data)
+    _check_read(library().ck_checksums(address, size, found.ctypes.data))
     return found
 
 
 def copy_many(copies: npt.ArrayLike) -> None:
-    """Copy memory: each row is source address, target address, number of bytes."""
+    """Copy memory: each row is source address, target address, number of bytes.
+
+    StorageError if a source is a mapped file that can no longer be read.
+    """
     rows = _rows(copies, 3)
-    library().ck_copy_many(rows.ctypes.data, len(rows))
+    _check_read(library().ck_copy_many(rows.ctypes.data, len(rows)))
 
 
 class SumPlaces(NamedTuple):
@@ -122,6 +127,8 @@ def place(
     damaged = library().ck_place(
         address, offset_bytes, size, rows.ctypes.data, len(rows), _address(checks), *_addresses(sums, len(rows))
     )
+    if damaged == NO_MEMORY:
+        raise MemoryError(f"no memory to place {len(rows)} ranges")
     return None if damaged == NO_GRANULE else int(damaged)
 
 
@@ -214,7 +221,8 @@ class BlockReader(Closing):
         self.path = Path(path)
         self.size_bytes = size_bytes
         self.bytes_read = 0
-        self._counting = threading.Lock()
+        self._guard = threading.Lock()  # of what follows, and of bytes_read
+        self._num_reading, self._is_closed = 0, False
         self._expected = None if expected is None else np.ascontiguousarray(expected, np.uint64)
         assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
         self._handle = ctypes.c_void_p()
@@ -234,24 +242,45 @@ class BlockReader(Closing):
         """
         rows = _rows(ranges, 3)
         bad, read = ctypes.c_uint64(), ctypes.c_uint64()
-        code = library().ck_reader_read(
-            self._handle, self.size_bytes, rows.ctypes.data, len(rows),
-            _address(self._expected), *_addresses(sums, len(rows)), num_threads, ctypes.byref(bad), ctypes.byref(read),
-        )  # fmt: skip
-        with self._counting:
-            self.bytes_read += read.value
+        with self._guard:
+            if self._is_closed:
+                raise StorageError(f"{self.path} is closed, and was to be read")
+            self._num_reading += 1
+        try:
+            code = library().ck_reader_read(
+                self._handle, self.size_bytes, rows.ctypes.data, len(rows),
+                _address(self._expected), *_addresses(sums, len(rows)), num_threads, ctypes.byref(bad),
+                ctypes.byref(read),
+            )  # fmt: skip
+        finally:
+            with self._guard:
+                self._num_reading -= 1
+                self.bytes_read += read.value
+                self._close_unused()
         if code == -errno.EBADMSG:
             raise DamagedGranule(str(self.path), bad.value)
         _check(code, self.path)
 
     def close(self) -> None:
-        """Close the file."""
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
+        """Close the file, when the reads of other threads that run are done; there are no later ones."""
+        with self._guard:
+            self._is_closed = True
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._is_closed and not self._num_reading and self._handle:
+            handle, self._handle = self._handle, ctypes.c_void_p()
             library().ck_reader_close(handle)
 
 
+def _check_read(code: int) -> None:
+    """Raise that memory which native code read is a mapped file which was cut short, or is on a disk that failed."""
+    if code == -errno.EFAULT:
+        raise unreadable(int(library().ck_unread()))
+
+
 def _check(code: int, path: Path) -> None:
+    _check_read(code)
     if code < 0:
         raise OSError(-code, os.strerror(-code), str(path))
 

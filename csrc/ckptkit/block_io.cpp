@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "ckptkit.h"
+#include "../calls.h"
 #include "../hashing/xxh3.h"
+#include "../mapped/mapped.h"
 
 namespace ckptkit {
 namespace {
@@ -57,7 +59,7 @@ int run_jobs(uint64_t num_jobs, int num_threads, const std::function<int(uint64_
       return;
     }
     for (uint64_t index; failure == 0 && (index = next++) < num_jobs;) {
-      const int result = job(index, buffer.data());
+      const int result = without_throw(-ENOMEM, [&] { return job(index, buffer.data()); });
       int none = 0;
       if (result < 0) failure.compare_exchange_strong(none, result);
     }
@@ -68,6 +70,8 @@ int run_jobs(uint64_t num_jobs, int num_threads, const std::function<int(uint64_
       helpers.emplace_back(work);
     } catch (const std::system_error&) {
       break;  // no more threads to be had: those that run do all jobs
+    } catch (const std::bad_alloc&) {
+      break;
     }
   }
   work();
@@ -84,12 +88,22 @@ uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* targe
 
 int ck_best_simd() { return static_cast<int>(hashing::best_simd()); }
 
-void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums) {
+int ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums) {
   using namespace ckptkit;
-  for (uint64_t start = 0; start < size_bytes; start += kGranule)
-    *checksums++ = hashing::xxh3_64(static_cast<const uint8_t*>(data) + start, std::min(kGranule, size_bytes - start));
+  const void* const address = mapped::read([&] {
+    const auto* const begin = static_cast<const uint8_t*>(data);
+    for (uint64_t start = 0; start < size_bytes; start += kGranule)
+      checksums[start / kGranule] = hashing::xxh3_64(begin + start, std::min(kGranule, size_bytes - start));
+  });
+  return address == nullptr ? 0 : mapped::unread(address);
 }
 
-void ck_copy_many(const ck_copy* copies, uint64_t num_copies) {
-  for (uint64_t i = 0; i < num_copies; ++i) __builtin_memcpy(copies[i].target, copies[i].source, copies[i].size_bytes);
+int ck_copy_many(const ck_copy* copies, uint64_t num_copies) {
+  const void* const address = mapped::read([&] {
+    for (uint64_t i = 0; i < num_copies; ++i)
+      __builtin_memcpy(copies[i].target, copies[i].source, copies[i].size_bytes);
+  });
+  return address == nullptr ? 0 : mapped::unread(address);
 }
+
+uint64_t ck_unread() { return reinterpret_cast<uint64_t>(mapped::last_unread()); }

@@ -18,6 +18,7 @@
 #include <new>
 #include <vector>
 
+#include "../calls.h"
 #include "block_io.h"
 #include "ckptkit.h"
 #include "granules.h"
@@ -149,10 +150,9 @@ int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_
   return 0;
 }
 
-int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
-                   const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places, int num_threads,
-                   uint64_t* bad_granule, uint64_t* read_bytes) {
-  auto& reader = *static_cast<Reader*>(handle);
+static int read_ranges(Reader& reader, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
+                       const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places, int num_threads,
+                       uint64_t* bad_granule, uint64_t* read_bytes) {
   const Wanted wanted(ranges, num_ranges, chunks, places);
   if (!wanted.fits(size_bytes)) return -EINVAL;
   constexpr uint64_t kMost = kBlock / kGranule, kFewest = 2;
@@ -213,6 +213,15 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
     reader.kept = {last_granule, std::move(kept)};
   }
   return result;
+}
+
+int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, uint64_t num_ranges,
+                   const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places, int num_threads,
+                   uint64_t* bad_granule, uint64_t* read_bytes) {
+  return without_throw(-ENOMEM, [&] {
+    return read_ranges(*static_cast<Reader*>(handle), size_bytes, ranges, num_ranges, checksums, chunks, places,
+                       num_threads, bad_granule, read_bytes);
+  });
 }
 
 void ck_reader_close(void* handle) {

@@ -18,7 +18,9 @@
 #include "ckptkit.h"
 #include "crc64.h"
 #include "sums.h"
+#include "../calls.h"
 #include "../hashing/xxh3.h"
+#include "../mapped/mapped.h"
 
 namespace ckptkit {
 namespace {
@@ -29,6 +31,7 @@ struct Writer {
   std::atomic<bool> direct;
   std::vector<uint8_t> tail;   // the bytes that wait for the end
   const ck_chunks* chunks;     // whose sums writes add to, or null
+  std::atomic<const void*> unread{nullptr};  // what a write could not read of its segments
 };
 
 int leave_direct(Writer& writer) {
@@ -118,11 +121,17 @@ int write_block(Writer& writer, const Sequence& sequence, uint64_t start, uint64
     const uint64_t part = std::min(kGranule, size - done);
     const uint8_t* data = sequence.contiguous(start + done, start + done + part);
     uint8_t* target = in_place ? nullptr : buffer + done;
-    if (data == nullptr) {
-      sequence.gather(start + done, start + done + part, target);
-      data = target, target = nullptr;
+    const void* const address = mapped::read([&] {
+      if (data == nullptr) {
+        sequence.gather(start + done, start + done + part, target);
+        data = target, target = nullptr;
+      }
+      checksums[done / kGranule] = hashing::xxh3_64(data, part, hashing::best_simd(), target, reader);
+    });
+    if (address != nullptr) {
+      writer.unread = address;
+      return -EFAULT;
     }
-    checksums[done / kGranule] = hashing::xxh3_64(data, part, hashing::best_simd(), target, reader);
   }
   if (in_place) return write_fully(writer, whole, size, offset);
   if (!writer.direct) return write_fully(writer, buffer, size, offset);
@@ -159,12 +168,15 @@ void ck_writer_sum(void* handle, const ck_chunks* chunks) { static_cast<Writer*>
 int ck_writer_write(void* handle, uint64_t offset_bytes, const ck_segment* segments, uint64_t num_segments,
                     uint64_t* checksums, int num_threads) {
   auto& writer = *static_cast<Writer*>(handle);
-  const Sequence sequence(segments, num_segments);
-  const uint64_t size = sequence.size(), end = offset_bytes + size;
-  if (offset_bytes % kGranule || end > writer.size_bytes || (end % kGranule && end != writer.size_bytes)) return -EINVAL;
-  return run_jobs((size + kBlock - 1) / kBlock, num_threads, [&](uint64_t index, uint8_t* buffer) {
-    const uint64_t start = index * kBlock, stop = std::min(size, start + kBlock);
-    return write_block(writer, sequence, start, stop, offset_bytes + start, checksums + start / kGranule, buffer);
+  return without_throw(-ENOMEM, [&] {
+    const Sequence sequence(segments, num_segments);
+    const uint64_t size = sequence.size(), end = offset_bytes + size;
+    if (offset_bytes % kGranule || end > writer.size_bytes || (end % kGranule && end != writer.size_bytes)) return -EINVAL;
+    const int result = run_jobs((size + kBlock - 1) / kBlock, num_threads, [&](uint64_t index, uint8_t* buffer) {
+      const uint64_t start = index * kBlock, stop = std::min(size, start + kBlock);
+      return write_block(writer, sequence, start, stop, offset_bytes + start, checksums + start / kGranule, buffer);
+    });
+    return result == -EFAULT && writer.unread != nullptr ? mapped::unread(writer.unread) : result;
   });
 }
 

@@ -43,12 +43,15 @@ struct ck_chunks {
 CK_API uint64_t ck_xxh3_64(const void* data, uint64_t size_bytes, int simd, void* target);
 CK_API int ck_best_simd();
 // The checksum of each granule of a buffer that begins at a granule.
-CK_API void ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums);
-CK_API void ck_copy_many(const ck_copy* copies, uint64_t num_copies);
+CK_API int ck_checksums(const void* data, uint64_t size_bytes, uint64_t* checksums);
+CK_API int ck_copy_many(const ck_copy* copies, uint64_t num_copies);
+// The address that could not be read, after -EFAULT of the last call on this thread: a mapped file was cut short, or its
+// disk does not answer. ck_checksums, ck_copy_many and ck_writer_write return it.
+CK_API uint64_t ck_unread();
 // Verify, if `checksums` (of these granules) is not null, and hand out bytes [offset, offset + size) of a file, from a
 // granule's begin, to ranges that are sorted by offset. Returns the first damaged granule, of which nothing is handed out,
 // or the largest number if there is none. If `chunks` is not null, what is handed out is added to their sums: `places` has
-// where each range begins, as an offset among the chunks; one past them adds nothing.
+// where each range begins, as an offset among the chunks; one past them adds nothing. The largest number but one: no memory.
 CK_API uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
                          uint64_t num_ranges, const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places);
 

@@ -7,6 +7,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "../calls.h"
 #include "block_io.h"
 #include "../hashing/xxh3.h"
 #include "crc64.h"
@@ -85,6 +86,8 @@ void Wanted::copy(const uint8_t* data, uint64_t start, uint64_t stop, Summer* su
 
 uint64_t ck_place(const void* data, uint64_t offset_bytes, uint64_t size_bytes, const ck_range* ranges,
                   uint64_t num_ranges, const uint64_t* checksums, const ck_chunks* chunks, const uint64_t* places) {
-  const ckptkit::Wanted wanted(ranges, num_ranges, chunks, places);
-  return wanted.place(static_cast<const uint8_t*>(data), offset_bytes, offset_bytes + size_bytes, checksums);
+  return without_throw(ckptkit::kNoGranule - 1, [&] {
+    const ckptkit::Wanted wanted(ranges, num_ranges, chunks, places);
+    return wanted.place(static_cast<const uint8_t*>(data), offset_bytes, offset_bytes + size_bytes, checksums);
+  });
 }

@@ -17,6 +17,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "../calls.h"
 #include "datakit.h"
 
 namespace {
@@ -114,7 +115,7 @@ int64_t dk_write_blocks(const char* folder, const char* names, const void* const
   return 0;
 }
 
-int64_t dk_evict_blocks(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted) {
+static int64_t evict(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted) {
   const std::unique_ptr<DIR, int (*)(DIR*)> opened(opendir(folder), closedir);
   if (!opened) return -errno;
   std::unordered_set<std::string_view> needed_names;
@@ -138,6 +139,10 @@ int64_t dk_evict_blocks(const char* folder, const char* names, int64_t num_neede
     total -= each.num_bytes;
   }
   return total;
+}
+
+int64_t dk_evict_blocks(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted) {
+  return without_throw(int64_t{-ENOMEM}, [&] { return evict(folder, names, num_needed, most, wanted); });
 }
 
 int64_t dk_lock_bytes(int64_t file, const int64_t* places, int64_t num_places) {

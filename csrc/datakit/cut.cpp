@@ -1,12 +1,14 @@
 // Spans of stores into pieces of shards.
 #include <algorithm>
+#include <limits>
 #include <utility>
 #include <vector>
 
+#include "../calls.h"
 #include "datakit.h"
 
-int64_t dk_cut(const dk_store* stores, const dk_span* spans, int64_t num_spans, int whole, int64_t most,
-               dk_piece* pieces, int64_t* slots, int64_t* shards, int64_t* num_shards) {
+static int64_t cut(const dk_store* stores, const dk_span* spans, int64_t num_spans, int whole, int64_t most,
+                   dk_piece* pieces, int64_t* slots, int64_t* shards, int64_t* num_shards) {
   std::vector<std::pair<int64_t, int64_t>> read;  // the store and the shard of each piece
   read.reserve(most);
   int64_t num_pieces = 0;
@@ -41,4 +43,11 @@ int64_t dk_cut(const dk_store* stores, const dk_span* spans, int64_t num_spans, 
   }
   *num_shards = static_cast<int64_t>(sorted.size());
   return num_pieces;
+}
+
+int64_t dk_cut(const dk_store* stores, const dk_span* spans, int64_t num_spans, int whole, int64_t most,
+               dk_piece* pieces, int64_t* slots, int64_t* shards, int64_t* num_shards) {
+  return without_throw(std::numeric_limits<int64_t>::min(), [&] {
+    return cut(stores, spans, num_spans, whole, most, pieces, slots, shards, num_shards);
+  });
 }

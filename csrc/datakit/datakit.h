@@ -31,7 +31,8 @@ struct dk_piece {  // consecutive tokens of one shard, in a row of a batch
 // Cuts spans at the ends of shards and returns the number of pieces, of which the first `most` are written, in the order of
 // the spans. With `whole` no span may be cut, nor the token after one that goes on. The shards that are read are put
 // into `shards`, sorted and each once, as pairs of a store and a shard of it, and their number into *num_shards; slots[i] is
-// the one of them that piece i is in. Both have room for `most`. Returns -1 - i if span i is not in its store, or is cut.
+// the one of them that piece i is in. Both have room for `most`. Returns -1 - i if span i is not in its store, or is cut, and
+// the smallest number if memory is short.
 DK_API int64_t dk_cut(const dk_store* stores, const dk_span* spans, int64_t num_spans, int whole, int64_t most,
                       dk_piece* pieces, int64_t* slots, int64_t* shards, int64_t* num_shards);
 
@@ -40,7 +41,7 @@ DK_API int64_t dk_cut(const dk_store* stores, const dk_span* spans, int64_t num_
 // eod_ids has one value a row, -1 for none; with mask_eod the loss mask is 0 if a token is its row's end of document,
 // with reset_positions the position after such a token is 0. Without labels, null, neither of these nor the others are made,
 // and tokens are [num_rows, seq_length + 1]. Returns 0, or -EINVAL before anything is written where the
-// pieces break these rules.
+// pieces break these rules; -ENOMEM; -EFAULT if a piece is of a mapped file that can no longer be read.
 DK_API int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                      const int64_t* eod_ids, int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels,
                      int64_t* positions, float* loss_mask, int num_threads);
@@ -52,6 +53,13 @@ DK_API int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_row
 DK_API int dk_gather_packed(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                             const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
                             float* loss_mask, int num_threads);
+
+// Copies bytes that may be of a mapped file; 0, or -EFAULT if some cannot be read: the file was cut short, or its disk does
+// not answer.
+DK_API int dk_copy_mapped(const void* source, int64_t num_bytes, void* target);
+
+// The address that could not be read, after -EFAULT of the last call on this thread.
+DK_API int64_t dk_unread();
 
 struct dk_shard {  // a shard as a manifest has it: places in its text, counts, and of .bin, .idx and .origin the sizes and
                    // where their 16 digits of XXH3-64 are
@@ -69,9 +77,9 @@ DK_API int64_t dk_scan_shards(const char* text, int64_t start, int64_t num_bytes
                               char* sorted, char* content, int64_t* lengths);
 
 // Makes the checks of documents: the low 32 bits of XXH3-64 over a document's origin (offset u64, source u32, line u32) and
-// its tokens. These are sizes[i] bytes each, one after the other.
-DK_API void dk_check_documents(const uint8_t* tokens, const int64_t* sizes, int64_t num_documents, const uint64_t* offsets,
-                               const uint32_t* sources, const uint32_t* lines, uint32_t* checks);
+// its tokens. These are sizes[i] bytes each, one after the other. Returns 0, -ENOMEM, or -EFAULT as dk_gather does.
+DK_API int dk_check_documents(const uint8_t* tokens, const int64_t* sizes, int64_t num_documents, const uint64_t* offsets,
+                              const uint32_t* sources, const uint32_t* lines, uint32_t* checks);
 
 // Returns the first shard with a file that has not its size, or num_shards; a negative errno if the folder cannot be opened.
 DK_API int64_t dk_find_misfit(const char* folder, const char* text, const dk_shard* shards, int64_t num_shards);
@@ -130,8 +138,9 @@ DK_API void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num
 
 // Source s owns the points from edges[s] up to edges[s + 1]; edges[0] is 0 and edges[num_sources] 2^62. For each sample,
 // from 0 to 2^62 - 1, finds its source and how many of the earlier samples are of that source.
-DK_API void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
-                               int64_t num_samples, int64_t* sources, int64_t* numbers);
+// Returns 0 or -ENOMEM.
+DK_API int dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
+                              int64_t num_samples, int64_t* sources, int64_t* numbers);
 
 enum { DK_MAX_WINDOW_BLOCKS = 64, DK_WINDOW_PART = 64 };  // of an order in blocks
 
@@ -166,6 +175,6 @@ DK_API int64_t dk_token_starts(const int32_t* documents, int64_t num_places, con
 
 // The source of each sample: the first whose weights[s] * max(sample, 1) - (its samples so far) is largest, in float64.
 // Before each sample that `stride` divides, and after the last, it notes how many samples each source has. At most 65,536
-// sources. -ENOMEM if there is no memory.
+// sources. -ENOMEM if memory is short, -EINVAL before anything is written if a weight is not a finite number.
 DK_API int dk_greedy_blend(const double* weights, int64_t num_sources, int64_t num_samples, int64_t stride,
                            uint16_t* sources, int64_t* counts);

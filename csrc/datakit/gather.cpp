@@ -1,9 +1,13 @@
 // The batch gather: every source token is read once and widened into the tokens and, one place earlier, the labels.
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
+#include "../calls.h"
+#include "../mapped/mapped.h"
 #include "datakit.h"
 #include "threads.h"
 #include "widen.h"
@@ -115,28 +119,49 @@ bool find_rows(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int
   return piece == end;
 }
 
+// Calls make(row) for each row, whose pieces may be of mapped files; 0, or -EFAULT if some of them cannot be read.
+template <typename Make>
+int make_rows(int64_t num_rows, int num_threads, const Make& make) {
+  std::atomic<const void*> failed{nullptr};
+  for_each_number(num_rows, num_threads, [&](int64_t row) {
+    if (failed.load(std::memory_order_relaxed) != nullptr) return;
+    if (const void* const address = mapped::read([&] { make(row); })) failed = address;
+  });
+  return failed.load() == nullptr ? 0 : mapped::unread(failed);
+}
+
 }  // namespace
 
 int dk_gather(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length, const int64_t* eod_ids,
               int mask_eod, int reset_positions, int64_t* tokens, int64_t* labels, int64_t* positions,
               float* loss_mask, int num_threads) {
-  std::vector<const dk_piece*> starts;
-  if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length + 1, false, 0, starts)) {
-    return -EINVAL;
-  }
-  const Batch batch{seq_length, eod_ids, mask_eod != 0, reset_positions != 0, tokens, labels, positions, loss_mask};
-  for_each_number(num_rows, num_threads, [&](int64_t row) { gather_row(batch, row, starts[row], starts[row + 1]); });
-  return 0;
+  return without_throw(-ENOMEM, [&] {
+    std::vector<const dk_piece*> starts;
+    if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length + 1, false, 0, starts)) {
+      return -EINVAL;
+    }
+    const Batch batch{seq_length, eod_ids, mask_eod != 0, reset_positions != 0, tokens, labels, positions, loss_mask};
+    return make_rows(num_rows, num_threads, [&](int64_t row) { gather_row(batch, row, starts[row], starts[row + 1]); });
+  });
 }
 
 int dk_gather_packed(const dk_piece* pieces, int64_t num_pieces, int64_t num_rows, int64_t seq_length,
                      const int64_t* eod_ids, int mask_eod, int64_t* tokens, int64_t* labels, int64_t* positions,
                      float* loss_mask, int num_threads) {
-  std::vector<const dk_piece*> starts;
-  if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length, true, 1, starts)) {
-    return -EINVAL;
-  }
-  const Batch batch{seq_length, eod_ids, mask_eod != 0, true, tokens, labels, positions, loss_mask};
-  for_each_number(num_rows, num_threads, [&](int64_t row) { fill_packed_row(batch, row, starts[row], starts[row + 1]); });
-  return 0;
+  return without_throw(-ENOMEM, [&] {
+    std::vector<const dk_piece*> starts;
+    if (num_rows < 0 || seq_length < 1 || !find_rows(pieces, num_pieces, num_rows, seq_length, true, 1, starts)) {
+      return -EINVAL;
+    }
+    const Batch batch{seq_length, eod_ids, mask_eod != 0, true, tokens, labels, positions, loss_mask};
+    const auto make = [&](int64_t row) { fill_packed_row(batch, row, starts[row], starts[row + 1]); };
+    return make_rows(num_rows, num_threads, make);
+  });
 }
+
+int dk_copy_mapped(const void* source, int64_t num_bytes, void* target) {
+  const void* const address = mapped::read([&] { std::memcpy(target, source, num_bytes); });
+  return address == nullptr ? 0 : mapped::unread(address);
+}
+
+int64_t dk_unread() { return reinterpret_cast<int64_t>(mapped::last_unread()); }

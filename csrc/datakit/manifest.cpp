@@ -5,6 +5,8 @@
 
 #include <cerrno>
 #include <climits>
+#include <climits>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -134,14 +136,15 @@ int64_t dk_find_misfit(const char* folder, const char* text, const dk_shard* sha
   const int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return -errno;
   int64_t number = 0;
-  std::string path;
+  char path[NAME_MAX + 16];
   for (; number < num_shards; ++number) {
     const dk_shard& shard = shards[number];
     bool fits = true;
     for (int i = 0; fits && i < 3; ++i) {
-      path.assign(text + shard.name_at, shard.name_bytes).append(".").append(FILES[i]);
       struct stat found;
-      fits = fstatat(descriptor, path.c_str(), &found, 0) == 0 && found.st_size == shard.size_bytes[i];
+      const int name_bytes = static_cast<int>(std::min<int64_t>(shard.name_bytes, NAME_MAX + 1));
+      std::snprintf(path, sizeof path, "%.*s.%s", name_bytes, text + shard.name_at, FILES[i]);
+      fits = fstatat(descriptor, path, &found, 0) == 0 && found.st_size == shard.size_bytes[i];
     }
     if (!fits) break;
   }

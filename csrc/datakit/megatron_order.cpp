@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <cmath>
 #include <limits>
-#include <new>
 #include <utility>
 #include <vector>
 
+#include "../calls.h"
 #include "datakit.h"
 
 namespace {
@@ -103,7 +104,9 @@ int64_t dk_token_starts(const int32_t* documents, int64_t num_places, const int3
 int dk_greedy_blend(const double* weights, int64_t num_sources, int64_t num_samples, int64_t stride, uint16_t* sources,
                     int64_t* counts) {
   const int64_t num_blocks = (num_sources + kLanes - 1) / kLanes;
-  try {
+  if (num_sources < 1 || num_samples < 0 || stride < 1) return -EINVAL;
+  if (!std::all_of(weights, weights + num_sources, [](double weight) { return std::isfinite(weight); })) return -EINVAL;
+  return without_throw(-ENOMEM, [&] {
     std::vector<Lanes> weight(num_blocks), count(num_blocks);
     for (int64_t source = num_sources; source < num_blocks * kLanes; ++source) {
       count[source / kLanes][source % kLanes] = std::numeric_limits<double>::infinity();
@@ -125,7 +128,5 @@ int dk_greedy_blend(const double* weights, int64_t num_sources, int64_t num_samp
     }
     note();
     return 0;
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
+  });
 }

@@ -8,6 +8,7 @@
 #include <new>
 #include <vector>
 
+#include "../calls.h"
 #include "datakit.h"
 
 namespace {
@@ -154,7 +155,7 @@ int64_t dk_pack(const int32_t* lengths, int64_t num_documents, int64_t first_tok
     });
     return row;
   }
-  try {
+  return without_throw(int64_t{-ENOMEM}, [&] {
     Rows rows = best_fit_rows(lengths, num_documents, num_pieces, seq_length);
     int64_t end = 0;
     for (size_t row = 0; row < rows.counts.size(); ++row) {
@@ -167,7 +168,5 @@ int64_t dk_pack(const int32_t* lengths, int64_t num_documents, int64_t first_tok
       put(rows.counts[rows.of_piece[number++]]++, start, size, goes_on);
     });
     return static_cast<int64_t>(rows.counts.size());
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
+  });
 }

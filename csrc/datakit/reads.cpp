@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <vector>
 
+#include "../calls.h"
 #include "datakit.h"
 #include "threads.h"
 
@@ -38,7 +39,7 @@ int64_t read_rest(const dk_read& read, int64_t done) {
 
 }  // namespace
 
-int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, int64_t* failed) {
+static int64_t read_files(const dk_read* reads, int64_t num_reads, int num_threads, int64_t* failed) {
   struct Rest {
     int64_t number, done, code;
   };
@@ -60,4 +61,9 @@ int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, 
     return rest.code;
   }
   return 0;
+}
+
+int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_threads, int64_t* failed) {
+  *failed = 0;
+  return without_throw(int64_t{-ENOMEM}, [&] { return read_files(reads, num_reads, num_threads, failed); });
 }

@@ -1,7 +1,9 @@
 // Random access into a rotation: how many of its earlier samples fall on an arc, by floor sums.
 #include <algorithm>
+#include <cerrno>
 #include <vector>
 
+#include "../calls.h"
 #include "datakit.h"
 
 namespace {
@@ -69,8 +71,8 @@ void dk_rotation_counts(int64_t theta, const int64_t* points, int64_t num_points
   }
 }
 
-void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
-                        int64_t num_samples, int64_t* sources, int64_t* numbers) {
+static int locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
+                  int64_t num_samples, int64_t* sources, int64_t* numbers) {
   const auto& steps = levels();
   struct Next {  // the number that a source's next sample has, in the run of samples that follow each other
     int64_t run = -1, number = 0;
@@ -91,4 +93,11 @@ void dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources
     sources[i] = source;
     numbers[i] = next.number++;
   }
+  return 0;
+}
+
+int dk_rotation_locate(int64_t theta, const int64_t* edges, int64_t num_sources, const int64_t* samples,
+                       int64_t num_samples, int64_t* sources, int64_t* numbers) {
+  return without_throw(-ENOMEM,
+                       [&] { return locate(theta, edges, num_sources, samples, num_samples, sources, numbers); });
 }

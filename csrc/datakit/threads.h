@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -22,6 +23,8 @@ void for_each_number(int64_t count, int64_t num_threads, const Work& work) {
       helpers.emplace_back(loop);
     } catch (const std::system_error&) {
       break;  // no more threads to be had: those that run do all of it
+    } catch (const std::bad_alloc&) {
+      break;
     }
   }
   loop();

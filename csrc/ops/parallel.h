@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -24,6 +25,7 @@ void parallel(int64_t count, int64_t items, int64_t grain, int num_threads, Body
       begin = end;
     }
   } catch (const std::system_error&) {  // no more threads to be had: this one does what is left
+  } catch (const std::bad_alloc&) {
   }
   body(begin, count);
   for (std::thread& thread : threads) thread.join();

@@ -18,6 +18,7 @@ import xxhash
 from datakit.files.durable import FileDigest, reading
 from datakit.store.fields import Fields
 from datakit.store.manifest import Manifest, content_checksum, digest_in
+from datakit.store.mapped import copied
 from datakit.store.shard import Int64s, map_file
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted
@@ -148,10 +149,9 @@ class PackingIndex:
 
     def row(self, number: int) -> list[Piece]:
         """Return the pieces of a row in the order of their tokens; CheckFailed if they do not make one."""
-        first = int(self._ends[number - 1]) if number else 0
-        stop = int(self._ends[number])
-        starts: list[int] = self._starts[max(first, 0) : stop].tolist()
-        sizes: list[int] = self._sizes[max(first, 0) : stop].tolist()
+        first, stop = [0, *copied(self._ends[max(number - 1, 0) : number + 1]).tolist()][-2:]
+        starts: list[int] = copied(self._starts[max(first, 0) : stop]).tolist()
+        sizes: list[int] = copied(self._sizes[max(first, 0) : stop]).tolist()
         pieces = [Piece(start, abs(size), size < 0) for start, size in zip(starts, sizes)]
         used = sum(piece.size for piece in pieces)
         if not 0 <= first < stop <= len(self._sizes) or not 0 < used <= self.record.seq_length or not all(sizes):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from datakit.store.mapped import check_read
 from datakit.store.native import store_library
 from datakit.store.shard import damaged, map_file
 from threefold.masking import masked
@@ -163,5 +164,6 @@ def _document_checks(
     ]
     checks = np.empty(len(counts), np.uint32)
     addresses = (array.ctypes.data for array in (*columns, checks))
-    store_library().dk_check_documents(content.ctypes.data, counts.ctypes.data, len(counts), *addresses)
+    code = store_library().dk_check_documents(content.ctypes.data, counts.ctypes.data, len(counts), *addresses)
+    check_read(code, f"checks of {len(counts)} documents")
     return checks

@@ -4,12 +4,14 @@ csrc/datakit/gather.cpp reads every source token once, without the GIL, on sever
 numpy.
 """
 
+import errno
 import os
 from dataclasses import replace
 
 import numpy as np
 
 from datakit.packing.native import packing_library
+from datakit.store.mapped import check_read
 from datakit.store.shard import Int64s
 from datakit.store.token_store import NO_EOD
 from datakit.stream.batch import BYTES_A_TOKEN, PLAIN, BatchOptions, Bytes, HostBatch, Int32s
@@ -36,7 +38,7 @@ def gather(
 
     `eod_ids` has the end-of-document token of each row, or NO_EOD. With `tokens_only` the batch holds tokens alone,
     unless `out` has room for all. UserError if bounds of documents are asked for, and a store's documents have no
-    end-of-document token between them.
+    end-of-document token between them; StorageError if a mapped file can no longer be read.
     """
     num_rows = len(eod_ids)
     num_columns = options.width(pieces.longest, seq_length) if is_packed else seq_length
@@ -56,7 +58,8 @@ def gather(
         address_of(native), len(native), num_rows, num_columns, address_of(eod_ids), options.mask_eod_loss, *resets,
         tokens, *others, max(1, min(MAX_THREADS, num_tokens // _TOKENS_A_THREAD)),
     )  # fmt: skip
-    assert code == 0, "the pieces of every row sum to seq_length + 1 tokens of 2 or 4 bytes, or fewer if it is packed"
+    assert code != -errno.EINVAL, "rows sum to seq_length + 1 tokens of 2 or 4 bytes, or fewer if they are packed"
+    check_read(code, f"a batch of {num_rows} rows")
     if not is_packed and not options.document_bounds:
         return batch
     return replace(batch, cu_seqlens=_document_bounds(batch, None if is_packed else eod_ids))

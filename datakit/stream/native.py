@@ -18,7 +18,7 @@ PROTOTYPES: Prototypes = {
     "dk_cut": (INT64, POINTER, POINTER, INT64, INT, INT64, POINTER, POINTER, POINTER, POINTER),
     "dk_read_files": (INT64, POINTER, INT64, INT, POINTER),
     "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
-    "dk_rotation_locate": (None, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
+    "dk_rotation_locate": (INT, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),
     "dk_elements": (None, POINTER, POINTER, POINTER, INT64, POINTER),
     "dk_positions": (None, POINTER, INT64, POINTER, INT64, POINTER),
 }  # fmt: skip

@@ -23,6 +23,8 @@ from threefold.errors import CheckFailed
 ROW, STORE, START, NUM_TOKENS, GOES_ON = range(5)  # the columns of spans, each a dk_span
 _, _TOKENS, _COUNT, _ITEMSIZE, _GOES_ON = range(5)  # and of pieces, each a dk_piece
 
+_NO_MEMORY = -(2**63)
+
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
@@ -92,6 +94,8 @@ class ShardTable:
                 self._address, address_of(spans), len(spans), whole, most, address, address + 40 * most,
                 address + 48 * most, address + 64 * most,
             )  # fmt: skip
+            if count == _NO_MEMORY:
+                raise MemoryError(f"no memory to cut {len(spans)} spans")
             if count < 0:
                 raise self._damaged(*spans[-1 - count].tolist())
             if count <= most:

@@ -66,10 +66,12 @@ class WeightedSequence:
         found = np.empty((2, len(samples)), np.int64)
         if len(samples):
             wanted, address = np.array(samples, np.int64), address_of(found)  # of its own, so without gaps
-            stream_library().dk_rotation_locate(
+            code = stream_library().dk_rotation_locate(
                 self._theta, self._edges_address, self._num_sources, address_of(wanted), len(wanted), address,
                 address + 8 * len(wanted),
             )  # fmt: skip
+            if code:
+                raise MemoryError(f"no memory to locate samples of {self._num_sources} sources")
         return found[0], found[1]
 
     def sample_of(self, source: int, number: int) -> int:

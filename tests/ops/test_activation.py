@@ -182,3 +182,14 @@ def test_bad_arguments_are_named() -> None:
     x = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="bad argument"):
         native.call("activation_forward", x, 7, x.data_ptr(), x.data_ptr(), 2, 4)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", TOLERANCES, **IDS)
+def test_the_largest_numbers_saturate(activation: Activation, dtype: torch.dtype, device: str) -> None:
+    most = torch.finfo(dtype).max if dtype != torch.float64 else 1e300
+    far = torch.tensor([[-most], [-1e20], [1e20], [most]], dtype=torch.float64)
+    x = torch.cat([far, torch.ones_like(far)], 1) if activation.num_parts == 2 else far
+    y, dx = results(activation, x.to(device, dtype), torch.ones(4, 1, dtype=dtype, device=device))
+    assert y.flatten().tolist() == [0.0, 0.0, *x[2:, 0].to(dtype).tolist()]
+    assert dx[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]

@@ -1,6 +1,11 @@
 """The native batch gather against its numpy reference, and its refusal of rows that are not whole."""
 
 import ctypes
+import errno
+import math
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +18,10 @@ from datakit import TokenStore, write_store
 from datakit.store.token_store import NO_EOD
 from datakit.stream.batch import PLAIN, BatchOptions, HostBatch
 from datakit.stream.gather import gather
-from datakit.stream.native import stream_library
+from datakit.stream.native import megatron_library, stream_library
 from datakit.stream.row_pieces import ShardTable
 
+ROOT = Path(__file__).parents[3]
 ARRAYS = ["tokens", "labels", "positions", "loss_mask"]
 
 
@@ -152,3 +158,63 @@ def test_rows_of_any_length_at_any_address_hold_their_tokens(tmp_path: Path) -> 
                 Rows(length, [(store, length)]).gather().labels[0].tolist()
                 == tokens[length + 1 : 2 * length + 1].tolist()
             )
+
+
+# a shard and a packing index that are cut short while their store is read
+CUT_SHORT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from datakit import BatchOptions, Blend, Loader, TokenStore, write_store
+from datakit.cli import main
+from datakit.packing.packed_store import open_store
+from threefold.errors import StorageError
+
+folder, packing, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+write_store(folder, [np.arange(200) % 60 for _ in range(500)], vocab_size=61, eod_id=60)
+if packing != "concat":
+    main(["pack", str(folder), "--seq-length", "64"])
+blend = Blend([(open_store(folder, packing=packing, seq_length=64), 1.0)], seq_length=64, seed=1)
+with Loader(blend, 64, 4) as loader:
+    loader.next_step()
+    for path in folder.rglob(what):
+        os.truncate(path, 8192)
+    for number in range(2):  # the second call meets it again
+        try:
+            while True:
+                loader.next_step()
+        except StorageError as error:
+            print(error.message)
+"""
+
+
+@pytest.mark.parametrize(("packing", "what"), [("concat", "*.bin"), ("best_fit", "*.bin"), ("best_fit", "*starts*")])
+def test_a_file_that_is_cut_short_is_an_error_that_names_it(packing: str, what: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, tmp_path / "store", packing, what],
+        capture_output=True, text=True, cwd=ROOT, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "cut short" in line]
+    assert len(said) == 2, done.stdout
+    for line in said:
+        assert re.fullmatch(rf"{tmp_path}/store/\S+ was cut short while it was read: it has 8192 bytes now, .*", line)
+
+
+def test_what_no_memory_is_enough_for_is_an_error() -> None:
+    most = 1 << 60
+    starts, spans, out = np.array([0, 10]), np.array([0, 0, 0, 5, 0]), np.empty(64, np.int64)
+    stores = np.array([starts.ctypes.data, 1, 2])
+    count = stream_library().dk_cut(
+        stores.ctypes.data, spans.ctypes.data, 1, 0, most, *(out.ctypes.data + 8 * at for at in (0, 8, 16, 24))
+    )
+    assert count == -(2**63)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
+    weights, chosen, counts = np.array([0.5, weight, 0.5]), np.full(8, 9, np.uint16), np.full((3, 3), 9)
+    addresses = weights.ctypes.data, 3, 8, 4, chosen.ctypes.data, counts.ctypes.data
+    assert megatron_library().dk_greedy_blend(*addresses) == -errno.EINVAL
+    assert (chosen == 9).all()
+    assert (counts == 9).all()
