@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from threefold.options import KINDS, FlagText, Leaf, Mismatch, bounds_of, convert, is_array, leaves
@@ -119,6 +120,18 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool =
         for flag, value in described.shorthands.items():
             text = f"short for {leaf.flag} {value}" if is_shown else argparse.SUPPRESS
             groups[table].add_argument(flag, action="store_const", const=value, help=text, **word)
+        for flag, factor in described.scaled.items():
+            text = f"{leaf.flag} in units of {factor:g}" if is_shown else argparse.SUPPRESS
+            kind = partial(scaled, factor=factor)
+            groups[table].add_argument(flag, metavar=metavar(leaf.kind, False), type=kind, help=text, **word)
+
+
+def scaled(text: str, *, factor: float) -> str:
+    """Return the text of a number times a factor; any other text as it is, whose fault the walker reports."""
+    try:
+        return repr(float(text) * factor)
+    except ValueError:
+        return text
 
 
 def with_default(text: str, default: Any) -> str:

@@ -1,6 +1,7 @@
 """What a rank reads: token stores blended into steps of micro-batches, as tensors on its device."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -107,6 +108,12 @@ def token_fault(host: HostBatch, samples: Int64s, blend: Blend, vocab_size: int)
     )
 
 
+def harmless(shape: tuple[int, int, int], first_sample: int, *, has_bounds: bool) -> HostBatch:
+    """Return a step of token 0 alone for one that cannot be read; with `has_bounds` each row is a document."""
+    bounds = np.arange(0, math.prod(shape) + 1, shape[-1], dtype=np.int32) if has_bounds else None
+    return HostBatch(np.zeros(HostBatch.num_bytes(shape), np.uint8), shape, first_sample, (), bounds)
+
+
 def spoilt(batch: Batch) -> Batch:
     """Return a batch that is harmless to read in place of one that is not; its step's loss is NaN, on all ranks."""
     zeros, nans = torch.zeros_like(batch.tokens), torch.full_like(batch.loss_mask, torch.nan)
@@ -148,6 +155,7 @@ class StepReader:
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device, self._turn = loader, device, 0
+        self._has_bounds = False  # of documents, in the step before
         self._buffers: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)] * 2
         self._copied = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else []
 
@@ -165,6 +173,28 @@ class StepReader:
         self._loader.prefetch(out=self._buffer(other))
         self._turn = other
         return batch
+
+    def next_batch(
+        self, fault_of: Callable[[HostBatch], UserError | None]
+    ) -> tuple[HostBatch, Batch, Exception | None]:
+        """Return the next step and its tensors, and what is wrong with it: then a spoilt step takes its place.
+
+        So the ranks whose rows are sound are not left alone in the step, and all learn of the fault where it is judged.
+        """
+        try:
+            host = self.next_step()
+        except Exception as error:
+            first = self._loader.cursor.num_samples
+            host = harmless(self._loader.shape, first, has_bounds=self._has_bounds)
+            return host, spoilt(to_device(host, self._device)), error
+        self._has_bounds = host.cu_seqlens is not None
+        fault: Exception | None = None
+        try:
+            fault = fault_of(host)
+        except Exception as error:
+            fault = error
+        batch = self.to_device(host)
+        return host, batch if fault is None else spoilt(batch), fault
 
     def _buffer(self, turn: int) -> npt.NDArray[np.uint8]:
         """Return the memory for the next step."""

@@ -107,8 +107,11 @@ class Engine:
         return PendingStats(self.verdict.numbers, lr, mesh.clock.take())
 
     @torch.no_grad()
-    def eval_batch(self, batch: Batch) -> tuple[float, int]:
-        """Return the sum of the token losses and the number of unmasked tokens over all data-parallel ranks."""
+    def eval_batch(self, batch: Batch) -> tuple[float, float]:
+        """Return the sum of the token losses and the number of unmasked tokens over all data-parallel ranks.
+
+        Both are not numbers where a rank's batch is spoilt.
+        """
         mesh = self.mesh
         loss = self._run(
             "forward",
@@ -118,7 +121,7 @@ class Engine:
         count = batch.loss_mask.sum(dtype=torch.float64)
         counts_here = mesh.has_last_stage and mesh.coords.tp == 0
         total_loss, num_tokens = mesh.world.all_reduce(torch.stack([loss, count]) * float(counts_here)).tolist()
-        return total_loss, int(num_tokens)
+        return total_loss, num_tokens
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:

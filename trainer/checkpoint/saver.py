@@ -80,6 +80,11 @@ class Saver:
             self._checkpointer.prepare(self._pieces, self._tensors)
 
     @property
+    def saves(self) -> bool:
+        """Whether there is a place to save to."""
+        return self._checkpointer is not None
+
+    @property
     def is_time(self) -> bool:
         """Return whether the clock asks for a save: on the first rank alone, as clocks differ."""
         interval_s = self._config.checkpoint.save_interval_s
@@ -149,27 +154,46 @@ class Saver:
 
     def check(self, num_failed: int) -> None:
         """End the run, on all ranks together, if so many saves in a row failed on any rank; all ranks call it."""
+        self._make_up(num_failed)
+        self._ranks.raise_on_all(self._end_of(num_failed))
+
+    def _make_up(self, num_failed: int) -> None:
         if num_failed > self._num_known_failed and self._checkpointer is not None:
             self._checkpointer.copy_next()  # the slower tiers have not got that step
         self._num_known_failed = num_failed
-        if num_failed >= self._config.checkpoint.max_failed_saves:
-            assert self._checkpointer is not None, "a save failed"
-            url = self._checkpointer.url
-            error = StorageError(
-                f"{num_failed} saves in a row to {url} failed",
-                hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {quoted(url)}",
-            )
-            self._ranks.raise_on_all(error)
+
+    def _end_of(self, num_failed: int) -> StorageError | None:
+        """Return the error that ends a run after so many failed saves in a row, if that is enough."""
+        if num_failed < self._config.checkpoint.max_failed_saves:
+            return None
+        assert self._checkpointer is not None, "a save failed"
+        url = self._checkpointer.url
+        return StorageError(
+            f"{num_failed} saves in a row to {url} failed",
+            hint=f"make room, or reach the storage, and run the same command; safe steps: ckptkit ls {quoted(url)}",
+        )
 
     def wait(self) -> None:
         """Wait for the save that runs, and report it: what it saves is good, even if the run ends now."""
         if self._checkpointer is not None:
             self._report(self._checkpointer.wait())
 
-    def finish(self, progress: Progress, loss: float) -> None:
-        """Make sure that the last step is saved: a save that fails is tried again, up to the bound."""
+    def save_part(self, progress: Progress, loss: float) -> None:
+        """Stage this rank's part of a step for its writer, which finishes it whatever becomes of this process."""
         if self._checkpointer is None:
             return
+        if self._saved_step != progress.step:
+            self.wait()
+            self.save(progress, loss)
+        self.wait_until_copied()
+
+    def finish(self, progress: Progress, loss: float) -> StorageError | None:
+        """Make sure that the last step is saved: a save that fails is tried again, up to the bound.
+
+        Return why it is not saved, the same on all ranks, if it is not.
+        """
+        if self._checkpointer is None:
+            return None
         if self._saved_step != progress.step:
             self.save(progress, loss)
         while True:
@@ -177,11 +201,14 @@ class Saver:
             num_failed = int(self._ranks.maximum([self._num_failed])[0])
             if not num_failed:
                 break
-            self.check(num_failed)
+            self._make_up(num_failed)
+            if (failure := self._end_of(num_failed)) is not None:
+                return failure
             self._ranks.say(f"saving step {progress.step} again")
             self.save(progress, loss)
         self._checkpointer.copy_last()
         self._report(self._checkpointer.close())
+        return None
 
     def _report(self, reports: list[SaveReport]) -> None:
         for report in reports:

@@ -43,4 +43,13 @@ class TrainConfig(StepConfig):
     z_loss: float = option(
         0.0, "times the squared log of the softmax's denominator, added to a token's loss in training", minimum=0
     )
-    eval_interval: int = option(0, "evaluate on [data.valid] every so many steps; 0 never", minimum=0, keeps_bits=True)
+    eval_interval: int = option(
+        0, "evaluate on [data.valid] every so many steps, and after the last one; 0 never", minimum=0, keeps_bits=True
+    )
+    max_time_s: float = option(
+        0.0,
+        "save and end after the step in which so many seconds since the start are over; 0 never",
+        minimum=0,
+        scaled={"--exit-duration-in-mins": 60.0},
+        keeps_bits=True,
+    )

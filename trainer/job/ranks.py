@@ -9,7 +9,6 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +18,15 @@ from ckptkit import Alone, Exchange, outcomes
 from ckptkit.torch import GroupExchange
 from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
+from trainer.job.board import Board
 from trainer.job.failure import record
+from trainer.job.rendezvous import Rendezvous
 
 T = TypeVar("T")
+
+
+class RankLost(StorageError):
+    """Another rank did not come to a call that all make: it ended, hangs or is late."""
 
 
 class Ranks:
@@ -43,8 +48,10 @@ class Ranks:
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
+        self.board = Board(None)
         if self.world_size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            self.board = Rendezvous.of_environment(self.rank, self.world_size, timeout_s).join(backend)
         self.exchange: Exchange = GroupExchange() if self.world_size > 1 else Alone()
 
     def __enter__(self) -> "Ranks":
@@ -81,7 +88,7 @@ class Ranks:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
-            raise StorageError(
+            raise RankLost(
                 f"{where}another rank is gone: {text}",
                 hint="what ended it is above or in its log; the same command resumes",
             ) from error

@@ -1,16 +1,18 @@
 """The training loop: resume, step, log, save; the same code on one process and on many."""
 
 import dataclasses
+import math
 import os
 import resource
 import secrets
-import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
+from datakit import HostBatch
 from threefold.console import log, print_facts
 from threefold.errors import EXIT_OK, UserError
 from trainer.checkpoint.progress import Progress, Validation
@@ -19,8 +21,9 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.tiers import tiers_here
 from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, row_lengths
-from trainer.data import StepReader, open_blend, open_loader, spoilt, token_fault, with_vocabulary
+from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
+from trainer.job.failure import is_launched
 from trainer.job.ranks import Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
@@ -31,25 +34,32 @@ from trainer.observe.metrics import Log, StepMetrics, throughput
 from trainer.ops.deterministic import make_deterministic
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
-from trainer.run.stop import StopRequest, exit_code
+from trainer.run.last_good import LastGood
+from trainer.run.stop import StopRequest, cause_of, exit_code
 from trainer.verdict import PendingStats, StepStats
 
 
 def train(config: Config) -> int:
-    """Train until the last step, the last epoch, a SIGINT or a SIGTERM, and save.
+    """Train until the last step, the last epoch, a signal that asks for an end or `train.max_time_s`, and save.
 
-    Returns the exit code: 0, or 128 and the signal's number if a signal ended the run before its last step.
+    Return the exit code. It is 0 after the last step, and under torchrun, which would end the other ranks for any other
+    code; else 128 and the signal's number, or 124 if the time was over.
     """
+    max_time_s = config.train.max_time_s
     if config.train.deterministic:
         make_deterministic()
     if cuts_tokens(config):
         # CUDA starts what is enqueued in one order: else the product beside a transfer takes the whole GPU before it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     speaks, timeout_s = os.environ.get("RANK", "0") == "0", config.parallel.timeout_s
-    with StopRequest(speaks=speaks) as stop, Ranks(config.train.device, timeout_s=timeout_s) as ranks:
+    with (
+        StopRequest(speaks=speaks, max_time_s=max_time_s) as stop,
+        Ranks(config.train.device, timeout_s=timeout_s) as ranks,
+    ):
         run = Run(ranks.on_all(lambda: completed(config)), ranks, stop)
-        while run.goes_on:
-            ranks.naming_rank(run.step)
+        with run.saving_at_faults():
+            while run.goes_on:
+                ranks.naming_rank(run.step)
         return ranks.naming_rank(run.finish)
 
 
@@ -74,7 +84,7 @@ class Run:
         resumed = resume(ranks, self.engine, config, tiers)
         self.config = self.engine.config = config = resumed.config
         self._choose_ops(resumed.ops)
-        self.progress, self._loss = resumed.progress, resumed.loss
+        self.progress = resumed.progress
         if config.data.mixture:  # what was recorded says where a step begins, and how much was read of what is gone
             blend = ranks.on_all(lambda: open_blend(config, resumed.recorded))
         dp_rank, cursor, report = (
@@ -93,6 +103,7 @@ class Run:
         self._saver = ranks.on_all(
             lambda: Saver(config, ranks, self.engine, self._log, tiers, attempt=attempt, resumed=resumed)
         )
+        self._good = LastGood(ranks, self._saver, self.progress, resumed.loss)
         self._evaluation = (
             ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None
         )
@@ -122,13 +133,10 @@ class Run:
         On a GPU the line of a step is written while the next one runs, except before what needs its outcome.
         """
         started_s = time.perf_counter()
-        host = self._reader.next_step()
-        fault = token_fault(host, self._loader.samples(host.first_sample), self._blend, self.config.model.vocab_size)
-        batch = self._reader.to_device(host)
-        if fault is not None:
-            batch = spoilt(batch)
+        host, batch, fault = self._reader.next_batch(self._fault_of)
         data_wait_s = time.perf_counter() - started_s
-        stats = self.engine.start_step(self.progress.step, batch, before_update=self._saver.wait_until_copied)
+        with self._good.changing():
+            stats = self.engine.start_step(self.progress.step, batch, before_update=self._good.begin_change)
         validation = None if self._saver.due_step == self.progress.step else self.progress.validation
         self.progress = Progress(
             self.progress.step + 1,
@@ -142,44 +150,65 @@ class Run:
         self._started = _Started(self.progress, stats, fault, data_wait_s, host.shape[-1])
         if not self._reads_late:
             self._report()
-        evaluates = self._evaluation is not None and self.progress.step % self.config.train.eval_interval == 0
+        self._announce_epochs(host.epochs or self._epochs)
+        is_due = self.config.train.eval_interval and self.progress.step % self.config.train.eval_interval == 0
+        evaluates = self._evaluation is not None and (is_due or self._is_complete)
         saves = self._saver.should_save(self.progress.step)
         if evaluates or saves:
             self._report()
         if evaluates:  # before the save, which records it
             self._evaluate()
         if saves:
-            self._saver.save(self.progress, self._loss)
-        self._announce_epochs(host.epochs)
+            self._saver.save(self.progress, self._good.loss)
 
     def finish(self) -> int:
         """Save the last step, wait for it, close everything, and return the exit code."""
-        self._report()
-        self._saver.finish(self.progress, self._loss)
+        with self.saving_at_faults():
+            self._report()
+        self.ranks.raise_on_all(self._saver.finish(self.progress, self._good.loss))
         self._loader.close()
-        how = "done" if self._is_complete else f"stopped by {signal.Signals(self._stopped_by).name}"
+        how = "done" if self._is_complete else f"stopped by {cause_of(self._stopped_by)}"
         self.ranks.say(f"{how} after step {self.progress.step}")
         self._log.event("end", self.progress.step, complete=self._is_complete)
         self._log.close()
         if self._is_complete:
             return EXIT_OK
         self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
-        return exit_code(self._stopped_by)
+        return EXIT_OK if is_launched() else exit_code(self._stopped_by)
 
-    def _report(self) -> None:
-        """Read the step that was started last, if it is not read yet, log it, and agree on what comes next."""
+    @contextmanager
+    def saving_at_faults(self) -> Iterator[None]:
+        """Save the last good step if what is enclosed raises an error, which goes on; one of the save is reported."""
+        try:
+            yield
+        except Exception as fault:
+            try:
+                with suppress(UserError):  # of a step that does not count: the one before it does
+                    self._report(is_alone=True)
+                self._good.save_after(fault)
+            except Exception as failure:
+                self.ranks.say(f"warning: step {self._good.progress.step} is not saved: {failure}")
+            raise
+
+    def _fault_of(self, host: HostBatch) -> UserError | None:
+        samples = self._loader.samples(host.first_sample)
+        return token_fault(host, samples, self._blend, self.config.model.vocab_size)
+
+    def _report(self, *, is_alone: bool = False) -> None:
+        """Read the step that was started last, if it is not read yet, log it, and agree on what comes next.
+
+        With `is_alone` the other ranks do not come to that.
+        """
         if self._started is None:
             return
         started, self._started = self._started, None
-        stats, ranks, train = self._read(started), self.ranks, self.config.train
-        self._loss = stats.loss
-        comm_s, comm_tp_s, comm_dp_s, bubble_s, *found = ranks.maximum(
-            [
-                stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.data_wait_s,
-                self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
-                float(self._stop.number), float(self._saver.is_busy), float(self._saver.is_time),
-            ]
-        )  # fmt: skip
+        stats, ranks, train = self._read(started, is_alone=is_alone), self.ranks, self.config.train
+        here = [
+            stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.data_wait_s,
+            self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
+            float(self._stop.number), float(self._saver.is_busy), float(self._saver.is_time),
+        ]  # fmt: skip
+        comm_s, comm_tp_s, comm_dp_s, bubble_s, *found = here if is_alone else ranks.maximum(here)
         data_wait_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = found
         self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))
         step_s = started.stats.ended.seconds_since(self._ended) - self._paused_s
@@ -209,18 +238,28 @@ class Run:
                 ),
             )
         )
-        self._saver.check(int(failed))
+        if not is_alone:
+            self._saver.check(int(failed))
         self._stopped_by = int(stopped_by)
 
-    def _read(self, started: "_Started") -> StepStats:
+    def _read(self, started: "_Started", *, is_alone: bool) -> StepStats:
         """Wait for a step, or raise on all ranks: what is wrong with the batch of some, else that it does not count."""
         try:
-            return started.stats.read()
+            stats = started.stats.read()
         except UserError as error:  # all ranks see it
-            self._saver.wait()
-            self.ranks.raise_on_all(started.fault)
-            self.ranks.raise_on_all(error)
+            if not is_alone:
+                self._end(started.fault, error)
             raise
+        self._good.note(started.progress, stats.loss)
+        return stats
+
+    def _end(self, *faults: Exception | None) -> None:
+        """Save the last good step, and raise the first fault that any rank has; all ranks call it at the same step."""
+        self._good.save_together()
+        self._log.event("end", self._good.progress.step, complete=False)
+        self._log.close()
+        for fault in faults:
+            self.ranks.raise_on_all(fault)
 
     def _choose_ops(self, recorded: Mapping[str, str]) -> None:
         """Take the forms of ops that the run recorded, or choose them, and report each."""
@@ -264,9 +303,12 @@ class Run:
         assert self._evaluation is not None, "called only if an evaluation is due"
         started_s = time.perf_counter()
         result = self._evaluation.run()
+        if not math.isfinite(result["loss"]) and self.ranks.faults(self._evaluation.fault):
+            self._end(self._evaluation.fault)
         self.progress = dataclasses.replace(
             self.progress, validation=Validation(self.progress.step, float(result["loss"]))
         )
+        self._good.note(self.progress, self._good.loss)
         self._log.event("eval", self.progress.step, **result)
         self._log.say(f"step {self.progress.step}: validation loss {result['loss']:.4f}")
         self._paused_s = time.perf_counter() - started_s  # the time of no step
@@ -278,7 +320,7 @@ class _Started:
 
     progress: Progress
     stats: PendingStats
-    fault: UserError | None
+    fault: Exception | None
     data_wait_s: float
     seq_length: int
 

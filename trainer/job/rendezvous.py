@@ -1,0 +1,149 @@
+"""The rendezvous of a job's processes: one store that all of them reach, and one sentence about a start that fails.
+
+Each rank notes that it is there, so that those who wait can name who is not.
+"""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from threefold.errors import StorageError, UserError
+from trainer.job.board import Board, Store
+
+RESOLVE_WITHIN_S = 60.0  # a new node's name may be known only after a while
+ALL_HERE, NUM_HERE = "all are here", "ranks here"
+MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where ranks meet, by the variables that launchers set, and who meets; a name and no resolved address."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    timeout_s: float
+    is_hosted: bool  # by torchrun's agent, else rank 0 is the host
+    restart: str = "0"  # of torchrun, whose store outlives the ranks
+
+    @classmethod
+    def of_environment(cls, rank: int, world_size: int, timeout_s: float) -> "Rendezvous":
+        """Read MASTER_ADDR and MASTER_PORT; UserError if one of them is missing or is not what it should be."""
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise UserError(
+                f"rank {rank} of {world_size}: MASTER_ADDR is {host!r} and MASTER_PORT {port!r}",
+                hint=f"torchrun sets both; or export MASTER_ADDR={socket.gethostname()} MASTER_PORT=29500 on all ranks",
+            )
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(rank, world_size, host, int(port), timeout_s, is_hosted, restart)
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def join(self, backend: str) -> Board:
+        """Join the process group of all ranks; return the job's board. StorageError if that fails or takes too long."""
+        timeout = timedelta(seconds=self.timeout_s)
+        self._resolve()
+        try:
+            store = TCPStore(
+                self.host, self.port, self.world_size, is_master=self._is_host, timeout=timeout, wait_for_workers=False,
+                multi_tenant=self._is_host,
+            )  # fmt: skip
+        except RuntimeError as error:
+            self._refuse(error)
+        job = PrefixStore(f"trainer/{self.restart}", store)
+        self._await_all(job)
+        try:
+            dist.init_process_group(
+                backend, store=PrefixStore(f"group/{self.restart}", store), rank=self.rank,
+                world_size=self.world_size, timeout=timeout,
+            )  # fmt: skip
+        except RuntimeError as error:
+            self._raise(
+                f"all ranks are there, but cannot be connected: {_first_line(error)}",
+                "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0, the network card that the nodes share; ip -br addr",
+                error,
+            )
+        return Board(job)
+
+    @property
+    def _is_host(self) -> bool:
+        return self.rank == 0 and not self.is_hosted
+
+    def _resolve(self) -> None:
+        """Wait until the name has an address."""
+        deadline = time.monotonic() + min(RESOLVE_WITHIN_S, self.timeout_s)
+        while True:
+            try:
+                socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    self._raise(
+                        f"MASTER_ADDR {self.host} has no address: {error.strerror}",
+                        f"getent hosts {self.host}; MASTER_ADDR is the host of rank 0, or its address",
+                        error,
+                    )
+                time.sleep(0.5)
+
+    def _await_all(self, store: Store) -> None:
+        """Wait until all ranks are there, or name those that are not."""
+        try:
+            store.set(f"rank {self.rank}", socket.gethostname())
+            if store.add(NUM_HERE, 1) == self.world_size:
+                store.set(ALL_HERE, "")
+            store.wait([ALL_HERE], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            board = Board(store)
+            absent = [rank for rank in range(self.world_size) if board.read(f"rank {rank}") is None]
+            if not absent or self.rank in absent:
+                self._raise(f"the place to meet, {self.address}, is gone: {_first_line(error)}", _LOOK, error)
+            shown = ", ".join(map(str, absent[:MOST_NAMED])) + (" ..." if len(absent) > MOST_NAMED else "")
+            self._raise(
+                f"rank{'s' if len(absent) > 1 else ''} {shown} did not come to {self.address} within "
+                f"{self.timeout_s:g} s",
+                "their logs say why, if they were started; else start them, or ask for fewer ranks. "
+                "--parallel.timeout-s waits longer",
+                error,
+            )
+
+    def _refuse(self, error: RuntimeError) -> NoReturn:
+        """Raise what is wrong with a store that could not be opened or reached."""
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text:
+            self._raise(
+                f"port {self.port} of this host is in use by another program",
+                f"MASTER_PORT={self.port % 65535 + 1} on all ranks; ss -ltnp 'sport = :{self.port}' names the program",
+                error,
+            )
+        if self._is_host:
+            self._raise(
+                f"cannot listen on {self.address}: {_first_line(error)}",
+                f"MASTER_ADDR={socket.gethostname()} on all ranks, if rank 0 is here",
+                error,
+            )
+        self._raise(
+            f"nobody answers at {self.address} within {self.timeout_s:g} s",
+            f"is rank 0 there, and its port open to this host? nc -vz {self.host} {self.port}",
+            error,
+        )
+
+    def _raise(self, what: str, hint: str, cause: Exception) -> NoReturn:
+        raise StorageError(f"rank {self.rank} of {self.world_size}: {what}", hint=hint) from cause
+
+
+_LOOK = "what ended rank 0, or the launcher that hosts it, is in its log; start all ranks again"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].removeprefix("[c10d] ")
