@@ -1,7 +1,7 @@
 """FolderClaim: the empty folder that an export fills, held by a note in it until all of it is there.
 
-The note is put before any file and goes last. Killed, the same call goes on: files that are there in their full size
-under an equal note are kept, as a file has its name only once it is whole.
+The note is put before any file, once if two calls come together, and goes last. Killed, the same call goes on: files
+that are there in their full size under an equal note are kept, as a file has its name only once it is whole.
 """
 
 import contextlib
@@ -13,8 +13,9 @@ from typing import Any
 
 from ckptkit.loading.reader import CheckpointReader
 from threefold.errors import StorageError, UserError
-from threefold.storage import Storage, written_name
+from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root
+from threefold.storage.new_file import NO_HARD_LINKS
 
 NOTE = ".export.json"
 
@@ -38,6 +39,7 @@ class FolderClaim:
         self._target, self._note, self._sizes, self._heads, self._files = target, note, sizes, heads, files
         root = local_root(target)
         self._made = root if root is not None and not root.exists() else None
+        self._is_begun = False  # by another call: one that was killed, or is at work
 
     def check(self) -> dict[str, int]:
         """Return the files that are there whole, with their sizes; UserError if the folder is not free for this."""
@@ -46,7 +48,8 @@ class FolderClaim:
             if info.key not in self._sizes and info.key != NOTE:
                 raise self._refusal(f"holds other files, such as {info.key}")
             found[info.key] = info.size_bytes
-        if NOTE in found:
+        self._is_begun = NOTE in found
+        if self._is_begun:
             if target.read(NOTE) != self._note:
                 raise self._refusal("was begun from another checkpoint or in another way")
             return {name: size for name, size in found.items() if name in self._heads and size == self._sizes[name]}
@@ -62,16 +65,37 @@ class FolderClaim:
         heads = ((head, self._target.read_ranges(name, [(0, len(head))])) for name, head in large.items())
         return all(bytes(there) == head for head, [there] in heads)
 
+    def _is_shared(self) -> bool:
+        """Return whether an equal call of another machine may be at work; on a local disk it was killed."""
+        return self._is_begun and local_root(self._target) is None
+
     def _refusal(self, what: str) -> UserError:
         return UserError(f"{self._target.url} {what}", hint="name a folder that does not exist yet")
 
     def __enter__(self) -> None:
-        self._target.write(NOTE, self._note)
+        """Put the note, or go on under an equal one; UserError if another call put its own since the check."""
+        try:
+            self._put_note()
+        except AlreadyExists:
+            raise self._refusal("was begun from another checkpoint or in another way") from None
+        if not self._is_begun and (there := sorted(set(self._target.list_keys()) - {NOTE})):
+            self._target.delete([NOTE])
+            raise self._refusal(f"holds files already, such as {there[0]}")
+
+    def _put_note(self) -> None:
+        try:
+            self._target.write(NOTE, self._note, if_absent=self._target.supports_if_absent)
+        except StorageError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in NO_HARD_LINKS:
+                raise
+            self._target.write(NOTE, self._note)  # on such a disk nothing is put once and only once
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if kind is None:
+            if self._target.info(NOTE) and self._target.read(NOTE) != self._note:
+                raise StorageError(f"{self._target.url} was taken by another call", hint="export to another folder")
             self._target.delete([NOTE])
-        elif issubclass(kind, UserError) and not issubclass(kind, StorageError):
+        elif issubclass(kind, UserError) and not issubclass(kind, StorageError) and not self._is_shared():
             with contextlib.suppress(StorageError):  # the first failure is the one to report
                 self._target.delete([*self._sizes, NOTE])
                 for folder, _, _ in os.walk(self._made or "", topdown=False):

@@ -15,8 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from datakit.dedup.item_hashes import find_duplicates
 from datakit.preprocessing.meter import Meter
 from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest, rules_of
@@ -196,16 +194,18 @@ class _Job:
     def begin(self, backend: str) -> None:
         """Compare with what was begun here, or note what is begun now; UserError if the backend cannot serve."""
         require_backend(backend, self.recipe.tokenizer, self.tokenizer)
-        wanted = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE)}
+        made_of = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE), "input": self._input}
         place = f"{self.output.place}/{self.output.note_key}"
-        note = self.output.begin(orjson.dumps(wanted))
+        note = self.output.begin(made_of)
         try:
-            found = orjson.loads(note)
+            found = note.made_of
             tokenizer, settings = TokenizerIdentity(**found["tokenizer"]), dict(found["settings"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
         self._follow(settings)
         self._compare(tokenizer, settings, self.recipe.settings(WHOLE))
+        if found.get("input", self._input) != self._input:
+            self.output.take_over(note, input=self._input)
 
     def report_end(self) -> None:
         """Report an end-of-document token that is not written, as the tokenizer itself ends documents with it."""

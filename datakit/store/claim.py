@@ -1,7 +1,7 @@
 """Claim: hold an output while it is made, alone, of what its note says; killed, the same call continues.
 
-The note is put before any file and goes last. One run at a time works on a local output; behind a URL only runs of one
-machine exclude each other, and runs of several put the same bytes.
+The note is put before any file and goes last. One run at a time works on a local output. Behind a URL the lock excludes
+runs of one machine alone; runs of several make the same bytes, as their note is put once and refuses all others.
 """
 
 import fcntl
@@ -44,11 +44,13 @@ def claim(
         _take_lock(output.lock, output.work / LOCK, output.place, patience_s)
         output.remove_leftovers()
         try:
-            if made_of is not None and output.begin(note := orjson.dumps(made_of)) != note:
-                raise UserError(
-                    f"{output.place} was begun from other sources or in another way",
-                    hint="rerun the command it was begun with, or choose another --output",
-                )
+            if made_of is not None:
+                note = output.begin(made_of)
+                if note.made_of != orjson.loads(orjson.dumps(made_of)):
+                    raise UserError(
+                        f"{output.place} was begun from other sources or in another way{note.by}",
+                        hint="rerun the command it was begun with, or choose another --output",
+                    )
             yield from _made(output, keeps)
         finally:
             if not is_kept(output.scratch):

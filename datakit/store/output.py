@@ -11,14 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from datakit.files.durable import FileDigest, blocks_of, checked_blocks, durable_file, temporary_folder, writing
 from datakit.files.remote_file import is_url
 from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest
+from datakit.store.note import Note
 from datakit.text.inputs import open_file
-from threefold.errors import StorageError, UserError
+from threefold.errors import StorageError, UserError, quoted
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root, make_folders, sync_folder
 from threefold.storage.local import LocalStorage, sync_name
@@ -44,6 +46,8 @@ class Output:
         self.lock, self.is_complete = -1, False
         self.storage = open_repeating(place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
         self._placed: set[str] = set()
+        self._held: Note | None = None
+        self._is_begun_here = False
         name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else temporary_folder() / name
 
@@ -76,17 +80,30 @@ class Output:
         storage, root = self._storage_of(folder)
         storage.write(f"{root}{name}", content)
 
-    def begin(self, note: bytes) -> bytes:
-        """Put the note of what the output is made of, or return the one that is there."""
-        found = self.read(self.note_key)
-        if found is None:
-            try:
-                self.storage.write(self.note_key, note, if_absent=self.storage.supports_if_absent)
-                return note
-            except AlreadyExists:
-                found = self.read(self.note_key)
+    def begin(self, made_of: dict[str, Any]) -> Note:
+        """Put the note of what the output is made of, and return it, or the one that is there.
+
+        Raise StorageError if another machine's run filled the output since it was looked at.
+        """
+        if self.read(self.note_key) is None:
+            with suppress(AlreadyExists):
+                self._put_note(made_of, if_absent=self.storage.supports_if_absent)
+                self._is_begun_here = True
+                self._refuse_filled()
         sync_name(self.storage, self.note_key)
-        return found or note
+        self._held = self._note()
+        if self._held is None:
+            raise self._taken()
+        return self._held
+
+    def take_over(self, note: Note, **changes: Any) -> None:
+        """Replace a note that differs from what this run makes; UserError behind a URL, where its run may be alive."""
+        if self.folder is None:
+            raise UserError(
+                f"{self.place} was begun from other input{note.by}",
+                hint="rerun with the input it was begun with, or choose another --output",
+            )
+        self._put_note(note.made_of | changes)
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file of the output."""
@@ -172,8 +189,10 @@ class Output:
         for folder in sorted({key.rpartition("/")[0] for key in (*self._placed, *contents)} | {""}):
             if self.folder and (self.folder / folder).is_dir():  # a killed run may have put some of the names
                 sync_name(self.storage, key_of(folder, "any"))
+        if self.folder is None:
+            self._require_held(contents)
         for key, content in contents.items():
-            self.write(key, content)
+            self._put_last(key, content)
         self.remove_work()
         self.is_complete = True
 
@@ -184,9 +203,58 @@ class Output:
         self.remove_work()
 
     def abandon(self) -> None:
-        """Remove all that was placed, and the note; sources keep their own names."""
+        """Remove all that was placed, and the note; sources keep their own names.
+
+        Behind a URL what another run has begun stays: it may be at work.
+        """
+        if self.folder is None and not self._is_begun_here:
+            return
         self.storage.delete(sorted(self._placed))
         self.remove_work()
+
+    def _put_note(self, made_of: dict[str, Any], *, if_absent: bool = False) -> None:
+        self.storage.write(self.note_key, Note.of_this_run(made_of).encode(), if_absent=if_absent)
+
+    def _note(self) -> Note | None:
+        content = self.read(self.note_key)
+        return None if content is None else Note.parse(f"{self.place}/{self.note_key}", content)
+
+    def _refuse_filled(self) -> None:
+        """Take the note back if another run made something here between the look for it and the note.
+
+        On a local disk the lock lets no other in.
+        """
+        if self.folder is None and any(info.key != self.note_key for info in self.storage.list()):
+            self.storage.delete([self.note_key])
+            raise self._taken()
+
+    def _require_held(self, contents: Iterable[str]) -> None:
+        """Raise StorageError if another run emptied the output, or holds it.
+
+        One that made the same may have completed it.
+        """
+        note = self._note()
+        is_whole = note is not None or self.sizes().keys() >= {*self._placed, *contents}
+        if not is_whole or (note and self._held and note.made_of != self._held.made_of):
+            raise self._taken(note)
+
+    def _put_last(self, key: str, content: bytes) -> None:
+        """Put a small file that says that the output is complete; behind a URL StorageError if another run put one."""
+        if self.folder:
+            self.write(key, content)
+            return
+        try:
+            self.storage.write(key, content, if_absent=self.storage.supports_if_absent)
+        except AlreadyExists:
+            raise self._taken() from None
+
+    def _taken(self, note: Note | None = None) -> StorageError:
+        """Return what to raise if another run works on this output, or has just completed it."""
+        by = note.by if note else ""
+        return StorageError(
+            f"{self.place} is taken: another run writes it or has just completed it{by}",
+            hint=f"datakit inspect {quoted(self.place)}; choose another --output",
+        )
 
     def _storage_of(self, folder: str) -> tuple[Storage, str]:
         """Return the storage of one of the output's folders and how its keys begin; a store may be a link to a disk."""
@@ -251,7 +319,8 @@ class Output:
         if self.read(self.note_key) is not None:
             return
         lock = f"{WORK_FOLDER}/{LOCK}"
-        if found := next((info.key for info in self.storage.list() if info.key != lock), None):
+        found = next((info.key for info in self.storage.list() if info.key != lock), None)
+        if found and self.read(self.note_key) is None:  # no other machine's run has begun meanwhile
             raise UserError(f"{self.place} is not empty: it holds {found}", hint="choose another --output")
 
 

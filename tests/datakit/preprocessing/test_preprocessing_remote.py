@@ -181,9 +181,10 @@ def test_another_recipe_is_refused_while_a_store_is_unfinished(s3_url: str, corp
 
     recipe = Recipe(tokenizer_path, append_eod=True)
     preprocess([str(corpus)], f"{s3_url}/other", Recipe(tokenizer_path))
-    first, second = Output(s3_url), Output(s3_url)
-    assert first.begin(b"one") == second.begin(b"two") == b"one"
-    assert [info.key for info in open_storage(s3_url).list(".work")] == [".work/recipe.json"]
+    first, second = Output(f"{s3_url}/new"), Output(f"{s3_url}/new")
+    assert first.begin({"of": "one"}) == second.begin({"of": "two"})
+    assert second.begin({"of": "two"}).made_of == {"of": "one"}
+    assert [info.key for info in open_storage(f"{s3_url}/new").list()] == [".work/recipe.json"]
     with pytest.raises(UserError, match="was made otherwise: its append_eod is False, this one True"):
         preprocess([str(corpus)], f"{s3_url}/other", recipe)
 

@@ -14,7 +14,7 @@ from threefold.errors import StorageError
 def test_a_run_that_is_refused_leaves_the_other_runs_unsealed_shards(tmp_path: Path) -> None:
     output = Output(str(tmp_path / "s"))
     with claim(output):
-        output.begin(b"{}")
+        output.begin({})
         shard = output.scratch / "encoder" / "shard-000000-000.bin"
         shard.parent.mkdir(parents=True)
         shard.write_bytes(b"tokens")
@@ -68,7 +68,7 @@ def test_an_output_and_a_store_in_it_may_be_links_to_other_disks(tmp_path: Path)
     (tmp_path / "out/train").symlink_to(tmp_path / "other")
     output = Output(str(tmp_path / "out"))
     with claim(output):
-        output.begin(b"note")
+        output.begin({"of": "note"})
         shard = tmp_path / "shard-000000-000.bin"
         shard.write_bytes(b"tokens")
         output.adopt("train", [shard])

@@ -1,0 +1,120 @@
+"""Two machines at once export into one folder, or make one step, of other checkpoints: one of them wins whole."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.loading.reader import CheckpointReader
+from ckptkit.model.layout import ParallelLayout
+from ckptkit.rewrite.copy import copy_step
+from ckptkit.rewrite.folder_claim import FolderClaim
+from ckptkit.rewrite.reshard import reshard
+from ckptkit.rewrite.tensorstore_export import export_tensorstore
+from tests.ckptkit.support.small_steps import save_ranks
+from threefold.errors import StorageError, UserError
+from threefold.storage import Storage, open_storage
+from threefold.storage.memory import MemoryStorage
+
+Verb = Callable[[CheckpointReader, Storage], object]
+
+
+@pytest.fixture
+def readers(tmp_path: Path) -> tuple[CheckpointReader, CheckpointReader]:
+    """Two checkpoints of the same names, shapes and sizes."""
+    for value in (1, 2):
+        save_ranks(open_storage(tmp_path / f"run{value}"), 1, f"a{value}", ParallelLayout(tp=2), value)
+    return CheckpointReader(open_storage(tmp_path / "run1"), 1), CheckpointReader(open_storage(tmp_path / "run2"), 1)
+
+
+def objects_of(storage: Storage) -> dict[str, bytes]:
+    return {key: storage.read(key) for key in storage.list_keys()}
+
+
+def alone(verb: Verb, reader: CheckpointReader) -> dict[str, bytes]:
+    storage = MemoryStorage()
+    verb(reader, storage)
+    return objects_of(storage)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, act: Callable[[], None]) -> None:
+    """Let another machine act just before the next call of a method."""
+    usual = getattr(owner, method)
+
+    def call(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, method, usual)
+        act()
+        return usual(*args, **options)
+
+    monkeypatch.setattr(owner, method, call)
+
+
+def test_of_two_exports_into_one_folder_the_second_is_refused(
+    readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, refused = MemoryStorage(), list[str]()
+
+    def other() -> None:
+        with pytest.raises(UserError, match="was begun from another checkpoint or in another way"):
+            export_tensorstore(readers[1], target)
+        refused.append("second")
+
+    interrupted(monkeypatch, FolderClaim, "__exit__", other)
+    export_tensorstore(readers[0], target)
+    assert refused
+    assert objects_of(target) == alone(export_tensorstore, readers[0])
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_an_export_that_looked_before_another_began_leaves_that_as_it_is(
+    readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    target = MemoryStorage()
+
+    def other() -> None:
+        if is_done:
+            export_tensorstore(readers[1], target)
+        else:
+            target.write(".export.json", b"of another machine")
+
+    interrupted(monkeypatch, FolderClaim, "__enter__", other)
+    with pytest.raises(UserError, match=r"holds files already|was begun from another checkpoint"):
+        export_tensorstore(readers[0], target)
+    expected = alone(export_tensorstore, readers[1]) if is_done else {".export.json": b"of another machine"}
+    assert objects_of(target) == expected
+
+
+def test_where_nothing_is_exclusive_the_call_that_lost_its_note_fails(
+    readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = MemoryStorage()
+    interrupted(monkeypatch, FolderClaim, "__exit__", lambda: target.write(".export.json", b"of another machine"))
+    with pytest.raises(StorageError, match="was taken by another call"):
+        export_tensorstore(readers[0], target)
+
+
+VERBS: dict[str, Verb] = {
+    "copy": copy_step,
+    "reshard": lambda reader, storage: reshard(reader, storage, ParallelLayout()),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_of_two_that_make_one_step_the_second_is_refused_and_takes_nothing_from_the_first(
+    readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch, verb: Verb
+) -> None:
+    target = MemoryStorage()
+    write = MemoryStorage.write
+
+    def late(storage: MemoryStorage, key: str, *args: Any, **options: Any) -> None:
+        if key.endswith("root.json") and storage is target:
+            monkeypatch.setattr(MemoryStorage, "write", write)
+            verb(readers[1], target)
+        write(storage, key, *args, **options)
+
+    monkeypatch.setattr(MemoryStorage, "write", late)
+    with pytest.raises(UserError, match=r"exists already|by another attempt first"):
+        verb(readers[0], target)
+    expected = alone(verb, readers[1])
+    assert {key: data for key, data in objects_of(target).items() if key in expected} == expected

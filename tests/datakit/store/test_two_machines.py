@@ -1,0 +1,144 @@
+"""Two machines, whose locks do not see each other, make one output behind a URL: one corpus is there whole, or both."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datakit import Recipe, TokenStore, archive, merge, preprocess, verify
+from datakit.foreign.megatron import to_megatron
+from datakit.store import output as outputs
+from datakit.store.output import Output
+from tests.datakit.conftest import write_jsonl
+from threefold.errors import UserError
+from threefold.storage import open_storage
+
+Verb = Callable[[Path, str], object]
+VERBS: dict[str, Verb] = {
+    "preprocess": lambda store, url: preprocess([f"{store}.jsonl"], url, Recipe(str(store.parent / "tok.json"))),
+    "preprocess --dedup": lambda store, url: preprocess(
+        [f"{store}.jsonl"], url, Recipe(str(store.parent / "tok.json"), dedup=True)
+    ),
+    "merge": lambda store, url: merge([store, store], url),
+    "convert": to_megatron,
+    "archive": lambda store, url: archive(store, url),
+}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer_path: str) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("stores")
+    (folder / "tok.json").write_bytes(Path(tokenizer_path).read_bytes())
+    for name, some in (("a", texts[:40]), ("b", texts[40:60])):
+        write_jsonl(folder / f"{name}.jsonl", some)
+        preprocess([str(folder / f"{name}.jsonl")], folder / name, Recipe(tokenizer_path))
+    return folder / "a", folder / "b"
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Be one of several machines, by its name."""
+
+    def be(name: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.setattr(outputs, "temporary_folder", lambda: tmp_path / name)
+
+    be("first")
+    return be
+
+
+def objects_of(url: str) -> dict[str, bytes]:
+    storage = open_storage(url)
+    return {info.key: storage.read(info.key) for info in storage.list() if info.key != ".sources.json"}
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[], None]) -> None:
+    """Let another machine act just before the next call of a method of outputs."""
+    usual = getattr(Output, method)
+
+    def call(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Output, method, usual)
+        act()
+        return usual(*args, **options)
+
+    monkeypatch.setattr(Output, method, call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_of_two_runs_of_other_input_the_second_ends_with_the_name_of_the_first(
+    s3_url: str, stores: tuple[Path, Path], machines: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, verb: Verb
+) -> None:
+    faults: list[str] = []
+
+    def other() -> None:
+        machines("second")
+        with pytest.raises(UserError, match=r"was begun from other (input|sources or in another way) by run \S+:\d+"):
+            verb(stores[1], f"{s3_url}/out")
+        faults.append("refused")
+        machines("first")
+
+    interrupted(monkeypatch, "commit", other)
+    verb(stores[0], f"{s3_url}/out")
+    assert faults == ["refused"]
+    verb(stores[0], f"{s3_url}/alone")
+    assert objects_of(f"{s3_url}/out") == objects_of(f"{s3_url}/alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_a_run_that_looked_before_another_was_complete_leaves_that_as_it_is(
+    s3_url: str, stores: tuple[Path, Path], machines: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, verb: Verb
+) -> None:
+    def other() -> None:
+        machines("second")
+        verb(stores[1], f"{s3_url}/out")
+        machines("first")
+
+    interrupted(monkeypatch, "begin", other)
+    with pytest.raises(UserError, match="is taken: another run writes it or has just completed it"):
+        verb(stores[0], f"{s3_url}/out")
+    verb(stores[1], f"{s3_url}/alone")
+    assert objects_of(f"{s3_url}/out") == objects_of(f"{s3_url}/alone")
+
+
+def test_a_run_that_begins_while_another_looks_is_no_other_thing_that_is_there(
+    s3_url: str, machines: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, place = Output.read, Output(f"{s3_url}/out")
+
+    def read(output: Output, key: str) -> bytes | None:
+        monkeypatch.setattr(Output, "read", usual)
+        found = usual(output, key)
+        Output(f"{s3_url}/out").begin({"of": "another"})
+        return found
+
+    monkeypatch.setattr(Output, "read", read)
+    place.check_free()
+    assert place.begin({"of": "mine"}).made_of == {"of": "another"}
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_input_make_one_store(
+    s3_url: str, stores: tuple[Path, Path], machines: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other() -> None:
+        machines("second")
+        VERBS["preprocess"](stores[0], f"{s3_url}/out")
+        machines("first")
+
+    interrupted(monkeypatch, "commit", other)
+    VERBS["preprocess"](stores[0], f"{s3_url}/out")
+    assert not verify(f"{s3_url}/out")
+
+
+def test_a_half_made_store_of_this_machine_goes_on_with_input_that_has_changed(
+    tmp_path: Path, stores: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Output, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        VERBS["preprocess"](stores[0], str(tmp_path / "out"))
+    monkeypatch.undo()
+    VERBS["preprocess"](stores[1], str(tmp_path / "out"))
+    assert TokenStore.open(tmp_path / "out").num_documents == TokenStore.open(stores[1]).num_documents
