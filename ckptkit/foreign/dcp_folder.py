@@ -1,15 +1,19 @@
 """A folder that torch.distributed.checkpoint wrote, with the face of a run of one step: `dcp:FOLDER`, on any storage.
 
 Tensors go by DCP's flat names, whole. What DCP pickled, such as a learning rate, is a tensor of opaque bytes: nothing
-here unpickles it. The folder has no checksums, so its bytes are read unverified. torch is not needed.
+here unpickles it. Files may be zips of torch or safetensors, with `.metadata` or with the index of whole tensors that
+the Hugging Face writer makes. The folder has no checksums, so its bytes are read unverified. torch is not needed.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from types import MappingProxyType
 
 from ckptkit.foreign.dcp_metadata import FILE, DcpChunk, DcpContents, read_metadata
+from ckptkit.foreign.dcp_safetensors import Part, read_folder, read_parts
 from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.hf_contents import INDEX
 from ckptkit.foreign.restricted_pickle import MAX_BYTES
 from ckptkit.foreign.stored_reader import Found, StoredReader, table_of
 from ckptkit.foreign.torch_zip import read_tensor
@@ -29,6 +33,7 @@ class DcpFolder(ForeignFolder):
     """One folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
 
     scheme = "dcp:"
+    _parts: Mapping[str, Mapping[str, Part]] = MappingProxyType({})  # of files that are safetensors
 
     @cached_property
     def contents(self) -> DcpContents:
@@ -39,6 +44,9 @@ class DcpFolder(ForeignFolder):
         """Return what `.metadata` says."""
         where = f"{self.storage.url}/{FILE}"
         info = self.storage.info(FILE)
+        if info is None and (found := read_folder(self.storage)) is not None:
+            contents, self._parts = found
+            return contents
         if info is None:
             raise CheckFailed(f"{where} is missing", hint="name a folder that torch.distributed.checkpoint wrote")
         if info.size_bytes > MAX_BYTES:
@@ -60,7 +68,7 @@ class DcpFolder(ForeignFolder):
         ]
         if faults:
             raise CheckFailed(f"{self.storage.url} is not whole:{listed(faults)}", hint="fetch the folder again")
-        if others := sorted(found.keys() - ends.keys() - {FILE}):
+        if others := sorted(found.keys() - ends.keys() - {FILE, INDEX}):
             log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
         return {name: found[name] for name in ends}
 
@@ -68,6 +76,7 @@ class DcpFolder(ForeignFolder):
         """Return a reader, for a `with`; the ranks of an exchange read each for itself."""
         contents, root, sizes = self.contents, self.root(step), self.sizes
         wanted = [(name, chunk) for name, tensor in contents.tensors.items() for chunk in tensor.chunks]
+        self._parts = self._parts or self._of_safetensors()
         with ThreadPoolExecutor(NUM_THREADS) as pool:  # reads the ends of each chunk, where its description is
             found = list(pool.map(lambda each: self._found(*each), wanted))
         return StoredReader(self.storage, root, self.url, sizes, found, contents.blobs)
@@ -75,11 +84,36 @@ class DcpFolder(ForeignFolder):
     def _found(self, name: str, chunk: DcpChunk) -> Found:
         """Return where a chunk's elements are; CheckFailed if the file does not hold what `.metadata` says."""
         tensor, place = self.contents.tensors[name], chunk.place
-        found = read_tensor(self.storage, place.file, place.offset, place.length)
+        if (parts := self._parts.get(place.file)) is not None:
+            part = parts.get(name)
+            if part is None or part.offset != chunk.offset:
+                there = "not there" if part is None else f"that from {list(part.offset)} on"
+                text = f"{self.url}/{place.file}: {name} from {list(chunk.offset)} on, which {FILE} names, is {there}"
+                raise CheckFailed(text, hint="torch keeps one chunk of a tensor in such a file: save as torch does")
+            found = part.place
+        else:
+            found = read_tensor(self.storage, place.file, place.offset, place.length)
         if (found.dtype, found.shape) != (tensor.dtype, chunk.shape):
             there = f"{found.dtype} {list(found.shape)}, {FILE} says {name}, {tensor.dtype} {list(chunk.shape)}"
             raise CheckFailed(f"{self.url}/{place.file} at byte {place.offset:,} holds {there}")
         return Found(name, Box(chunk.offset, chunk.shape), place.file, found)
+
+    def _of_safetensors(self) -> dict[str, dict[str, Part]]:
+        """Return the parts of the files that are safetensors, which follow what was pickled."""
+        contents, starts = self.contents, dict[str, int]()
+        files = {chunk.place.file for each in contents.tensors.values() for chunk in each.chunks}
+        for place in contents.blobs.values():
+            starts[place.file] = max(starts.get(place.file, 0), place.offset + place.length)
+        return {
+            file: read_parts(self.storage, file, starts.get(file, 0))
+            for file in files
+            if self._is_safetensors(file, starts.get(file, 0))
+        }
+
+    def _is_safetensors(self, file: str, start: int) -> bool:
+        """Whether a file's tensors begin with a header of safetensors, and not with a zip."""
+        [head] = self.storage.read_ranges(file, [(start, start + 9)]) if self.sizes[file] >= start + 9 else [b""]
+        return bytes(head[8:]) == b"{"
 
     def root(self, step: int, exchange: object = None) -> Root:
         """Return the root that a run has whose step this folder is."""
@@ -93,4 +127,4 @@ class DcpFolder(ForeignFolder):
     @property
     def files(self) -> Collection[str]:
         """The files that are read."""
-        return {FILE, *self.sizes}
+        return {FILE, *self.sizes} if self.storage.info(FILE) is not None else self.sizes

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.foreign.pickle_writer import Call, Global, Made, Pairs, pickled
 from ckptkit.foreign.restricted_pickle import Name, Record, parsed
+from ckptkit.foreign.shown import said, shown
 from ckptkit.foreign.stored_reader import Place
 from ckptkit.foreign.torch_zip import ITEMSIZES
 from ckptkit.format.dcp_state import Path, checked_path
@@ -73,7 +74,7 @@ def read_metadata(data: bytes, where: str) -> DcpContents:
         tensors, blobs = dict[str, DcpTensor](), dict[str, Place]()
         for name, described in fields["state_dict_metadata"].items():
             if not isinstance(name, str):
-                raise ValueError(f"{name!r} is not a name")
+                raise ValueError(f"{shown(name)} is not a name")
             if described.name == f"{_MODULE}.BytesStorageMetadata":
                 blobs[name] = places[name, None]
             else:
@@ -82,19 +83,21 @@ def read_metadata(data: bytes, where: str) -> DcpContents:
         return DcpContents(tensors, blobs, None if paths is None else {n: checked_path(p) for n, p in paths.items()})
     except UserError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckFailed(f"{where} is not what torch.distributed.checkpoint writes: {error!r}") from None
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckFailed(f"{where} is not what torch.distributed.checkpoint writes: {said(error)}") from None
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
     if not isinstance(record, Record) or record.name != name or not isinstance(record.state, dict):
-        raise ValueError(f"{getattr(record, 'name', record)!r} where {name} is expected")
+        raise ValueError(f"{shown(record)} where {name} is expected")
     return record.state
 
 
 def _index(record: Any) -> tuple[str, Ints | None]:
     fields = _fields(record, f"{_MODULE}.MetadataIndex")
     offset = fields.get("offset")
+    if not isinstance(fields["fqn"], str):
+        raise ValueError(f"{shown(fields['fqn'])} is not a name")
     return fields["fqn"], None if offset is None else _size(offset)
 
 
@@ -103,17 +106,19 @@ def _size(value: Any) -> Ints:
     if isinstance(value, Record) and value.name == "torch.Size":
         [value] = value.args or ((),)
     if not isinstance(value, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
-        raise ValueError(f"{value!r} is not a size")
+        raise ValueError(f"{shown(value)} is not a size")
     return tuple(value)
 
 
 def _place(record: Any, where: str) -> Place:
     fields = _fields(record, f"{_FILES}._StorageInfo")
     if transforms := fields.get("transform_descriptors"):
-        raise UserError(f"{where}: files were written through {transforms}, which is not read", hint="save without it")
+        raise UserError(
+            f"{where}: files were written through {shown(transforms)}, which is not read", hint="save without it"
+        )
     file, [offset, length] = fields["relative_path"], _size((fields["offset"], fields["length"]))
     if not isinstance(file, str) or not all(part not in ("", ".", "..") for part in file.split("/")):
-        raise ValueError(f"{file!r} is not a file of the folder")
+        raise ValueError(f"{shown(file)} is not a file of the folder")
     return Place(file, offset, length)
 
 
@@ -122,7 +127,8 @@ def _tensor(
 ) -> DcpTensor:
     dtype, layout, *_ = fields["properties"].state
     if not isinstance(dtype, Name) or layout.args != ("torch.strided",):
-        raise UserError(f"{where}: {name} is a tensor of {dtype} and layout {layout.args}, which is not read")
+        kind = f"{shown(dtype)} and layout {shown(layout.args[0] if layout.args else None)}"
+        raise UserError(f"{where}: {name} is a tensor of {kind}, which is not read")
     shape, chunks = _size(fields["size"]), []
     for each in fields["chunks"]:
         box = _fields(each, f"{_MODULE}.ChunkStorageMetadata")

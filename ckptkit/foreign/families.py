@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.foreign.model_table import ModelTable, Row, parameters
+from ckptkit.foreign.shown import shown
 from threefold.errors import UserError
 
 Config = Mapping[str, Any]
@@ -103,7 +104,7 @@ def _with_rope(model: ModelTable, config: Config) -> ModelTable:
             rope_high_factor=_real(rope, "high_freq_factor"),
             rope_original_length=_number(rope, "original_max_position_embeddings"),
         )
-    raise UserError(f"rope_scaling of type {kind!r}, known are linear and llama3")
+    raise UserError(f"rope_scaling of type {shown(kind)}, known are linear and llama3")
 
 
 def _qwen2(config: Config) -> ModelTable:
@@ -147,7 +148,7 @@ def _number(config: Config, name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
-        raise UserError(f"{name} must be a whole number above 0, got {value!r}")
+        raise UserError(f"{name} must be a whole number above 0, got {shown(value)}")
     return value
 
 
@@ -155,13 +156,13 @@ def _real(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-        raise UserError(f"{name} must be a number above 0, got {value!r}")
+        raise UserError(f"{name} must be a number above 0, got {shown(value)}")
     return float(value)
 
 
 def _refuse_unless(config: Config, name: str, *allowed: object) -> None:
     if name in config and config[name] not in allowed:
-        raise UserError(f"{name} {config[name]!r}, which the model has not: known is {allowed[0]!r}")
+        raise UserError(f"{name} {shown(config[name])}, which the model has not: known is {allowed[0]!r}")
 
 
 # --- model to config.json, for a run that was not imported
@@ -263,7 +264,9 @@ def family_of(config: Config) -> Family:
     family = FAMILIES.get(str(config.get("model_type")))
     architectures = config.get("architectures") or ([family.architecture] if family else [])
     if family is None or architectures != [family.architecture]:
-        named = f"{config.get('model_type')!r} with architectures {architectures}"
+        many = isinstance(architectures, list)
+        listed = f"[{', '.join(map(shown, architectures[:3]))}]" if many else shown(architectures)
+        named = f"{shown(config.get('model_type'))} with architectures {listed}"
         raise UserError(f"model_type {named}; known are {', '.join(each.architecture for each in FAMILIES.values())}")
     return family
 

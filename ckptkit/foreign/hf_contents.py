@@ -146,13 +146,8 @@ def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]
         has = f" but {other}, which is not read" if other else ""
         hint = "save it as safetensors: model.save_pretrained(FOLDER)" if other else None
         raise CheckFailed(f"{storage.url} has no {WEIGHTS} and no {INDEX}{has}", hint=hint)
-    places = read_json(storage, INDEX).get("weight_map")
-    where = f"{storage.url}/{INDEX}"
-    if not isinstance(places, dict) or not all(_is_weights(file) for file in places.values()):
-        raise CheckFailed(f"{where} has no sound weight_map from tensors to .safetensors files beside it")
+    places, where = read_places(storage), f"{storage.url}/{INDEX}"
     files = sorted(set(places.values()))
-    if len(files) > MAX_FILES:
-        raise CheckFailed(f"{where} names {len(files):,} files, at most {MAX_FILES:,} are read")
     found: dict[str, ForeignTensor] = {}
     sizes = {}
     for file in files:
@@ -163,6 +158,16 @@ def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]
             raise CheckFailed(f"{where} and {file} differ: {name} is in one of them only")
         found |= tensors
     return found, sizes
+
+
+def read_places(storage: Storage) -> dict[str, str]:
+    """Return the file of each tensor, as the index says; CheckFailed if it is not sound."""
+    places, where = read_json(storage, INDEX).get("weight_map"), f"{storage.url}/{INDEX}"
+    if not isinstance(places, dict) or not all(_is_weights(file) for file in places.values()):
+        raise CheckFailed(f"{where} has no sound weight_map from tensors to .safetensors files beside it")
+    if (num_files := len(set(places.values()))) > MAX_FILES:
+        raise CheckFailed(f"{where} names {num_files:,} files, at most {MAX_FILES:,} are read")
+    return places
 
 
 def _is_weights(file: object) -> bool:

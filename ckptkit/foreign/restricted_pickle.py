@@ -3,16 +3,24 @@
 No module is imported and no class of the data's is made. An object is a Record of its name, the arguments it was made
 with and the state it was given; a name alone is a Name. Any other name is an error. It is Python's parser in pure
 Python, whose memo is a dict: a number in the data cannot make that large.
+
+A few bytes can describe a nest of any size, as values may be shared. What comes out is bounded: as a tree, in which a
+value counts wherever it is used, and in its depth; and it does not hold itself. So whoever walks through it ends.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
+from ckptkit.foreign.shown import said, shown
 from threefold.errors import CheckFailed
 
 MAX_BYTES = 2 << 30
+MAX_DEPTH = 100
+LEAST_VALUES, VALUES_PER_BYTE = 1 << 20, 16  # how many values there may be, each counted wherever it is used
+VALUE_BYTES = 64  # a text counts as one more value for so many bytes
+HOLDERS, TEXTS = frozenset([list, tuple, set, frozenset]), frozenset([str, bytes])
 BASE: Any = pickle._Unpickler
 
 
@@ -44,7 +52,7 @@ class _Parser(BASE):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Name:
         full = f"{module}.{name}"
         if full not in self._allowed:
-            text = f"{self._where} names {full!r}, which no such file has; nothing of it was run"
+            text = f"{self._where} names {shown(full)}, which no such file has; nothing of it was run"
             raise CheckFailed(text, hint="use files of people whom you trust")
         return Name(full)
 
@@ -77,13 +85,42 @@ class _Parser(BASE):  # type: ignore[misc]
             raise pickle.UnpicklingError("a state for what is not an object")
         made.state = state
 
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._fill(self.stack[-1], [key, value])
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        self._fill(self.stack[-1], items)
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._fill(self.stack[-1], items)
+
+    def load_additems(self) -> None:
+        items = self.pop_mark()
+        self.stack[-1].update(_flat(items))
+
+    def load_frozenset(self) -> None:
+        self.append(frozenset(_flat(self.pop_mark())))
+
+    def _fill(self, made: Any, items: list[Any]) -> None:
+        if type(made) is not dict:
+            raise pickle.UnpicklingError("items for what is not a dict")
+        made.update(zip(_flat(items[::2]), items[1::2], strict=True))
+
     def load_refused(self) -> None:
         raise pickle.UnpicklingError("an opcode that no such file has")
 
-    refused = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+    refused = (
+        pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER
+    )  # fmt: skip
     dispatch: ClassVar[dict[int, Any]] = {
         **BASE.dispatch, **dict.fromkeys((opcode[0] for opcode in refused), load_refused),
         pickle.NEWOBJ[0]: load_newobj, pickle.REDUCE[0]: load_reduce, pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems, pickle.DICT[0]: load_dict,
+        pickle.ADDITEMS[0]: load_additems, pickle.FROZENSET[0]: load_frozenset,
     }  # fmt: skip
 
 
@@ -93,9 +130,57 @@ def parsed(data: bytes, allowed: Collection[str], where: str, external: Callable
     `external` returns what an object becomes that the data refers to and does not hold.
     """
     try:
-        return _Parser(data, allowed, where, external).load()
+        value = _Parser(data, allowed, where, external).load()
+        _Sizes(max(LEAST_VALUES, VALUES_PER_BYTE * len(data))).check(value)
     except CheckFailed:
         raise
     except Exception as error:  # whatever the data has it do
-        found = "it ends too early" if isinstance(error, EOFError) else repr(error)
-        raise CheckFailed(f"{where} is not a file of pickled data, or is damaged: {found}") from None
+        text = f"{where} is not a file of pickled data, or is damaged: {said(error)}"
+        raise CheckFailed(text, hint="use files of people whom you trust, or fetch it again") from None
+    return value
+
+
+def _flat(keys: list[Any]) -> list[Any]:
+    """Return what is to be hashed, if that takes no walk through a nest."""
+    if any(type(part) is tuple for key in keys if type(key) is tuple for part in key):
+        raise pickle.UnpicklingError("a key that is nested")
+    return keys
+
+
+class _Sizes:
+    """How many values there are as a tree: a ValueError for too many, a deep nest, or one that is endless."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[int, int] = {}  # by identity; 0 while a value is walked through
+
+    def check(self, value: Any) -> None:
+        """Walk through a value, each part once."""
+        self._size([value], MAX_DEPTH + 1)
+
+    def _size(self, parts: Iterable[Any], depth: int) -> int:
+        """Return how many values some have in them, all counted."""
+        if depth < 0:
+            raise ValueError(f"values nested more than {MAX_DEPTH} deep")
+        total, known = 0, self._known
+        for part in parts:
+            kind = type(part)
+            if kind is Record:
+                inner: Iterable[Any] = (*part.args, part.state) if part.state else part.args
+            elif kind is dict:
+                inner = [*part, *part.values()]
+            elif kind in HOLDERS:
+                inner = part
+            else:
+                total += 1 + (len(part) // VALUE_BYTES if kind in TEXTS else 0)
+                continue
+            size = known.get(id(part), -1)
+            if size < 0:
+                known[id(part)] = 0
+                known[id(part)] = size = 1 + self._size(inner, depth - 1)
+            elif not size:
+                raise ValueError("a value that holds itself")
+            total += size
+            if total > self._most:
+                raise ValueError(f"more than {self._most:,} values, as some are used again and again")
+        return total

@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.foreign.shown import said, shown
 from ckptkit.model.tensor import ITEMSIZE, MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
@@ -34,27 +35,35 @@ class ForeignTensor:
 
 
 def read_header(storage: Storage, key: str) -> tuple[dict[str, ForeignTensor], int]:
-    """Return the tensors of a safetensors file, and the file's size.
+    """Return the tensors of a safetensors file, and the file's size; errors as of `read_file`."""
+    tensors, _, size = read_file(storage, key)
+    return tensors, size
+
+
+def read_file(storage: Storage, key: str, start: int = 0) -> tuple[dict[str, ForeignTensor], dict[str, str], int]:
+    """Return the tensors that a file holds from byte `start` on, what is said beside them, and the file's size.
 
     CheckFailed if the file is missing, cut short or contradicts itself; UserError for a dtype that is not known.
     """
     info, where = storage.info(key), f"{storage.url}/{key}"
     if info is None:
         raise CheckFailed(f"{where} is missing", hint="fetch the folder again")
-    size = info.size_bytes
-    length = struct.unpack("<Q", storage.read_ranges(key, [(0, 8)])[0])[0] if size >= 8 else 0
-    if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+    size, begin = info.size_bytes, start + 8
+    length = struct.unpack("<Q", storage.read_ranges(key, [(start, begin)])[0])[0] if size >= begin else 0
+    if not 2 <= length <= min(size - begin, MAX_HEADER_BYTES):
         raise CheckFailed(f"{where} is not a safetensors file, or was cut short ({size:,} bytes)")
-    text = bytes(storage.read_ranges(key, [(8, 8 + length)])[0])
+    text = bytes(storage.read_ranges(key, [(begin, begin + length)])[0])
     try:
         document = json.loads(text, object_pairs_hook=_without_doubles)
-        document.pop("__metadata__", None)
-        tensors = [_tensor(name, key, row, 8 + length) for name, row in document.items()]
+        metadata = document.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
+            raise ValueError("__metadata__ is not of texts")
+        tensors = [_tensor(name, key, row, begin + length) for name, row in document.items()]
     except UserError as error:
         raise UserError(f"{where}: {error.message}") from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} has no sound safetensors header: {error}") from None
-    end = 8 + length
+        raise CheckFailed(f"{where} has no sound safetensors header: {said(error)}") from None
+    end = begin + length
     for tensor in sorted(tensors, key=lambda each: (each.offset, each.size_bytes)):
         if tensor.offset != end:
             fault = "overlaps the one before" if tensor.offset < end else "leaves a gap before it"
@@ -62,7 +71,7 @@ def read_header(storage: Storage, key: str) -> tuple[dict[str, ForeignTensor], i
         end += tensor.size_bytes
     if end != size:
         raise CheckFailed(f"{where} has {size:,} bytes, its header says {end:,}", hint="fetch the file again")
-    return {tensor.name: tensor for tensor in tensors}, size
+    return {tensor.name: tensor for tensor in tensors}, metadata, size
 
 
 def _tensor(name: str, key: str, row: dict[str, Any], data_offset: int) -> ForeignTensor:
@@ -70,12 +79,12 @@ def _tensor(name: str, key: str, row: dict[str, Any], data_offset: int) -> Forei
     if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(f"a tensor name of {len(name.encode())} bytes")
     if dtype not in ITEMSIZE:
-        raise UserError(f"tensor {name} has dtype {dtype!r}, known are {', '.join(ITEMSIZE)}")
+        raise UserError(f"tensor {name} has dtype {shown(dtype)}, known are {', '.join(ITEMSIZE)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{name}: shape {shape!r}")
+        raise ValueError(f"{name}: shape {shown(shape)}")
     for number in (*shape, start, stop):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 62:
-            raise ValueError(f"{name}: {number!r} in its shape or offsets")
+            raise ValueError(f"{name}: {shown(number)} in its shape or offsets")
     size = math.prod(shape) * ITEMSIZE[dtype]
     if math.prod(shape) > MAX_NUMEL or stop - start != size:
         raise ValueError(f"{name}: {stop - start:,} bytes for {dtype} {shape}")

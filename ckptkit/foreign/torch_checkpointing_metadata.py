@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.foreign.restricted_pickle import parsed
+from ckptkit.foreign.shown import said, shown
 from ckptkit.format.state_tree import part
 from ckptkit.model.mesh_cut import Part, mesh_cut
 from threefold.errors import CheckFailed, UserError
@@ -63,15 +64,15 @@ def read_items(data: bytes, where: str) -> SavedItems:
     try:
         version, world_size = found["version"], found["world_size"]
         if version != VERSION:
-            text = f"{where} is of version {version!r}, known is {VERSION}"
+            text = f"{where} is of version {shown(version)}, known is {VERSION}"
             raise UserError(text, hint="load it with torch_checkpointing 0.1 and save it again")
         if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
-            raise ValueError(f"{world_size!r} ranks")
+            raise ValueError(f"{shown(world_size)} ranks")
         return SavedItems(world_size, {key: _item(key, item, where) for key, item in found["metadata"].items()})
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} is not what torch_checkpointing writes: {error!r}") from None
+        raise CheckFailed(f"{where} is not what torch_checkpointing writes: {said(error)}") from None
 
 
 def _item(key: str, item: Mapping[str, Any], where: str) -> Item:
@@ -79,10 +80,10 @@ def _item(key: str, item: Mapping[str, Any], where: str) -> Item:
     for rank, layout in item["rank_to_layout_info"].items():
         if layout is not None and layout["serialization_format"]["type"] != TORCH:
             kind = layout["serialization_format"]["type"]
-            raise UserError(f"{where}: {key} was saved by {kind}, which is not read", hint="save it by torch")
+            raise UserError(f"{where}: {key} was saved by {shown(kind)}, which is not read", hint="save it by torch")
         name = f"{key}_{rank}.pt" if layout is None else layout["file_path"]
         if type(rank) is not int or not all(word not in ("", ".", "..") for word in name.split("/")):
-            raise ValueError(f"{name!r} is not a file of the folder")
+            raise ValueError(f"{shown(name)} is not a file of the folder")
         files[rank] = name
     cuts = {}
     for text, groups in item["nested_path_to_metadata"].items():
@@ -96,20 +97,20 @@ def _item(key: str, item: Mapping[str, Any], where: str) -> Item:
 
 def _cut(described: Mapping[str, Any]) -> Cut:
     if described["type"] != CUT:
-        raise ValueError(f"a tensor described by {described['type']!r}")
+        raise ValueError(f"a tensor described by {shown(described['type'])}")
     data = described["data"]
     mesh = data["mesh_spec"]
     shape, mesh_shape, ranks = (_ints(each) for each in (data["global_shape"], mesh["mesh_shape"], mesh["mesh_data"]))
     placements = tuple(data["placements"])
     for each in placements:
         if each["type"] not in ("Shard", "StridedShard", "Replicate"):
-            raise ValueError(f"placement {each['type']!r}")
+            raise ValueError(f"placement {shown(each['type'])}")
         if each["type"] != "Replicate" and not 0 <= each["dim"] < len(shape):
-            raise ValueError(f"a cut of dim {each['dim']} of {list(shape)}")
+            raise ValueError(f"a cut of dim {shown(each['dim'])} of {len(shape)} dims")
     return Cut(data["dtype"].removeprefix("torch."), shape, mesh_shape, ranks, placements)
 
 
 def _ints(values: Any) -> Ints:
     if not isinstance(values, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in values):
-        raise ValueError(f"{values!r} is not a row of sizes")
+        raise ValueError(f"{shown(values)} is not a row of sizes")
     return tuple(values)

@@ -11,6 +11,7 @@ from functools import cached_property
 from ckptkit.foreign.dcp_folder import DcpFolder
 from ckptkit.foreign.dcp_metadata import FILE, DcpContents
 from ckptkit.foreign.hf_contents import FILES
+from ckptkit.foreign.shown import said, shown
 from ckptkit.foreign.stored_reader import Place
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
@@ -60,7 +61,8 @@ def _check_backends(storage: Storage) -> None:
         found = json.loads(storage.read(CONFIG))
         named = {key: found.get(key, BACKENDS[key]) for key in BACKENDS}
     except (AttributeError, ValueError, RecursionError) as error:
-        raise CheckFailed(f"{where} is not what megatron-core writes: {error!r}") from None
+        raise CheckFailed(f"{where} is not what megatron-core writes: {said(error)}") from None
     if named != BACKENDS or "sharded_backend" not in found:
-        said = ", ".join(f"{key} {value!r}" for key, value in named.items() if value != BACKENDS[key]) or "no backend"
-        raise UserError(f"{where} says {said}, which is not read", hint="save it with --dist-ckpt-format torch_dist")
+        wrong = ", ".join(f"{key} {shown(value)}" for key, value in named.items() if value != BACKENDS[key])
+        text = f"{where} says {wrong or 'no backend'}, which is not read"
+        raise UserError(text, hint="save it with --dist-ckpt-format torch_dist")

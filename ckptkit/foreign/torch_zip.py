@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.foreign.restricted_pickle import Name, Record, parsed
+from ckptkit.foreign.shown import said, shown
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
 
@@ -68,8 +69,7 @@ def read_tensor(storage: Storage, key: str, offset: int, length: int) -> StoredT
         while isinstance(described, Record) and described.name == PARAMETER:
             described = described.args[0]
         if not isinstance(described, Record) or described.name not in REBUILDS:
-            named = getattr(described, "name", described)
-            raise UserError(f"{where} is of a kind of tensor that is not read: {named!r}")
+            raise UserError(f"{where} is of a kind of tensor that is not read: {shown(described)}")
         return archive.placed(described)
 
 
@@ -82,7 +82,7 @@ def checked(where: str, what: str) -> Iterator[None]:
         raise
     except (zipfile.BadZipFile, KeyError, IndexError, TypeError, ValueError, AttributeError, NotImplementedError,
             struct.error, EOFError, OverflowError, RuntimeError) as error:  # fmt: skip
-        raise CheckFailed(f"{where} is not {what} as torch.save writes it: {error!r}") from None
+        raise CheckFailed(f"{where} is not {what} as torch.save writes it: {said(error)}") from None
 
 
 class TorchZip:
@@ -151,7 +151,7 @@ class _Storage:
     def __init__(self, pid: Any) -> None:
         word, kind, key, _, numel = pid
         if word != "storage" or type(kind) is not Name or not isinstance(key, str):
-            raise ValueError(f"{pid!r} is not a storage")
+            raise ValueError(f"{shown(pid)} is not a storage")
         self.kind, self.key, self.numel = str(kind), key, _checked(numel)
 
 
@@ -193,5 +193,5 @@ class _Window(io.RawIOBase):
 
 def _checked(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 1 << 62:
-        raise ValueError(f"{number!r} is not a size")
+        raise ValueError(f"{shown(number)} is not a size")
     return number

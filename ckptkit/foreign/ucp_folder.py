@@ -2,19 +2,21 @@
 
 `zero/NAME/fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` hold a parameter's master weight and moments, whole: in a dict
 beside what says how tensor parallelism cut it, or alone and flat as ZeRO-3 has them, with shapes in `*model_states.pt`.
-They become `optim.master/NAME` and so on. Nothing is unpickled; the folder has no checksums. Neither torch nor
-DeepSpeed is needed.
+They become `optim.master/NAME` and so on. A buffer or frozen weight has `fp32.pt` alone, and is a master alone.
+Nothing is unpickled; the folder has no checksums. Neither torch nor DeepSpeed is needed.
 """
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.shown import said
 from ckptkit.foreign.stored_reader import Found, StoredReader, table_of
 from ckptkit.foreign.torch_archive import description, read_archive
 from ckptkit.foreign.torch_zip import Ints, StoredTensor
@@ -59,9 +61,15 @@ class UcpFolder(ForeignFolder):
         if not files:
             hint = "name a folder that DeepSpeed's ds_to_universal.py made"
             raise CheckFailed(f"{self.storage.url} has no zero/NAME/fp32.pt", hint=hint)
-        if missing := _missing(files.values()):
+        stateless = _stateless(files.values())
+        missing = _missing([match for match in files.values() if match[1] not in stateless])
+        if lost := sorted(stateless & self._optimized(sizes)) if stateless else []:
+            missing += [f"{name}: all but zero/{name}/fp32.pt, and the optimizer has it" for name in lost]
+        if missing:
             text = f"{self.storage.url} lacks files of parameters:{listed(missing)}"
             raise CheckFailed(text, hint="fetch the folder again")
+        if stateless:
+            log(f"warning: {self.url} has weights without optimizer state: {shown_names(sorted(stateless))}")
         if others := sorted(sizes.keys() - files.keys()):
             log(f"warning: {self.url} holds what is not read: {shown_names(others)}")
         with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -82,20 +90,39 @@ class UcpFolder(ForeignFolder):
                 tensors.append(Found(f"optim.{KINDS.get(match[2], match[2])}/{match[1]}", whole, name, tensor))
         if faults:
             raise UserError(f"{self.url} holds what is not read:{listed(faults)}")
+        _check_states(self.storage.url, tensors)
         return Contents(tuple(tensors), {name: sizes[name] for name in files}, steps)
 
     def _shapes(self, sizes: Mapping[str, int]) -> dict[str, Ints]:
         """Return the shape of each parameter, as the first file of the module's state has them."""
-        found = min((name for name in sizes if name.endswith(SHAPES)), default=None)
-        if found is None:
+        if self._module_file(sizes) is None:
             text = f"{self.storage.url} has tensors of ZeRO-3, which are flat, and no *{SHAPES} with their shapes"
             raise CheckFailed(text, hint="fetch the folder again")
-        described = description(self.storage, found, OTHERS)
-        try:
+        with self._described(sizes) as described:
             return {name: tuple(size.args[0]) for group in described["param_shapes"] for name, size in group.items()}
+
+    def _optimized(self, sizes: Mapping[str, int]) -> set[str]:
+        """Return the parameters that the optimizer has, as the module's state says; none if nothing says it."""
+        if self._module_file(sizes) is None:
+            return set()
+        with self._described(sizes) as described:
+            others = {*(described.get("buffer_names") or ()), *(described.get("frozen_param_shapes") or ())}
+            return {name for group in described.get("param_shapes") or () for name in group} - others
+
+    @contextmanager
+    def _described(self, sizes: Mapping[str, int]) -> Iterator[Any]:
+        """Yield the module's state for a look at it, in which what is not as DeepSpeed writes it is a CheckFailed."""
+        found = self._module_file(sizes)
+        assert found is not None, "there is one"
+        try:
+            yield description(self.storage, found, OTHERS)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             where = f"{self.storage.url}/{found}"
-            raise CheckFailed(f"{where} has no shapes of parameters as DeepSpeed writes them: {error!r}") from None
+            text = f"{where} has no shapes of parameters as DeepSpeed writes them: {said(error)}"
+            raise CheckFailed(text, hint="fetch the folder again") from None
+
+    def _module_file(self, sizes: Mapping[str, int]) -> str | None:
+        return min((name for name in sizes if name.endswith(SHAPES)), default=None)
 
     @property
     def files(self) -> Collection[str]:
@@ -115,14 +142,38 @@ class UcpFolder(ForeignFolder):
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), metadata)
 
 
+def _stateless(files: Iterable[re.Match[str]]) -> set[str]:
+    """Return the names that have a master and nothing of an optimizer."""
+    masters, others = set[str](), set[str]()
+    for name, state in (match.groups() for match in files):
+        (masters if state == "fp32" else others).add(name)
+    return masters - others
+
+
 def _missing(files: Collection[re.Match[str]]) -> list[str]:
     """Return the files that are not there: masters, and states that another parameter has beside all of this one's."""
     states: dict[str, set[str]] = {}
     for name, state in (match.groups() for match in files):
         states.setdefault(name, {"fp32"}).update({state} - {"step"})
     found = {f"zero/{match[1]}/{match[2]}.pt" for match in files}
-    wanted = ((name, max(filter(own.issubset, states.values()), key=len)) for name, own in states.items())
+    kinds = {frozenset(own) for own in states.values()}
+    fullest = {own: max(filter(own.issubset, kinds), key=len) for own in kinds}
+    wanted = ((name, fullest[frozenset(own)]) for name, own in states.items())
     return sorted({f"zero/{name}/{state}.pt" for name, own in wanted for state in own} - found)
+
+
+def _check_states(url: str, tensors: Iterable[Found]) -> None:
+    """Raise CheckFailed for moments of another shape or dtype than their master."""
+    masters, faults = dict[str, StoredTensor](), list[str]()
+    states = [(*each.name.partition("/")[::2], each) for each in tensors if not each.name.startswith("optim.step/")]
+    for _, name, each in sorted(states, key=lambda state: state[0] != f"optim.{KINDS['fp32']}"):
+        own, master = each.place, masters.setdefault(name, each.place)
+        if (own.dtype, own.shape) != (master.dtype, master.shape):
+            there = f"{own.dtype} {list(own.shape)}, fp32.pt beside it {master.dtype} {list(master.shape)}"
+            faults.append(f"{each.file}: {there}")
+    if faults:
+        hint = "convert the save again with DeepSpeed's ds_to_universal.py"
+        raise CheckFailed(f"{url} has states that are not those of their parameters:{listed(faults)}", hint=hint)
 
 
 def _shaped(flat: StoredTensor, shape: Any, where: str) -> StoredTensor:

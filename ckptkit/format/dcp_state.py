@@ -49,5 +49,5 @@ def checked_path(path: Any) -> Path:
     """Return a path of keys and numbers; ValueError for anything else."""
     made = tuple(path)
     if not made or not all(type(key) in (str, int) for key in made):
-        raise ValueError(f"{path!r} is not a path of names and numbers")
+        raise ValueError("a path that is not of names and numbers")
     return made

@@ -15,8 +15,12 @@ import torch.distributed.checkpoint as dcp
 from ckptkit.cli import main
 from ckptkit.foreign.pickle_writer import Call, External, Global, Made, pickled
 from ckptkit.foreign.restricted_pickle import parsed
+from ckptkit.foreign.shown import said, shown
+from ckptkit.loading.roots import read_root
+from ckptkit.torch import DcpReader
 from tests.ckptkit.support.saves import ROOT
 from threefold.errors import CheckFailed
+from threefold.storage import open_storage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -125,6 +129,120 @@ def test_damaged_data_is_one_error(data: bytes) -> None:
 def test_a_large_number_takes_no_memory() -> None:
     """In C the memo would be a table of as many places."""
     assert parsed(b"\x80\x02ctorch\nSize\nr\xff\xff\xff\x7f.", ALLOWED, "here") == "torch.Size"
+
+
+def laughing(levels: int = 39, *, end: bytes = b"") -> bytes:
+    """A few bytes that describe ten to the power of so many values: each list holds the one before ten times."""
+    body = b"\x80\x02]q\x00(" + b"K\x01" * 10 + b"e"
+    for level in range(1, levels + 1):
+        body += b"]q" + bytes([level]) + b"(" + (b"h" + bytes([level - 1])) * 10 + b"e"
+    return body + end + b"."
+
+
+def laughing_key() -> bytes:
+    """The same of tuples as a key, whose hash would take for ever."""
+    body = b"\x80\x02K\x01q\x00"
+    for level in range(1, 40):
+        body += b"(" + (b"h" + bytes([level - 1])) * 10 + b"tq" + bytes([level])
+    return body + b"}h\x27Ns."
+
+
+SPREADING = {
+    "values that are used again and again": laughing(),
+    "a key that is nested": laughing_key(),
+    "nested more than": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "a tuple of tuples": b"\x80\x02)" + b"\x85" * 100_000 + b".",
+    "a value that holds itself": b"\x80\x02]q\x00h\x00a.",
+    "no such file has": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",  # a bytearray of a terabyte
+}
+
+
+@pytest.mark.parametrize("data", SPREADING.values(), ids=SPREADING)
+def test_a_few_bytes_take_neither_memory_nor_time(tmp_path: Path, data: bytes) -> None:
+    """Whatever they describe, in 768 MiB, and what is said of them is short."""
+    folder = tmp_path / "laughs"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(data)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (768 << 20,) * 2); "
+    program = limit + "from ckptkit.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "import", str(folder), str(tmp_path / "run"), "--from", "dcp"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1, ended.stderr[-1000:]
+    assert "Traceback" not in ended.stderr
+    assert "is not a file of pickled data, or is damaged" in ended.stderr
+    assert len(ended.stderr) < 600
+
+
+def test_shared_values_are_read_as_they_are_used() -> None:
+    shared = b"\x80\x02]q\x00(" + b"K\x01" * 3 + b"e]q\x01(h\x00h\x00e."
+    assert parsed(shared, ALLOWED, "here") == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_what_a_message_shows_is_short() -> None:
+    for value in ("n" * 100_000, 1 << 100_000, ["x" * 1000] * 1000, b"y" * 10_000, {"a": 1}, None):
+        assert 0 < len(shown(value)) < 200
+        assert 0 < len(said(KeyError(value))) < 200
+    assert 0 < len(said(ValueError("z" * 10_000))) < 200
+    assert shown(["stream.zstd"]) == "['stream.zstd']"
+
+
+STATE = {"a.w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(7.0)}
+
+
+def safetensors_writer(kind: str, folder: Path) -> Any:
+    pytest.importorskip("safetensors")
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    if kind == "files":
+        form = filesystem.SerializationFormat.SAFETENSORS
+        return filesystem.FileSystemWriter(folder, serialization_format=form)
+    options = {"two": {"fqn_to_index_mapping": {"a.w": 1, "b": 2, "c": 2}}, "shards": {"save_distributed": True},
+               "joined": {"save_distributed": True, "enable_consolidation": True}}  # fmt: skip
+    return dcp.HuggingFaceStorageWriter(str(folder), **options.get(kind, {}))
+
+
+@pytest.mark.parametrize("kind", ["files", "one", "two", "joined"])
+def test_safetensors_that_torch_wrote_are_a_step(tmp_path: Path, kind: str) -> None:
+    dcp.save(STATE, storage_writer=safetensors_writer(kind, tmp_path / "save"))
+    assert call("import", tmp_path / "save", tmp_path / "run", "--from", "dcp") == 0
+    assert call("diff", f"dcp:{tmp_path / 'save'}", tmp_path / "run") == 0
+    found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    dcp.load(found, storage_reader=DcpReader(tmp_path / "run"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+
+
+def test_pickled_values_before_safetensors_are_kept(tmp_path: Path) -> None:
+    state = {"model": STATE, "lr": 0.5}
+    dcp.save(state, storage_writer=safetensors_writer("files", tmp_path / "save"))
+    assert call("import", tmp_path / "save", tmp_path / "run", "--from", "dcp") == 0
+    assert read_root(open_storage(tmp_path / "run"), 0).metadata["dcp"]["bytes"] == ["lr"]
+
+
+def drop_a_file(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def drop_a_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace('"a.w"', '"a.v"'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("shards", lambda folder: None, "nothing says how large their tensors are"),
+        ("two", drop_a_file, "model-00002-of-00002.safetensors is missing"),
+        ("two", drop_a_tensor, "is in one of them only"),
+    ],
+)
+def test_safetensors_that_are_not_whole_are_refused(
+    tmp_path: Path, kind: str, change: Callable[[Path], None], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dcp.save(STATE, storage_writer=safetensors_writer(kind, tmp_path / "save"))
+    change(tmp_path / "save")
+    assert call("import", tmp_path / "save", tmp_path / "run", "--from", "dcp") == 1
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def cut(folder: Path) -> None:

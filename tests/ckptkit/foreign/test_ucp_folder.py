@@ -86,6 +86,65 @@ def test_what_is_not_sound_is_one_error_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def add_stateless(folder: Path, *names: str) -> dict[str, torch.Tensor]:
+    """What ZeRO-1 and 2 have of buffers and frozen weights: a master, and nothing beside it."""
+    tensors = {name: torch.arange(4) if name.endswith("tracked") else torch.randn(3, 2) for name in names}
+    for name, tensor in tensors.items():
+        (folder / "zero" / name).mkdir()
+        torch.save({"cat_dim": 0, "param": tensor}, folder / "zero" / name / "fp32.pt")
+    return tensors
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_buffers_and_frozen_weights_are_masters_alone_and_named(
+    tmp_path: Path, is_named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not the module's state says which they are."""
+    folder, run = tmp_path / "saved", tmp_path / "run"
+    expected = plant(folder, is_flat=False)
+    stateless = add_stateless(folder, "norm.tracked", "frozen.weight")
+    module = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    if is_named:
+        described = torch.load(module, weights_only=False)
+        described |= {"buffer_names": ["norm.tracked"], "frozen_param_shapes": {"frozen.weight": torch.Size((3, 2))}}
+        torch.save(described, module)
+    else:
+        module.unlink()
+    assert call("import", folder, run, "--from", "ucp") == 0
+    assert "has weights without optimizer state: frozen.weight, norm.tracked" in capsys.readouterr().err
+    root = read_root(open_storage(run), 0)
+    expected |= {f"optim.master/{name}": tensor for name, tensor in stateless.items()}
+    assert {name: info.shape for name, info in root.tensors.items()} == {n: tuple(t.shape) for n, t in expected.items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, storage_reader=DcpReader(run))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_parameter_that_lost_all_its_moments_is_not_taken_for_a_frozen_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(tmp_path / "saved", is_flat=False)
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        (tmp_path / "saved" / "zero" / "layers.0.bias" / f"{state}.pt").unlink()
+    assert call("import", tmp_path / "saved", tmp_path / "run", "--from", "ucp") == 1
+    assert "layers.0.bias: all but zero/layers.0.bias/fp32.pt, and the optimizer has it" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "moment", [torch.ones(5), torch.ones(4, dtype=torch.int32), torch.ones(4, dtype=torch.float64)]
+)
+def test_moments_of_another_shape_or_dtype_are_refused(
+    tmp_path: Path, moment: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(tmp_path / "saved", is_flat=False)
+    torch.save({"param": moment}, tmp_path / "saved" / "zero" / "layers.0.bias" / "exp_avg.pt")
+    assert call("import", tmp_path / "saved", tmp_path / "run", "--from", "ucp") == 1
+    error = capsys.readouterr().err
+    assert f"zero/layers.0.bias/exp_avg.pt: {str(moment.dtype)[6:]} {list(moment.shape)}, fp32.pt beside it" in error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_deepspeed_made_comes_over_whole(tmp_path: Path, stage: int) -> None:

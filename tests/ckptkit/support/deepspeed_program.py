@@ -10,8 +10,11 @@ def main(stage: int, folder: str) -> None:
     import torch
     from deepspeed.checkpoint import ds_to_universal
 
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4), torch.nn.BatchNorm1d(4), frozen
+    )
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     settings = {
         "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
