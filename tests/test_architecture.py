@@ -22,8 +22,8 @@ FOLDERS = {
     "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "closing", "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
                 "check", "foreign", "rewrite", "commands"],
-    "datakit": ["files", "text", "tokenization", "store", "archives", "packing", "remote", "stream", "dedup",
-                "preprocessing", "foreign", "reports", "commands"],
+    "datakit": ["files", "text", "tokenization", "store", "archives", "packing", "remote", "stream", "data_loader",
+                "dedup", "preprocessing", "foreign", "reports", "commands"],
     "trainer": [
         "config", "job", "mesh", "ops",
         "linear", "store", "parallel", "model",
@@ -34,7 +34,7 @@ FOLDERS = {
 UPWARD: set[str] = set()
 CYCLES: set[str] = set()  # the first module of each
 # what names torch outside trainer: the first inside functions, the others are imported by nothing else of their kit
-TORCH_PLACES = ("ckptkit/io/torch_tensors.py", "ckptkit/torch/", "datakit/torch.py")
+TORCH_PLACES = ("ckptkit/io/torch_tensors.py", "ckptkit/torch/", "datakit/torch.py", "datakit/data_loader/")
 TORCH_DOORS = {"ckptkit.torch", "datakit.torch"}
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 8
 LONG_FILES = {

@@ -1,12 +1,15 @@
 """Cursor: the complete resume state of a stream, a few hundred bytes that know nothing of ranks or batch sizes."""
 
-from dataclasses import asdict, dataclass
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Protocol
 
 from datakit.stream.arguments import whole_number
 from threefold.errors import UserError
 
 VERSION = 1
+HINT = 'batch["cursor"] of a DataLoader(dataset, batch_size=None), which does not collate it, or a state_dict()'
 
 
 class Stream(Protocol):
@@ -51,18 +54,17 @@ class Cursor:
 
     @classmethod
     def from_json(cls, value: object) -> "Cursor":
-        """Read what `to_json` gave; UserError if it is something else."""
-        if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise UserError(f"{value!r} is not a cursor of version {VERSION}")
+        """Read what `to_json` returned; UserError if it is something else, say what a DataLoader collated."""
+        if not isinstance(value, Mapping):
+            raise UserError(f"what is loaded is not a cursor but {reprlib.repr(value)}", hint=HINT)
+        version, kinds = value.get("version"), {field.name: field.type for field in fields(cls)}
+        if isinstance(version, int) and version != VERSION:
+            raise UserError(f"what is loaded is not a cursor of version {VERSION}, but {version}")
+        wrong = [name for name in kinds if not isinstance(value.get(name), str if name == "digest" else int)]
+        if not isinstance(version, int) or wrong:
+            of = f"{wrong[0]} {reprlib.repr(value.get(wrong[0]))}" if wrong else f"keys {reprlib.repr(list(value))}"
+            raise UserError(f"what is loaded is not a cursor: it has {of}", hint=HINT)
         try:
-            return cls(
-                num_samples=int(value["num_samples"]),
-                seed=int(value["seed"]),
-                seq_length=int(value["seq_length"]),
-                num_segments=int(value["num_segments"]),
-                digest=str(value["digest"]),
-            )
+            return cls(**{name: value[name] for name in kinds})
         except UserError as error:
-            raise UserError(f"{value!r} is not a cursor: {error.message}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{value!r} is not a cursor: {error}") from None
+            raise UserError(f"what is loaded is not a cursor: {error.message}") from None

@@ -1,4 +1,4 @@
-"""datakit.torch: through any DataLoader comes the plain Loader's stream, and any resume continues it."""
+"""Datasets: through any DataLoader comes the plain Loader's stream, and any resume continues it."""
 
 import json
 import pickle
@@ -24,7 +24,7 @@ from threefold.errors import CheckFailed, UserError
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
 DataLoader = torch.utils.data.DataLoader
-datasets = import_module("datakit.torch")
+datasets = import_module("datakit.data_loader.datasets")
 MapDataset, StreamDataset = datasets.MapDataset, datasets.StreamDataset
 
 L = 8
@@ -68,9 +68,11 @@ def same(found: Iterable[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
     return bool(pairs)
 
 
-def state(blend: Blend, cursor: dict[str, Any]) -> dict[str, Any]:
-    """What a `state_dict` is at a cursor: that, and the record."""
-    return cursor | {"stream": blend.record.to_json()}
+def state(blend: Blend, cursor: dict[str, Any], *shape: int) -> dict[str, Any]:
+    """What a `state_dict` is at a cursor: that, the record, and the geometry of a dataset if there is one."""
+    names = ("micro_batch_size", "dp_size", "num_workers", "worker")
+    geometry = {"geometry": dict(zip(names, shape, strict=True))} if shape else {}
+    return cursor | {"stream": blend.record.to_json()} | geometry
 
 
 def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, num_workers: int) -> None:
@@ -134,16 +136,20 @@ def test_workers_by_turns_make_the_stream_and_resume_it(
         shares, workers = [], []
         for worker in range(num_workers):
             dataset = pickle.loads(pickle.dumps(StreamDataset(blend, 2, cursor=Cursor.start(blend, first))))
-            if begin:
-                dataset.load_state_dict(json.loads(json.dumps(states[worker])))
             with pytest.MonkeyPatch.context() as patch:
                 as_worker(patch, worker, num_workers)
+                if begin:
+                    dataset.load_state_dict(json.loads(json.dumps(states[worker])))
                 shares.append(iter(dataset))
             workers.append(dataset)
         found += [next(shares[number % num_workers]) for number in range(begin, end)]
-        states = [dataset.state_dict() for dataset in workers]
+        for worker, dataset in enumerate(workers):
+            with pytest.MonkeyPatch.context() as patch:
+                as_worker(patch, worker, num_workers)
+                states[worker] = dataset.state_dict()
         if not begin and not end:
-            assert states == [state(blend, Cursor.start(blend, first).to_json())] * num_workers
+            cursor = Cursor.start(blend, first).to_json()
+            assert states == [state(blend, cursor, 2, 1, num_workers, worker) for worker in range(num_workers)]
     assert same(found, wanted)
 
 
@@ -152,11 +158,11 @@ def test_each_iteration_begins_at_the_cursor(blend: Blend) -> None:
     wanted = expected(blend, 4, first=6)
     for _ in range(2):
         assert same(islice(dataset, 3), wanted[:3])
-        assert dataset.state_dict() == state(blend, wanted[2]["cursor"])
+        assert dataset.state_dict() == state(blend, wanted[2]["cursor"], 2, 1, 0, 0)
     _ = iter(dataset)
-    assert dataset.state_dict() == state(blend, Cursor.start(blend, 6).to_json())
+    assert dataset.state_dict() == state(blend, Cursor.start(blend, 6).to_json(), 2, 1, 0, 0)
     dataset.load_state_dict(wanted[2]["cursor"])
-    assert dataset.state_dict() == state(blend, wanted[2]["cursor"])
+    assert dataset.state_dict() == state(blend, wanted[2]["cursor"], 2, 1, 0, 0)
     assert same(islice(dataset, 1), wanted[3:])
 
 
@@ -181,7 +187,8 @@ def test_a_state_of_another_stream_is_refused(blend: Blend) -> None:
                 target.load_state_dict(next(iter(StreamDataset(seeded, 2)))["cursor"])
             with pytest.raises(UserError, match="is not a cursor"):
                 target.load_state_dict({"epoch": 1})
-            assert target.state_dict() == state(blend, Cursor.start(blend).to_json())
+            geometry = (2, 1, 0, 0) if target is dataset else ()
+            assert target.state_dict() == state(blend, Cursor.start(blend).to_json(), *geometry)
         assert same(islice(dataset, 2), expected(blend, 2))
     with pytest.raises(UserError, match="seed"):
         StreamDataset(blend, 2, cursor=Cursor.start(seeded))
@@ -271,7 +278,8 @@ def test_torchdatas_loader_saves_and_resumes(blend: Blend, num_workers: int, bef
 
 
 def test_without_torch_the_import_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "datakit.torch")
+    for name in ("datakit.torch", "datakit.data_loader.datasets"):
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"^datakit.torch needs the package torch, which is not installed\n") as caught:
         import_module("datakit.torch")
