@@ -1,16 +1,17 @@
 // Files of a block cache: one call for many of them, as each call from Python costs its thread the interpreter.
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -22,10 +23,11 @@
 
 namespace {
 
-constexpr time_t recently_s = 1;  // the time of a last use is known about so well
-constexpr time_t stale_s = 3600;  // a hidden file of this age is no longer written
+constexpr time_t recently_s = 1;      // the time of a last use is known about so well
+constexpr int64_t page_bytes = 4096;  // a file takes whole pages of the disk
+constexpr char process_prefix[] = ".process-";
 
-enum Rank { stale, unneeded, needed };  // which files go first
+enum Rank { unneeded, needed };  // which files go first
 
 // A file of the folder; they are sorted in the order in which they go.
 struct Entry {
@@ -55,33 +57,66 @@ class Descriptor {
 
 int open_folder(const char* folder) { return open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
 
-time_t age_s(const struct stat& status) {
+bool is_old(const struct stat& status) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
-  return now.tv_sec - status.st_mtim.tv_sec;
+  return now.tv_sec - status.st_mtim.tv_sec > recently_s;
 }
 
-bool is_old(const struct stat& status) { return age_s(status) > recently_s; }
+int64_t room_of(const struct stat& status) { return (status.st_size + page_bytes - 1) / page_bytes * page_bytes; }
 
-bool is_temporary(std::string_view name) {
-  constexpr std::string_view suffix = ".tmp";
-  return name.size() > suffix.size() && name.substr(name.size() - suffix.size()) == suffix;
+using Folder = std::unique_ptr<DIR, int (*)(DIR*)>;
+
+// Opens a folder in another one, or in the current one.
+Folder open_entries(int parent, const char* name) {
+  const int number = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  Folder opened(number < 0 ? nullptr : fdopendir(number), closedir);
+  if (number >= 0 && !opened) close(number);
+  return opened;
 }
 
-// Writes a file without a name and then names it; 0, or a negative errno.
-int64_t write_block(int folder, const char* name, const char* content, int64_t num_bytes) {
-  const Descriptor file(openat(folder, ".", O_RDWR | O_TMPFILE | O_CLOEXEC, 0600));
-  if (file < 0) return -errno;
-  for (int64_t done = 0; done < num_bytes;) {
-    const ssize_t count = write(file, content + done, num_bytes - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return -errno;
-    done += count;
+// What processes hold of a cache.
+struct Holdings {
+  int64_t num_processes = 0;
+  int64_t num_bytes = 0;  // of files that have no name among the blocks
+  std::set<ino_t> counted;
+};
+
+// Adds what a process holds, or removes its folder, if the process is over and so no longer has it locked.
+void add_process(int cache, const char* name, const std::unordered_set<ino_t>& blocks, Holdings& all) {
+  const Folder opened = open_entries(cache, name);
+  if (!opened) return;
+  const int folder = dirfd(opened.get());
+  const bool is_over = flock(folder, LOCK_EX | LOCK_NB) == 0;
+  all.num_processes += !is_over;
+  while (const dirent* entry = readdir(opened.get())) {
+    struct stat status;
+    if (fstatat(folder, entry->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(status.st_mode)) continue;
+    if (is_over) {
+      unlinkat(folder, entry->d_name, 0);
+    } else if (!blocks.count(status.st_ino) && all.counted.insert(status.st_ino).second) {
+      all.num_bytes += room_of(status);
+    }
   }
-  char path[32];
-  std::snprintf(path, sizeof path, "/proc/self/fd/%d", static_cast<int>(file));
-  if (linkat(AT_FDCWD, path, folder, name, AT_SYMLINK_FOLLOW) != 0 && errno != EEXIST) return -errno;
-  return 0;
+  if (is_over) unlinkat(cache, name, AT_REMOVEDIR);
+}
+
+// Writes a file under a hidden name, and then renames it; 0, or a negative errno.
+int64_t write_block(int process, const char* hidden, int folder, const char* name, const char* content, int64_t num_bytes) {
+  const Descriptor file(openat(process, hidden, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+  if (file < 0) return -errno;
+  int64_t code = 0;
+  for (int64_t done = 0; done < num_bytes && !code;) {
+    const ssize_t count = write(file, content + done, num_bytes - done);
+    if (count >= 0) {
+      done += count;
+    } else if (errno != EINTR) {
+      code = -errno;
+    }
+  }
+  if (!code && renameat(process, hidden, folder, name) != 0) code = -errno;
+  if (code) unlinkat(process, hidden, 0);
+  return code;
 }
 
 }  // namespace
@@ -104,45 +139,69 @@ int64_t dk_find_blocks(const char* folder, const char* names, const int64_t* siz
   return 0;
 }
 
-int64_t dk_write_blocks(const char* folder, const char* names, const void* const* contents, const int64_t* sizes,
-                        int64_t num_blocks) {
-  const Descriptor opened(open_folder(folder));
-  if (opened < 0) return -errno;
+static int64_t write_all(const char* folder, const char* process, const char* room, const char* names,
+                         const void* const* contents, const int64_t* sizes, int64_t num_blocks) {
+  const Descriptor opened(open_folder(folder)), own(open_folder(process));
+  if (opened < 0 || own < 0) return -errno;
+  const Descriptor reserved(openat(own, room, O_WRONLY | O_CLOEXEC));
+  if (reserved < 0) return -errno;
+  const std::string hidden = std::string(room) + ".tmp";
+  int64_t rest = 0;
+  for (int64_t i = 0; i < num_blocks; ++i) rest += (sizes[i] + page_bytes - 1) / page_bytes * page_bytes;
   for (int64_t i = 0; i < num_blocks; ++i, names += std::strlen(names) + 1) {
-    const int64_t code = write_block(opened, names, static_cast<const char*>(contents[i]), sizes[i]);
+    rest -= (sizes[i] + page_bytes - 1) / page_bytes * page_bytes;
+    if (ftruncate(reserved, rest) != 0) return -errno;
+    const int64_t code = write_block(own, hidden.c_str(), opened, names, static_cast<const char*>(contents[i]), sizes[i]);
     if (code) return code;
   }
   return 0;
 }
 
-static int64_t evict(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted) {
-  const std::unique_ptr<DIR, int (*)(DIR*)> opened(opendir(folder), closedir);
+int64_t dk_write_blocks(const char* folder, const char* process, const char* room, const char* names,
+                        const void* const* contents, const int64_t* sizes, int64_t num_blocks) {
+  return without_throw(int64_t{-ENOMEM}, [&] { return write_all(folder, process, room, names, contents, sizes, num_blocks); });
+}
+
+static int64_t evict(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted,
+                     int64_t* num_processes) {
+  const Folder opened(opendir(folder), closedir);
   if (!opened) return -errno;
   std::unordered_set<std::string_view> needed_names;
   for (int64_t i = 0; i < num_needed; ++i, names += std::strlen(names) + 1) needed_names.insert(names);
   std::vector<Entry> entries;
+  std::vector<std::string> processes;
+  std::unordered_set<ino_t> blocks;
   int64_t total = 0;
   while (const dirent* each = readdir(opened.get())) {
     const std::string_view name = each->d_name;
+    if (name[0] == '.') {
+      if (name.substr(0, sizeof process_prefix - 1) == process_prefix) processes.emplace_back(name);
+      continue;
+    }
     struct stat status;
-    if (name[0] == '.' && !is_temporary(name)) continue;
     if (fstatat(dirfd(opened.get()), each->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(status.st_mode)) continue;
-    total += status.st_size;
-    if (name[0] == '.' && age_s(status) <= stale_s) continue;
-    const Rank rank = name[0] == '.' ? stale : needed_names.count(name) ? needed : unneeded;
-    entries.push_back({rank, status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec, each->d_name, status.st_size});
+    total += room_of(status);
+    blocks.insert(status.st_ino);
+    if (status.st_nlink > 1) continue;  // a process holds it, so that its room would not be free
+    const Rank rank = needed_names.count(name) ? needed : unneeded;
+    entries.push_back({rank, status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec, each->d_name, room_of(status)});
   }
+  Holdings holdings;
+  for (const std::string& process : processes) add_process(dirfd(opened.get()), process.c_str(), blocks, holdings);
+  *num_processes = holdings.num_processes;
+  total += holdings.num_bytes;
   std::sort(entries.begin(), entries.end());
   for (const Entry& each : entries) {
-    if (each.rank != stale && total <= (each.rank == needed ? most : wanted)) break;
+    if (total <= (each.rank == needed ? most : wanted)) break;
     if (unlinkat(dirfd(opened.get()), each.name.c_str(), 0) != 0 && errno != ENOENT) return -errno;
     total -= each.num_bytes;
   }
   return total;
 }
 
-int64_t dk_evict_blocks(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted) {
-  return without_throw(int64_t{-ENOMEM}, [&] { return evict(folder, names, num_needed, most, wanted); });
+int64_t dk_evict_blocks(const char* folder, const char* names, int64_t num_needed, int64_t most, int64_t wanted,
+                        int64_t* num_processes) {
+  return without_throw(int64_t{-ENOMEM}, [&] { return evict(folder, names, num_needed, most, wanted, num_processes); });
 }
 
 int64_t dk_lock_bytes(int64_t file, const int64_t* places, int64_t num_places) {
@@ -158,17 +217,22 @@ int64_t dk_lock_bytes(int64_t file, const int64_t* places, int64_t num_places) {
   return num_places;
 }
 
-int64_t dk_map_blocks(const char* folder, const char* names, const int64_t* sizes, int64_t num_blocks, void** addresses) {
-  const Descriptor opened(open_folder(folder));
-  if (opened < 0) return -errno;
+int64_t dk_map_blocks(const char* folder, const char* process, const char* names, const int64_t* sizes, int64_t num_blocks,
+                      void** addresses) {
+  const Descriptor opened(open_folder(folder)), own(open_folder(process));
+  if (opened < 0 || own < 0) return -errno;
   for (int64_t i = 0; i < num_blocks; ++i, names += std::strlen(names) + 1) {
     addresses[i] = nullptr;
-    const Descriptor file(openat(opened, names, O_RDONLY | O_CLOEXEC));
+    const bool is_new = linkat(opened, names, own, names, 0) == 0;
+    if (!is_new && errno != EEXIST) continue;
+    const Descriptor file(openat(own, names, O_RDONLY | O_CLOEXEC));
     struct stat status;
-    if (file < 0 || fstat(file, &status) != 0 || status.st_size != sizes[i]) continue;
-    if (is_old(status)) futimens(file, nullptr);
-    void* const address = mmap(nullptr, sizes[i], PROT_READ, MAP_SHARED, file, 0);
-    if (address != MAP_FAILED) addresses[i] = address;
+    if (file >= 0 && fstat(file, &status) == 0 && status.st_size == sizes[i]) {
+      if (is_old(status)) futimens(file, nullptr);
+      void* const address = mmap(nullptr, sizes[i], PROT_READ, MAP_SHARED, file, 0);
+      if (address != MAP_FAILED) addresses[i] = address;
+    }
+    if (is_new && !addresses[i]) unlinkat(own, names, 0);
   }
   return 0;
 }

@@ -100,24 +100,26 @@ DK_API int64_t dk_read_files(const dk_read* reads, int64_t num_reads, int num_th
 DK_API int64_t dk_find_blocks(const char* folder, const char* names, const int64_t* sizes, int64_t num_blocks,
                               int64_t* found);
 
-// Writes blocks that no reader sees before they are whole; one that is there stays. Returns 0, or a negative errno:
-// -EOPNOTSUPP, -EISDIR or -EINVAL of a file system that has no files without a name.
-DK_API int64_t dk_write_blocks(const char* folder, const char* names, const void* const* contents, const int64_t* sizes,
-                               int64_t num_blocks);
+// Writes blocks that no reader sees before they are whole, by way of this process's folder in the cache. Its file `room` there,
+// which keeps as much room as they take, shrinks on the way. Returns 0, or a negative errno.
+DK_API int64_t dk_write_blocks(const char* folder, const char* process, const char* room, const char* names,
+                               const void* const* contents, const int64_t* sizes, int64_t num_blocks);
 
-// Removes blocks, those used longest ago first, until the others have at most wanted bytes, or with those that are needed at
-// most most; and temporary files of an hour ago. Names that begin with a dot are not blocks'. Returns the bytes left, or a
-// negative errno.
-DK_API int64_t dk_evict_blocks(const char* folder, const char* needed, int64_t num_needed, int64_t most, int64_t wanted);
+// Removes blocks, those used longest ago first, until all files have at most wanted bytes, or with those that are needed at
+// most most. What a process holds has a name in its folder too, is counted and stays. The folders of processes that are over
+// are removed; the others are counted. Names that begin with a dot are not blocks'. Returns the bytes left, in whole pages, or
+// a negative errno.
+DK_API int64_t dk_evict_blocks(const char* folder, const char* needed, int64_t num_needed, int64_t most, int64_t wanted,
+                               int64_t* num_processes);
 
 // Locks bytes of an open file for its descriptor, in order. Returns how many before the first that another has locked, or a
 // negative errno.
 DK_API int64_t dk_lock_bytes(int64_t file, const int64_t* places, int64_t num_places);
 
-// Maps blocks for reading, at addresses[i]; null where block i is not there with sizes[i] bytes, or cannot be mapped. Returns
-// 0, or a negative errno.
-DK_API int64_t dk_map_blocks(const char* folder, const char* names, const int64_t* sizes, int64_t num_blocks,
-                             void** addresses);
+// Maps blocks for reading, at addresses[i], and links them into this process's folder: what has a name there is held. Null where
+// block i is not there with sizes[i] bytes, or cannot be mapped or linked. Returns 0, or a negative errno.
+DK_API int64_t dk_map_blocks(const char* folder, const char* process, const char* names, const int64_t* sizes,
+                             int64_t num_blocks, void** addresses);
 
 // Cuts documents that follow each other from token first_token on into pieces of at most seq_length tokens, all but a
 // document's last of just so many, and returns their number; empty documents have none. -EINVAL if a length is negative

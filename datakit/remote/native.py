@@ -7,10 +7,10 @@ from threefold.native import INT64, POINTER, TEXT, Prototypes, bind, load_librar
 
 PROTOTYPES: Prototypes = {
     "dk_find_blocks": (INT64, TEXT, TEXT, POINTER, INT64, POINTER),
-    "dk_write_blocks": (INT64, TEXT, TEXT, POINTER, POINTER, INT64),
-    "dk_evict_blocks": (INT64, TEXT, TEXT, INT64, INT64, INT64),
+    "dk_write_blocks": (INT64, TEXT, TEXT, TEXT, TEXT, POINTER, POINTER, INT64),
+    "dk_evict_blocks": (INT64, TEXT, TEXT, INT64, INT64, INT64, POINTER),
     "dk_lock_bytes": (INT64, INT64, POINTER, INT64),
-    "dk_map_blocks": (INT64, TEXT, TEXT, POINTER, INT64, POINTER),
+    "dk_map_blocks": (INT64, TEXT, TEXT, TEXT, POINTER, INT64, POINTER),
 }
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import xxhash
 
-from datakit.files.durable import reading
 from datakit.packing.packed_store import PackedStore
 from datakit.packing.packing_index import (
     MAX_RECORD_BYTES,
@@ -21,9 +20,9 @@ from datakit.packing.packing_index import (
     column_file,
     default_name,
 )
+from datakit.remote.holdings import Kind
 from datakit.remote.remote_store import RemoteStore
-from datakit.remote.shard_tokens import twice
-from datakit.store.shard import map_open
+from datakit.remote.shard_tokens import content_name, twice
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted
 from threefold.storage import Storage
@@ -75,9 +74,7 @@ def _open_index(place: str, store: RemoteStore, *, packing: str, seq_length: int
     def map_column(name: str) -> memoryview:
         digest = record.files[name]
         fetch = partial(twice, partial(_fetch, storage, name, record))
-        cached = store.cache.get(f"{digest.xxh3_64}-{digest.size_bytes}", digest.size_bytes, fetch)
-        with reading(cached.path):
-            return map_open(cached.descriptor)
+        return store.cache.memory(content_name(digest), digest.size_bytes, fetch, Kind.SHARED).data
 
     return PackingIndex(storage.url, record, map_column)
 

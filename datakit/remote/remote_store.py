@@ -17,7 +17,7 @@ import numpy.typing as npt
 from datakit.archives.store_source import SourceFile, StoreSource
 from datakit.files.durable import reading
 from datakit.remote import shard_tokens
-from datakit.remote.block_cache import BlockCache, shared_cache
+from datakit.remote.block_cache import BlockCache, NotHeldError, shared_cache
 from datakit.remote.shard_tokens import (
     NO_STRETCHES,
     ArchivedTokens,
@@ -32,8 +32,8 @@ from datakit.remote.shard_tokens import (
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME
 from datakit.store.origins import Origins
-from datakit.store.shard import Int64s, ShardIndex, Tokens, TokenShard, map_open
-from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
+from datakit.store.shard import Int64s, ShardIndex, Tokens, TokenShard
+from datakit.store.shard_file import FilePiece, ShardFile
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, quoted
 from threefold.masking import masked
@@ -41,8 +41,6 @@ from threefold.storage import Buffer
 from threefold.storage.repeating import open_repeating
 
 OPEN_TOKENS = Bound(4096)  # some dozen bytes a block each
-# what is open or mapped keeps its room on the disk when the cache drops it
-OPEN_INDICES, OPEN_ORIGINS, OPEN_BLOCKS = Bound(64), Bound(64), Bound(min(32, OPEN_FILES.most))
 MAPPED_PART = 16  # blocks are mapped to be read if at least such a part of them is
 _BLOCK_BITS = 32
 
@@ -89,8 +87,8 @@ class RemoteStore(TokenStore):
         super().__init__(Path(source.storage.url), source.manifest, "pread")
         self.source, self.cache, self._url, self.stretch_tokens = source, cache, url, stretch_tokens
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
-        self._shards, self._origins = KeptOpen(OPEN_INDICES), KeptOpen(OPEN_ORIGINS)
-        self._open_blocks: KeptOpen[ShardFile] = KeptOpen(OPEN_BLOCKS)
+        self._shards, self._origins = KeptOpen(cache.files), KeptOpen(cache.files)
+        self._open_blocks: KeptOpen[ShardFile] = KeptOpen(cache.opened)
         self._mapped_blocks: KeptOpen[npt.NDArray[np.uint8]] = KeptOpen(cache.mapped)
 
     @classmethod
@@ -176,15 +174,17 @@ class RemoteStore(TokenStore):
         """Return where ranges of bytes of a shard's tokens are in memory, and what keeps them there.
 
         They are in mapped blocks, and copied where they go over the end of one. A mapping keeps a block's room on the
-        disk: None if the ranges are less than a part of those of their blocks that are not mapped yet.
+        disk: None if the ranges are a small part of their blocks that are not mapped yet, or these may not be held.
         """
         bounds = self._bounds(number)
         firsts, lasts = _first_and_last(bounds, starts, stops)
         numbers = _all_between(firsts, lasts, len(bounds))
-        new = [each for each in numbers if _key(number, each) not in self._mapped_blocks]
-        if new and (stops - starts).sum() * MAPPED_PART < np.diff(bounds)[new].sum():
+        if not self._is_mapped(number, numbers, (stops - starts).sum()):
             return None
-        blocks = {each: self._mapped_blocks.get(_key(number, each), self._map_block) for each in numbers}
+        try:
+            blocks = {each: self._mapped_blocks.get(_key(number, each), self._map_block) for each in numbers}
+        except NotHeldError:
+            return None
         begins = np.zeros(len(bounds), np.int64)
         begins[numbers] = [block.ctypes.data for block in blocks.values()]
         addresses, held = (begins - bounds)[firsts] + starts, list(blocks.values())
@@ -197,12 +197,25 @@ class RemoteStore(TokenStore):
             addresses[place] = held[-1].ctypes.data
         return addresses, held
 
+    def sizes_to_map(self, number: int, starts: Int64s, stops: Int64s) -> Int64s:
+        """Return the bytes of the blocks of some ranges of a shard's tokens, none if they would not be mapped."""
+        blocks = self.blocks(number, starts, stops)
+        is_mapped = self._is_mapped(number, blocks, (stops - starts).sum())
+        return np.diff(self._bounds(number))[blocks if is_mapped else []]
+
+    def _is_mapped(self, number: int, blocks: list[int], num_bytes: int) -> bool:
+        """Return whether blocks are mapped to read so many bytes of them."""
+        new = [block for block in blocks if _key(number, block) not in self._mapped_blocks]
+        return not new or num_bytes * MAPPED_PART >= np.diff(self._bounds(number))[new].sum()
+
     def file_pieces(self, number: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of cached blocks that are bytes [start, stop) of a shard's tokens, in order."""
         tokens = self._tokens_of(number)
         block = block_at(tokens, start)
         while start < stop:
             file = self._open_blocks.get(_key(number, block), self._open_block)
+            if not file.is_kept:
+                self._open_blocks.drop(_key(number, block))
             end = min(stop, tokens.bounds[block + 1])
             yield FilePiece(file, start - tokens.bounds[block], end - start)
             start, block = end, block + 1
@@ -213,6 +226,7 @@ class RemoteStore(TokenStore):
         for file, first, size in self.file_pieces(number, start, stop):
             with reading(file.path):
                 parts.append(os.pread(file.descriptor, size, first))
+            file.let_go()
         return np.frombuffer(b"".join(parts), np.dtype(self.dtype).newbyteorder("<"))
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -243,7 +257,10 @@ class RemoteStore(TokenStore):
 
     def _map_block(self, key: int) -> npt.NDArray[np.uint8]:
         block = self._block_of(key)
-        return self.cache.memory(block.name, block.size_bytes, partial(self._content_of, block))
+        memory = self.cache.mapped_block(block.name, block.size_bytes, partial(self._content_of, block))
+        if memory is None:
+            raise NotHeldError
+        return memory
 
     def _block_of(self, key: int) -> Block:
         return self.block(key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1)
@@ -288,14 +305,12 @@ class RemoteStore(TokenStore):
         return origins
 
     def _mapped(self, file: SourceFile) -> memoryview:
-        """Map a whole file, out of the cache or fetched into it; it stays mapped when the cache drops it."""
+        """Return a whole file, out of the cache or fetched into it."""
         digest = file.digest
         if not file.packed:  # each block of the shard is checked by it
             self.cache.needed.add(content_name(digest))
         read = partial(twice, lambda: self.source.content(file))
-        cached = self.cache.get(content_name(digest), digest.size_bytes, read)
-        with reading(cached.path):
-            return map_open(cached.descriptor)
+        return self.cache.memory(content_name(digest), digest.size_bytes, read).data
 
     def _files_of(self, number: int) -> list[SourceFile]:
         """Return the files of a shard: tokens, index, origins."""

@@ -33,15 +33,22 @@ class Bound:
         except KeyError:
             order[key] = None
             if len(order) > self.most:
-                self._shrink(self.most)
+                self.shrink(self.most)
 
     def halve(self) -> bool:
         """Drop half of all values, the oldest; False where nothing is kept."""
         before = len(self._order)
-        self._shrink(before // 2)
+        self.shrink(before // 2)
         return before > 0
 
-    def _shrink(self, most: int) -> None:
+    def drop_oldest(self) -> bool:
+        """Drop the value that was not used for the longest time; False where nothing is kept."""
+        before = len(self._order)
+        self.shrink(before - 1)
+        return before > 0
+
+    def shrink(self, most: int) -> None:
+        """Drop the oldest until at most so many are kept."""
         with suppress(KeyError):  # another thread has just dropped the last one
             while len(self._order) > most:
                 (owner, number), _ = self._order.popitem(last=False)

@@ -11,7 +11,7 @@ import os
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -204,9 +204,12 @@ def map_open(descriptor: int) -> memoryview:
     return mapped_at(address, size_bytes).data
 
 
-def mapped_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a mapped file, which are unmapped with the last reference to them."""
-    return np.asarray(_Mapping(address, size_bytes))
+def mapped_at(address: int, size_bytes: int, release: Callable[[], object] | None = None) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a mapped file; with the last reference they are unmapped, and `release` is called."""
+    mapping = _Mapping(address, size_bytes)
+    if release:
+        finalize(mapping, release).atexit = False
+    return np.asarray(mapping)
 
 
 class _Mapping:

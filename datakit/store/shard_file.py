@@ -15,12 +15,21 @@ OPEN_FILES = Bound(max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class ShardFile:
-    """An open descriptor, closed with the last reference; safe to read from several threads."""
+    """An open descriptor, closed with the last reference; safe to read from several threads.
 
-    def __init__(self, path: Path | str, descriptor: int) -> None:
+    If it is not kept, it is one reader's, which lets it go after it has read.
+    """
+
+    def __init__(self, path: Path | str, descriptor: int, *, is_kept: bool = True) -> None:
         """Own a descriptor of the file that messages name as `path`."""
-        self.path, self.descriptor = path, descriptor
-        finalize(self, os.close, descriptor).atexit = False  # threads may read until the very end
+        self.path, self.descriptor, self.is_kept = path, descriptor, is_kept
+        self.close = finalize(self, os.close, descriptor)
+        self.close.atexit = False  # threads may read until the very end
+
+    def let_go(self) -> None:
+        """Close it after it was read, if it is not kept."""
+        if not self.is_kept:
+            self.close()
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> "ShardFile":

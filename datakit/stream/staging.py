@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from datakit.remote import shard_tokens
 from datakit.remote.remote_store import MAPPED_PART, RemoteStore
@@ -26,6 +27,7 @@ from threefold.errors import CheckFailed, StorageError, quoted
 MAX_GAP_BYTES = 16 << 10  # is read along, as a further request would cost more
 MAX_FILES = 64  # open at once for one batch
 MAX_THREADS = 16
+Bools = npt.NDArray[np.bool_]
 _FILE_BITS = 44  # of a place in a file; a batch's shards have the rest of 63
 
 
@@ -36,10 +38,17 @@ def stage(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Int
     """
     addresses, held = np.zeros(len(ranges), np.int64), list[Any]()
     sizes = np.bincount(ranges[:, 0], ranges[:, 2] - ranges[:, 1])
+    remote = list[tuple[RemoteStore, int, Bools]]()
     for slot in np.flatnonzero(sizes * MAPPED_PART >= shard_tokens.BLOCK_BYTES).tolist():
         store, number = shards[slot]
-        inside = ranges[:, 0] == slot
-        found = store.mapped(number, *ranges[inside, 1:].T) if isinstance(store, RemoteStore) else None
+        if isinstance(store, RemoteStore):
+            remote.append((store, number, ranges[:, 0] == slot))
+    for cache in {store.cache for store, _, _ in remote if not store.cache.is_used}:
+        of_cache = [each for each in remote if each[0].cache is cache]
+        of_blocks = [store.sizes_to_map(number, *ranges[inside, 1:].T) for store, number, inside in of_cache]
+        cache.check_step(np.concatenate(of_blocks))
+    for store, number, inside in remote:
+        found = store.mapped(number, *ranges[inside, 1:].T)
         if found:
             addresses[inside] = found[0]
             held += found[1]
@@ -57,6 +66,8 @@ def _read(shards: Sequence[tuple[TokenStore, int]], ranges: Int64s) -> tuple[Byt
     address = address_of(buffer)
     for group in _groups((*shards[number], *rest) for number, *rest in runs.tolist()):
         _read_files(group, address)
+        for piece, _ in group:
+            piece.file.let_go()
     return buffer, address + places
 
 
@@ -91,7 +102,11 @@ def _groups(runs: Iterable[tuple[TokenStore, int, int, int, int]]) -> Iterator[l
             files.add(id(piece.file))
             group.append((piece, place))
             place += piece.size
-    yield group
+            if not piece.file.is_kept:  # so that it is open for a moment only
+                yield group
+                group, files = [], set[int]()
+    if group:
+        yield group
 
 
 def _read_files(group: Sequence[tuple[FilePiece, int]], address: int) -> None:

@@ -12,14 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from datakit.remote import block_cache
+from datakit.remote import block_cache, cache_folder, native
 from datakit.remote.block_cache import BlockCache, shared_cache
 from datakit.store.shard_file import ShardFile
 from threefold.errors import StorageError, UserError
 
-SIZE = 1000
+SIZE = 4096
 
 
 def content(name: str) -> bytes:
@@ -121,7 +122,7 @@ def test_kills_leave_whole_blocks_within_the_bound(tmp_path: Path) -> None:
 
 
 def test_the_oldest_go_first_and_needed_ones_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = BlockCache(tmp_path, 16 * SIZE)
+    cache = BlockCache(tmp_path, 17 * SIZE)
     cache.needed |= {"0", "1"}
     now = time.time()
     for number in range(16):
@@ -139,7 +140,7 @@ def test_the_oldest_go_first_and_needed_ones_last(tmp_path: Path, monkeypatch: p
 
 
 def test_a_stopped_owner_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_cache, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(cache_folder, "PATIENCE_S", 0.1)
     cache, begun, end = BlockCache(tmp_path, 100 * SIZE), threading.Event(), threading.Event()
 
     def stopped() -> bytes:
@@ -162,11 +163,11 @@ def test_other_starts_of_the_machine_are_removed_if_nobody_uses_them(
     caches = []
     for boot in ("one", "two", "three"):
         (tmp_path / "boot").write_text(boot)
-        monkeypatch.setattr(block_cache, "_BOOT_ID", tmp_path / "boot")
+        monkeypatch.setattr(cache_folder, "_BOOT_ID", tmp_path / "boot")
         caches.append(BlockCache(tmp_path / "cache", 100 * SIZE))
         get(caches[-1], boot)
         if boot == "one":
-            os.close(caches[0]._in_use)
+            caches[0]._folder._in_use.close()
     assert blocks(tmp_path / "cache").keys() == {"two", "three"}
 
 
@@ -204,42 +205,86 @@ def test_a_block_that_was_cut_is_neither_mapped_nor_found(tmp_path: Path) -> Non
     assert {name: path.read_bytes() for name, path in blocks(tmp_path).items()} == {n: content(n) for n in "abc"}
 
 
-def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
+class Library:
+    """The native library, of which one function fails until it was called so often."""
 
-    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "no")
-        return real(path, flags, *rest, **named)
+    def __init__(self, function: str, code: int, num_failures: int) -> None:
+        self.function, self.code, self.num_failures = function, code, num_failures
 
-    monkeypatch.setattr(os, "open", refusing)
-    cache = BlockCache(tmp_path, 4 * SIZE)
-    stale = cache._folder / ".a.0123456789abcdef.tmp"
-    stale.write_bytes(b"x" * SIZE)
-    os.utime(stale, (0, 0))
-    for number in range(9):
-        assert get(cache, str(number)) == content(str(number))
-    assert 1 <= len(blocks(tmp_path)) <= 4
-    assert not list(tmp_path.rglob(".*.tmp"))
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(native.cache_library(), name)
+
+        def call(*arguments: Any) -> Any:
+            if name == self.function and self.num_failures:
+                self.num_failures -= 1
+                return -self.code
+            return real(*arguments)
+
+        return call
 
 
-def test_a_full_disk_and_a_block_too_large_are_one_error_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = BlockCache(tmp_path, 4 * SIZE)
-    with pytest.raises(UserError, match=r"a block of 5000 bytes does not fit into the cache .* of 4000 bytes"):
-        cache.get("a", 5 * SIZE, lambda: bytes(5 * SIZE))
-
-    def full(descriptor: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    (tmp_path / "b").mkdir()
-    removed = BlockCache(tmp_path / "b", 4 * SIZE)
-    shutil.rmtree(tmp_path / "b")
-    with pytest.raises(StorageError, match=r"cannot use the cache .*: No such file"):
-        get(removed, "a")
-    monkeypatch.setattr(os, "write", full)
+def test_a_full_disk_is_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = BlockCache(tmp_path, 100 * SIZE)
+    for number in range(60):
+        get(cache, str(number))
+    library = Library("dk_write_blocks", errno.ENOSPC, 2)
+    monkeypatch.setattr(block_cache, "cache_library", lambda: library)
+    assert get(cache, "new") == content("new")
+    assert library.num_failures == 0
+    assert 40 <= len(blocks(tmp_path)) <= 60 - 2 + 1
+    library.num_failures = 100
     with pytest.raises(StorageError, match=r"cannot use the cache .*: No space left on device") as caught:
-        get(cache, "a")
+        get(cache, "other")
     assert "--data.cache-mib" in str(caught.value.hint)
+    assert blocks(tmp_path) == {}
+
+
+@pytest.mark.parametrize("what", ["all of it", "what is in it", "what this process has there"])
+def test_a_folder_that_was_removed_is_used_again(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "cache"
+    cache = BlockCache(folder, 100 * SIZE)
+    memory = cache.mapped_block("a", SIZE, lambda: content("a"))
+    for _ in range(3):
+        for path in [folder] if what == "all of it" else [*folder.glob("*/.process*" if "process" in what else "*")]:
+            shutil.rmtree(path)
+        cache.fill([("b", SIZE), ("c", SIZE)], lambda first, stop: [content(name) for name in "bc"[first:stop]])
+        assert get(cache, "d") == content("d")
+        for path in [folder] if what == "all of it" else [*folder.glob("*/.process*" if "process" in what else "*")]:
+            shutil.rmtree(path)
+        again = cache.mapped_block("e", SIZE, lambda: content("e"))
+        assert again is not None
+        assert again.tobytes() == content("e")
+    assert memory is not None
+    assert memory.tobytes() == content("a")
+
+
+def test_the_first_batch_that_maps_more_than_there_is_names_the_least(tmp_path: Path) -> None:
+    cache, blocks = BlockCache(tmp_path, 1 << 20), np.array([1 << 20] * 5)
+    for sizes, least in ((blocks, 5), (np.array([1 << 20, 1]), 5), (np.append(blocks, 5 << 20), 21)):
+        with pytest.raises(UserError, match=rf"has 1048576 bytes, and a step maps {sizes.sum()} bytes") as caught:
+            cache.check_step(sizes)
+        assert caught.value.hint == f"--data.cache-mib {least}, or more"
+        enough = BlockCache(tmp_path, least << 20)
+        enough.check_step(sizes)
+        name, size = str(least), int(sizes.max())
+        enough.fill([(name, size)], lambda *_: [bytes(size)])  # noqa: B023
+        enough.check_step(np.append(sizes, 100 << 20))  # later ones are read in parts
+
+
+def test_two_figures_for_one_folder_are_the_less(tmp_path: Path) -> None:
+    caches = [shared_cache(tmp_path / "cache", mib) for mib in (64, 16, 32)]
+    assert [cache is caches[0] for cache in caches] == [True, True, True]
+    assert caches[0].max_bytes == 16 << 20
+    del caches
+    assert shared_cache(tmp_path / "cache", 64).max_bytes == 64 << 20
+
+
+def test_a_block_too_large_is_one_error(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, 4 * SIZE)
+    with pytest.raises(
+        UserError, match=r"a block of 20480 bytes does not fit into a quarter of the cache .* has 16384 bytes"
+    ):
+        cache.get("a", 5 * SIZE, lambda: bytes(5 * SIZE))
     assert not blocks(tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_every_row_document_and_origin_is_that_of_the_local_store(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(samples=st.lists(st.integers(0, 5000), min_size=1, max_size=40), cache_bytes=st.integers(6200, 20_000))
+@given(samples=st.lists(st.integers(0, 5000), min_size=1, max_size=40), cache_bytes=st.integers(40 << 10, 100 << 10))
 def test_any_cache_has_the_same_batches(
     store: TokenStore, tmp_path: Path, samples: list[int], cache_bytes: int
 ) -> None:
@@ -266,8 +266,8 @@ def test_what_cannot_be_opened(store: TokenStore, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot use the cache /proc"):
         RemoteStore.at(f"file://{store.path}", cache="/proc/cache")
     small = RemoteStore.at(f"file://{store.path}", cache=cache)
-    small.cache.max_bytes = 300
-    with pytest.raises(UserError, match="does not fit into the cache") as caught:
+    small.cache.max_bytes = 1000
+    with pytest.raises(UserError, match="does not fit into a quarter of the cache") as caught:
         stream(small).batch([0])
     assert "--data.cache-mib" in str(caught.value.hint)
     assert not [name for name in os.listdir("/dev/shm") if "datakit" in name]
