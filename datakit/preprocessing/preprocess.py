@@ -71,7 +71,7 @@ def preprocess(
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
     started_s = time.monotonic()
-    place, paths = Output(os.fspath(output)), paths_of(inputs)
+    place, paths = Output(os.fspath(output)), paths_of(inputs, recipe.text_key)
     if any(map(is_pipe, paths)):
         _require_ready(place, recipe, engine)
     spool = Spool(report)  # its copies of pipes are there as long as it is

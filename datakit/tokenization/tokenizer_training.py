@@ -62,7 +62,7 @@ def train_tokenizer(
         show_progress=False,
     )
     spool = Spool(report)  # its copies of pipes are there as long as it is
-    paths = paths_of(inputs)
+    paths = paths_of(inputs, text_key)
     texts = _Texts(find_inputs(paths, spool, report, but=[output]), DocumentRules(text_key, txt_split, skip_invalid))
     library.train_from_iterator(texts, trainer)
     if texts.num_skipped:
