@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from threefold.cli import Parser, run
 from threefold.verbs import add_verbs
 from trainer import commands
+from trainer.job.environment import prepare_torch
 from trainer.job.failure import JobParser, is_launched, leave
 
 
@@ -16,6 +17,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; return its exit code."""
+    prepare_torch()
     try:
         code = run(build_parser(), argv)
     except SystemExit as ended:  # what ranks agreed on, or a usage fault

@@ -57,4 +57,4 @@ class ParallelConfig:
         True, "update and gather parameters beside the next forward", flags=["--overlap-param-gather"], keeps_bits=True
     )
     bucket_mib: int = option(64, "size of a gradient bucket in MiB", minimum=1)
-    timeout_s: float = option(1800.0, "how long a rank waits for the others before it ends", above=0, keeps_bits=True)
+    timeout_s: float = option(600.0, "how long a rank waits for the others before it ends", above=0, keeps_bits=True)

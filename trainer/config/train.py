@@ -46,6 +46,12 @@ class TrainConfig(StepConfig):
     eval_interval: int = option(
         0, "evaluate on [data.valid] every so many steps, and after the last one; 0 never", minimum=0, keeps_bits=True
     )
+    peak_tflops: float = option(
+        0.0,
+        "dense peak of a device in TFLOP/s, which mfu is a share of; 0 knows it by the device's name",
+        minimum=0,
+        keeps_bits=True,
+    )
     max_time_s: float = option(
         0.0,
         "save and end after the step in which so many seconds since the start are over; 0 never",

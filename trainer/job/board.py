@@ -1,7 +1,6 @@
 """Board: notes that the ranks of a job leave for each other in its store, for what they cannot agree on together."""
 
 from contextlib import suppress
-from datetime import timedelta
 from typing import Protocol
 
 
@@ -12,7 +11,6 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 class Board:

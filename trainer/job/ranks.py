@@ -7,6 +7,7 @@ gloo on CUDA runs too; values are JSON.
 
 import json
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ from threefold.cli import log, report
 from threefold.errors import StorageError, UserError
 from trainer.job.board import Board
 from trainer.job.failure import record
-from trainer.job.rendezvous import Rendezvous
+from trainer.job.rendezvous import MOST_NAMED, Rendezvous
+from trainer.job.whereabouts import Whereabouts
 
 T = TypeVar("T")
 
@@ -48,16 +50,19 @@ class Ranks:
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
-        self.board = Board(None)
+        self.board, self._timeout_s = Board(None), timeout_s
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             self.board = Rendezvous.of_environment(self.rank, self.world_size, timeout_s).join(backend)
+        self.whereabouts = Whereabouts(self.board, self.rank, timeout_s=timeout_s) if self.world_size > 1 else None
         self.exchange: Exchange = GroupExchange() if self.world_size > 1 else Alone()
 
     def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        if self.whereabouts is not None:
+            self.whereabouts.close()
         # NCCL would wait for ranks that hang after an error of this one; gloo aborts if it is not left in order
         if self.world_size > 1 and (kind is None or self.device.type == "cpu"):
             dist.destroy_process_group()
@@ -87,11 +92,31 @@ class Ranks:
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
-            raise RankLost(
+            raise self._lost(where, error) from error
+
+    def note(self, step: int, stage: str) -> None:
+        """Note where this rank is, for others that may wait for it in vain: in a step, and in one of its STAGES."""
+        if self.whereabouts is not None:
+            self.whereabouts.note(step, stage)
+
+    def _lost(self, where: str, error: RuntimeError) -> "RankLost":
+        """Return the error of a call that others did not come to: those that are late are named, if that is known."""
+        text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
+        if not re.search("time(d )?out", text, re.IGNORECASE):
+            return RankLost(
                 f"{where}another rank is gone: {text}",
                 hint="what ended it is above or in its log; the same command resumes",
-            ) from error
+            )
+        assert self.whereabouts is not None, "a process alone waits for nobody"
+        behind = self.whereabouts.behind(range(self.world_size))
+        late = [f"rank {rank} was last {place}" for rank, place in behind.items() if place is not None]
+        late += [f"rank {rank} was not heard of" for rank, place in behind.items() if place is None]
+        who = "; ".join(late[:MOST_NAMED]) + (f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else "")
+        return RankLost(
+            f"{where}{self.whereabouts.place}, others did not come within {self._timeout_s:g} s: "
+            f"{who or 'which of them is not known'}: {text}",
+            hint="the logs of those that are late say why; --parallel.timeout-s waits longer, the same command resumes",
+        )
 
     def raise_on_all(self, error: Exception | None) -> None:
         """Return if no rank has an error; else the first rank reports it and all exit with its code."""

@@ -54,6 +54,8 @@ class Rendezvous:
         """Join the process group of all ranks; return the job's board. StorageError if that fails or takes too long."""
         timeout = timedelta(seconds=self.timeout_s)
         self._resolve()
+        if not self._is_host:
+            self._reach()
         try:
             store = TCPStore(
                 self.host, self.port, self.world_size, is_master=self._is_host, timeout=timeout, wait_for_workers=False,
@@ -96,13 +98,35 @@ class Rendezvous:
                     )
                 time.sleep(0.5)
 
+    def _reach(self) -> None:
+        """Wait until somebody listens at the address: torch would print the frames of each try that fails."""
+        deadline, pause_s = time.monotonic() + self.timeout_s, 0.05
+        while True:
+            try:
+                socket.create_connection((self.host, self.port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+                return
+            except OSError as error:
+                if time.monotonic() + pause_s >= deadline:
+                    self._raise(
+                        f"nobody answers at {self.address} within {self.timeout_s:g} s: {error.strerror or error}",
+                        f"is rank 0 there, and its port open to this host? nc -vz {self.host} {self.port}",
+                        error,
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+
     def _await_all(self, store: Store) -> None:
         """Wait until all ranks are there, or name those that are not."""
         try:
             store.set(f"rank {self.rank}", socket.gethostname())
             if store.add(NUM_HERE, 1) == self.world_size:
                 store.set(ALL_HERE, "")
-            store.wait([ALL_HERE], timedelta(seconds=self.timeout_s))
+            deadline, pause_s = time.monotonic() + self.timeout_s, 0.01
+            while not store.check([ALL_HERE]):  # `wait` holds the store, and prints its own story
+                if time.monotonic() >= deadline:
+                    raise RuntimeError("not all ranks came")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.5)
         except RuntimeError as error:
             board = Board(store)
             absent = [rank for rank in range(self.world_size) if board.read(f"rank {rank}") is None]
@@ -132,11 +156,7 @@ class Rendezvous:
                 f"MASTER_ADDR={socket.gethostname()} on all ranks, if rank 0 is here",
                 error,
             )
-        self._raise(
-            f"nobody answers at {self.address} within {self.timeout_s:g} s",
-            f"is rank 0 there, and its port open to this host? nc -vz {self.host} {self.port}",
-            error,
-        )
+        self._raise(f"{self.address} does not answer as the place to meet: {_first_line(error)}", _LOOK, error)
 
     def _raise(self, what: str, hint: str, cause: Exception) -> NoReturn:
         raise StorageError(f"rank {self.rank} of {self.world_size}: {what}", hint=hint) from cause

@@ -109,7 +109,7 @@ class Run:
         )
         self._flops = {length: token_flops(config, length) for length in row_lengths(config)}
         self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
-        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        self._peak = self._known_peak()
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
@@ -133,8 +133,11 @@ class Run:
         On a GPU the line of a step is written while the next one runs, except before what needs its outcome.
         """
         started_s = time.perf_counter()
+        number = self.progress.step + 1
+        self.ranks.note(number, "reads its batch")
         host, batch, fault = self._reader.next_batch(self._fault_of)
         data_wait_s = time.perf_counter() - started_s
+        self.ranks.note(number, "trains")
         with self._good.changing():
             stats = self.engine.start_step(self.progress.step, batch, before_update=self._good.begin_change)
         validation = None if self._saver.due_step == self.progress.step else self.progress.validation
@@ -157,8 +160,10 @@ class Run:
         if evaluates or saves:
             self._report()
         if evaluates:  # before the save, which records it
+            self.ranks.note(number, "evaluates")
             self._evaluate()
         if saves:
+            self.ranks.note(number, "saves")
             self._saver.save(self.progress, self._good.loss)
 
     def finish(self) -> int:
@@ -271,6 +276,17 @@ class Run:
             before, after = (each.get(op, "csrc") for each in (recorded, names))
             if before != after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")
+
+    def _known_peak(self) -> float | None:
+        """Return the operations a second of this rank's device, as configured or by its name; None if not known."""
+        device, configured = self.ranks.device, self.config.train.peak_tflops
+        if configured or device.type != "cuda":
+            return configured * 1e12 or None
+        name = torch.cuda.get_device_name(device)
+        peak = peak_flops(name)
+        if peak is None:
+            self.ranks.say(f"no mfu: the peak of {name} is not known here; --train.peak-tflops N says it")
+        return peak
 
     def _open_log(self) -> Log:
         config = self.config

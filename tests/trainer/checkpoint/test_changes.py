@@ -20,7 +20,7 @@ LEAVES = list(leaves(Config))
 KEEPS = {
     "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "timeout_s"},
     "optim": {"master"},
-    "train": {"train_steps", "gradient_accumulation_steps", "recompute", "eval_interval"},
+    "train": {"train_steps", "gradient_accumulation_steps", "recompute", "eval_interval", "max_time_s", "peak_tflops"},
     "data": {"stores", "indices", "reading", "cache", "cache_mib", "max_epochs", "mixture", "tokenizer"},
     "data.valid": {"stores", "indices", "reading", "cache", "cache_mib"},
 }

@@ -1,0 +1,70 @@
+"""Whereabouts: at which step each rank of a job is, and what it does there, for who waits for it in vain.
+
+A thread of its own posts what the training thread noted last on the job's board: nothing of a step waits for that.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.job.board import Board
+
+PERIOD_S, LEAST_PERIOD_S = 10.0, 0.2
+STAGES = ("reads its batch", "trains", "agrees", "evaluates", "saves")  # of a step, in their order
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a rank is: in a step and a stage of it, both as numbers."""
+
+    step: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"in step {self.step}, where it {STAGES[self.stage]}"
+
+
+class Whereabouts:
+    """The places of the ranks; `note` is the training thread's, which also asks `behind` before it gives up."""
+
+    def __init__(self, board: Board, rank: int, *, timeout_s: float) -> None:
+        """Begin to post; what others read is older by a tenth of `timeout_s` at most."""
+        self._board, self._rank = board, rank
+        self._period_s = max(min(PERIOD_S, timeout_s / 10), LEAST_PERIOD_S)
+        self._place, self._posted = Place(0, 0), Place(-1, 0)
+        self._over = threading.Event()
+        threading.Thread(target=self._post_always, name="whereabouts", daemon=True).start()
+
+    def note(self, step: int, stage: str) -> None:
+        """Note that this rank is in a step, counted from 1, and in a stage of it."""
+        self._place = Place(step, STAGES.index(stage))
+
+    def behind(self, ranks: Sequence[int]) -> dict[int, Place | None]:
+        """Return which of some ranks did not come as far as this one, and where they were; None if they never said."""
+        found: dict[int, Place | None] = {}
+        for rank in ranks:
+            said = self._board.read(_key(rank)) if rank != self._rank else None
+            place = Place(*json.loads(said)) if said else None
+            if rank != self._rank and (place is None or place < self._place):
+                found[rank] = place
+        return found
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def _post_always(self) -> None:
+        while not self._over.wait(self._period_s):
+            place = self._place
+            if place != self._posted:
+                self._board.post(_key(self._rank), json.dumps([place.step, place.stage]))
+                self._posted = place
+
+
+def _key(rank: int) -> str:
+    return f"rank {rank} is at"
