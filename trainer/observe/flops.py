@@ -6,7 +6,10 @@ layers * hidden_size * seq_length for attention in full; a causal mask needs hal
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from trainer.config import Config
 from trainer.model.table import parameter_table
@@ -96,3 +99,14 @@ def peak_flops(device_name: str) -> float | None:
     if words & SLOWER:
         return None
     return next((tflops * 1e12 for needed, tflops in PEAK_TFLOPS if needed <= words), None)
+
+
+def known_peak(device: torch.device, configured_tflops: float, say: Callable[[str], None]) -> float | None:
+    """Return the operations a second of a device, as configured or by its name; None, and a line, if not known."""
+    if configured_tflops or device.type != "cuda":
+        return configured_tflops * 1e12 or None
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name)
+    if peak is None:
+        say(f"no mfu: the peak of {name} is not known here; --train.peak-tflops N says it")
+    return peak

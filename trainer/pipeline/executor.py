@@ -28,7 +28,8 @@ class Executor(Generic[M]):
     """Runs rows of actions on one rank's thread; `peak_live` and `peak_sends` count what it held at once.
 
     `link_of` returns the group of two ranks that a transfer takes, `new_buffer` memory for what is received. `wgrads`
-    is where the chunks' linears hand in their products.
+    is where the chunks' linears hand in their products; `after_backward`, if there is one, is called after each
+    backward pass.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Executor(Generic[M]):
         self._put_off: dict[tuple[int, int], list[Product]]  # of a backward pass to its W
         self._sends: dict[tuple[str, tuple[int, ...]], deque[Work]]  # by group
         self.peak_live = self.peak_sends = 0
+        self.after_backward: Callable[[], None] | None = None
 
     def run(self, actions: Sequence[Action], chunks: Mapping[int, Chunk[M]], microbatches: Sequence[M]) -> list[Tensor]:
         """Run a row on the chunks of the rank's stages; return the outputs that no stage read, those of the last one.
@@ -57,6 +59,8 @@ class Executor(Generic[M]):
                 self._read_by[Action("F", stage + 1, m)] = out
             elif kind == "B":
                 gradient = self._backward(action, puts_off=(stage, m) in has_w)
+                if self.after_backward is not None:
+                    self.after_backward()
                 if gradient is not None:
                     self._read_by[Action("B", stage - 1, m)] = gradient
             elif kind == "W":

@@ -29,11 +29,12 @@ from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.model.stages import with_layers
 from trainer.model.table import parameter_table
-from trainer.observe.flops import peak_flops, token_flops
+from trainer.observe.flops import known_peak, token_flops
 from trainer.observe.metrics import Log, StepMetrics, throughput
 from trainer.ops.deterministic import make_deterministic
 from trainer.run.banner import banner
 from trainer.run.evaluate import Evaluation
+from trainer.run.first_step import FirstStep
 from trainer.run.last_good import LastGood
 from trainer.run.stop import StopRequest, cause_of, exit_code
 from trainer.verdict import PendingStats, StepStats
@@ -109,7 +110,9 @@ class Run:
         )
         self._flops = {length: token_flops(config, length) for length in row_lengths(config)}
         self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
-        self._peak = self._known_peak()
+        self._peak = known_peak(ranks.device, config.train.peak_tflops, ranks.say)
+        flops = self._flops[self._seq_length].standard * config.train.global_batch_size * self._seq_length
+        self._first_step = FirstStep(self.engine, flops=flops / ranks.world_size, say=ranks.say)
         self._blend, self._epochs = blend, blend.epochs(self._loader.cursor.num_samples)
         self._stopped_by = 0  # the number of a signal, the same on all ranks
         self._reads_late = ranks.device.type == "cuda"  # its work is only enqueued
@@ -138,8 +141,10 @@ class Run:
         host, batch, fault = self._reader.next_batch(self._fault_of)
         data_wait_s = time.perf_counter() - started_s
         self.ranks.note(number, "trains")
+        self._first_step.begin()
         with self._good.changing():
             stats = self.engine.start_step(self.progress.step, batch, before_update=self._good.begin_change)
+        self._first_step.end()
         validation = None if self._saver.due_step == self.progress.step else self.progress.validation
         self.progress = Progress(
             self.progress.step + 1,
@@ -276,17 +281,6 @@ class Run:
             before, after = (each.get(op, "csrc") for each in (recorded, names))
             if before != after:
                 self.ranks.say(f"not bit for bit as it was: {op} {before} -> {after}")
-
-    def _known_peak(self) -> float | None:
-        """Return the operations a second of this rank's device, as configured or by its name; None if not known."""
-        device, configured = self.ranks.device, self.config.train.peak_tflops
-        if configured or device.type != "cuda":
-            return configured * 1e12 or None
-        name = torch.cuda.get_device_name(device)
-        peak = peak_flops(name)
-        if peak is None:
-            self.ranks.say(f"no mfu: the peak of {name} is not known here; --train.peak-tflops N says it")
-        return peak
 
     def _open_log(self) -> Log:
         config = self.config
