@@ -21,6 +21,9 @@ class Options(Reporting):
         "is needed",
         flag="--from",
     )
+    allow_missing_chunks: bool = option(
+        False, "read chunks of Zarr arrays that are not there as fill values, as programs leave such chunks out"
+    )
     dry_run: bool = option(False, "check everything but the values, say what would be written, write nothing")
 
 
@@ -42,6 +45,11 @@ def run(options: Options) -> None:
         raise UserError(f"{options.source!r} is not of --from {options.source_format}", hint=f"--from {kind}")
     target, step = open_target(options.target)
     folder = folder_of(options.source_format, options.source)
+    if options.allow_missing_chunks:
+        if options.source_format != "tensorstore":
+            text = f"--allow-missing-chunks is of Zarr arrays, not of --from {options.source_format}"
+            raise UserError(text, hint="leave it out, or --from tensorstore")
+        folder.allows_missing_chunks = True
     with shown_bytes() as progress:
         done = import_folder(folder, target, step=step or 0, progress=progress, dry_run=options.dry_run)
     print_written(done, is_there=done.was_there, as_json=options.json)

@@ -9,11 +9,14 @@ from ckptkit.foreign.folder_reader import FolderReader
 from ckptkit.format.root import Root
 from threefold.storage import Storage, open_storage
 
+NOTE = ".export.json"  # in the folder of an export of ours that is not finished
+
 
 class ForeignFolder:
     """One folder, with the methods of a Run that holds one step; nothing is read before the first of them."""
 
     scheme: ClassVar[str]  # of its address
+    allows_missing_chunks = False  # whether a chunk that is not there is one of fill values
 
     def __init__(self, url: str) -> None:
         self._place = url.removeprefix(self.scheme)

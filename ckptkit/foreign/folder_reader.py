@@ -22,6 +22,8 @@ from threefold.storage import Storage
 class FolderReader(CheckpointReader):
     """The tensors of a folder under the names of a run; use it in a `with`. A kind of folder says what is `stored`."""
 
+    can_sum = False
+
     def __init__(self, storage: Storage, root: Root, url: str, sizes: Mapping[str, int]) -> None:
         super().__init__(storage, root.step, root=root)
         self.url = url
@@ -50,7 +52,7 @@ class FolderReader(CheckpointReader):
         self, plan: LoadPlan, addresses: Ints, sums: SumPlaces | None = None, num_threads: int | None = None
     ) -> None:
         """Make the copies of a plan, each to an address of its own; several threads may."""
-        assert sums is None, "files of others have no certificate"
+        assert sums is None, "it cannot sum what it reads"
         rows = np.stack([plan.source, plan.size, addresses], axis=1).astype(np.uint64)
         parts, first = np.unique(plan.part, return_index=True)
         ends = [*first[1:].tolist(), len(plan)]

@@ -2,10 +2,16 @@
 
 The package tensorstore reads it, an extra: any codec and chunking. Each array is a tensor under its path, in ranges
 of rows that are read whole. What `ckptkit export --to tensorstore` wrote has its placements and metadata again.
+
+In Zarr a chunk that is not there is one of fill values, an array that is not there none, and so is a lost file. Our own
+folders name all that they have, and are compared with the certificate of the save. Of others each missing chunk is
+counted, and refused unless it is allowed.
 """
 
+import itertools
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.foreign.folder import ForeignFolder
+from ckptkit.foreign.folder import NOTE, ForeignFolder
 from ckptkit.foreign.folder_reader import FolderReader
+from ckptkit.foreign.shown import said
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import check_tensor, read_tensors
 from ckptkit.io.blocks import Bytes
@@ -25,11 +32,15 @@ from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.stored import StoredChunks
+from threefold.cli import log
 from threefold.errors import CheckFailed, UserError, listed
 from threefold.packages import needed_for
 from threefold.storage.folders import local_root
 
-NUM_THREADS, ROWS_BYTES = 8, 64 << 20
+NUM_THREADS, ROWS_BYTES, MAX_LOOKED_AT = 8, 64 << 20, 10_000
+VERSION = 2  # of what our exports say; 1 had no certificate, and arrays did not say whose they are
+CONSOLIDATED = ".zmetadata"
+CHUNK = re.compile(r"c|[0-9]+(?:\.[0-9]+)*")  # the last words of a chunk's key
 OCDBT, ATTRIBUTES = "manifest.ocdbt", "threefold"
 DESCRIPTIONS = {"zarr.json": "zarr3", ".zarray": "zarr"}
 
@@ -40,6 +51,14 @@ class Contents:
 
     arrays: Mapping[str, Any]
     known: Mapping[str, Any]
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Return the arrays as whole tensors; KeyError for one of a dtype that no step can hold."""
+        return {
+            name: TensorInfo(name, STORED[each.dtype.name], tuple(each.shape), Placement("first"))
+            for name, each in self.arrays.items()
+        }
 
 
 class TensorstoreFolder(ForeignFolder):
@@ -61,6 +80,7 @@ class TensorstoreFolder(ForeignFolder):
             keys = sorted(key.decode() for key in store.list().result())
             described = {key: key.rpartition("/") for key in keys if key.rpartition("/")[2] in DESCRIPTIONS}
             texts = {key: json.loads(store.read(key).result().value) for key in described}
+            listed_too = [json.loads(store.read(key).result().value) for key in keys if key == CONSOLIDATED]
             arrays = {key: each for key, each in described.items() if texts[key].get("node_type") != "group"}
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 opened = pool.map(
@@ -70,12 +90,46 @@ class TensorstoreFolder(ForeignFolder):
                     arrays.values(),
                 )
                 found = {path or "array": array for (path, _, _), array in zip(arrays.values(), opened, strict=True)}
-        except (AttributeError, OSError, UnicodeDecodeError, ValueError) as error:
-            raise CheckFailed(f"{self.storage.url} is not a folder of sound Zarr arrays: {error}") from None
+            known = texts.get("zarr.json", {}).get("attributes", {}).get(ATTRIBUTES, {})
+            are_ours = any(ATTRIBUTES in texts[key].get("attributes", {}) for key in arrays)
+            lost = lost_arrays(keys, found, [*listed_too, texts.get("zarr.json", {})])
+        except (AttributeError, OSError, RecursionError, TypeError, UnicodeDecodeError, ValueError) as error:
+            text = f"{self.storage.url} is not a folder of sound Zarr arrays: {said(error)}"
+            raise CheckFailed(text, hint="fetch the folder again") from None
+        if self.storage.info(NOTE) is not None:
+            text = f"{self.storage.url} holds an export that is not finished"
+            raise CheckFailed(text, hint="repeat the call of ckptkit export that began it")
+        if lost:
+            text = f"{self.storage.url} lacks the descriptions of arrays:{listed(lost)}"
+            raise CheckFailed(text, hint="fetch the folder again")
         if not found:
             raise CheckFailed(f"{self.storage.url} holds no Zarr array", hint="name the folder of zarr.json or .zarray")
-        known = texts.get("zarr.json", {}).get("attributes", {}).get(ATTRIBUTES, {})
+        if are_ours and not known:
+            text = f"{self.storage.url} lacks the zarr.json of the folder, which names all arrays of an export"
+            raise CheckFailed(text, hint="fetch the folder again, or export the step again")
         return Contents(found, known)
+
+    @cached_property
+    def chunks(self) -> None:
+        """Look once whether all chunks are there; refuse missing ones, or say that they are read as fill values."""
+        arrays, is_own = self.contents.arrays, bool(self.contents.known)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            numbers = zip(arrays, pool.map(missing_chunks, arrays.values()), strict=True)
+            missing = {name: number for name, number in numbers if number[0]}
+        if not missing:
+            return
+        num_chunks = sum(number for number, _ in missing.values())
+        parts = [f"{name}: {number:,} of {of_all:,}" for name, (number, of_all) in missing.items()]
+        what = f"{num_chunks:,} chunk{'s' if num_chunks > 1 else ''}"
+        if is_own:
+            text = f"{self.storage.url} lacks {what} of an export, which has them all:{listed(parts)}"
+            raise CheckFailed(text, hint="fetch the folder again, or export the step again")
+        if not self.allows_missing_chunks:
+            text = f"{self.storage.url} lacks {what}, which were lost or hold fill values alone:{listed(parts)}"
+            raise UserError(
+                text, hint="if the program that wrote it leaves those out: ckptkit import --allow-missing-chunks"
+            )
+        log(f"warning: {self.url}: {what} that {'are' if num_chunks > 1 else 'is'} not there read as fill values")
 
     @property
     def files(self) -> Collection[str]:
@@ -92,23 +146,74 @@ class TensorstoreFolder(ForeignFolder):
         unknown = [f"{name}: {each.dtype.name}" for name, each in arrays.items() if each.dtype.name not in STORED]
         if unknown:
             raise UserError(f"{self.url} has arrays of dtypes that no step can hold:{listed(unknown)}")
-        tensors = {
-            name: TensorInfo(name, STORED[each.dtype.name], tuple(each.shape), Placement("first"))
-            for name, each in arrays.items()
-        }
+        _ = self.chunks
+        tensors = self.contents.tensors
         try:
             for info in tensors.values():
                 check_tensor(info)
             if known:
                 placed = read_tensors(known["tensors"], 2)
-                held = {name: (each.dtype, each.shape) for name, each in placed.items() if not each.placement.tied_to}
-                if held == {name: (each.dtype, each.shape) for name, each in tensors.items()}:
-                    return Root(
-                        step, self.attempt, ParallelLayout(), int(known["num_layers"]), placed, (), known["metadata"]
-                    )  # fmt: skip
+                self._check_arrays(placed, tensors)
+                return Root(
+                    step, self.attempt, ParallelLayout(), int(known["num_layers"]), placed, (), known["metadata"],
+                    certificate=known.get("certificate"),
+                )  # fmt: skip
+        except CheckFailed:
+            raise
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{self.url} has an array that no step can hold: {error}") from None
+            raise UserError(f"{self.url} has an array that no step can hold: {said(error)}") from None
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), {})
+
+    def _check_arrays(self, placed: Mapping[str, TensorInfo], there: Mapping[str, TensorInfo]) -> None:
+        """Raise CheckFailed if the arrays of an export are not those that it wrote."""
+        held = {name: (each.dtype, each.shape) for name, each in placed.items() if not each.placement.tied_to}
+        faults = [f"{name}: lost" for name in held if name not in there]
+        faults += [f"{name}: not of the export" for name in there if name not in held]
+        faults += [
+            f"{name}: {each.dtype} {list(each.shape)}, exported was {held[name][0]} {list(held[name][1])}"
+            for name, each in there.items()
+            if held.get(name, (each.dtype, each.shape)) != (each.dtype, each.shape)
+        ]
+        if faults:
+            text = f"{self.storage.url} does not hold the arrays of its export:{listed(faults)}"
+            raise CheckFailed(text, hint="fetch the folder again, or export the step again")
+
+
+def lost_arrays(keys: Collection[str], found: Collection[str], described: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the arrays of which there are chunks and no description, or that a list of the folder names beside.
+
+    With an array `w` the key `w/c/0/1` is a chunk of it; without one `w` is lost.
+    """
+    lost = set()
+    for key in keys:
+        words = key.split("/")
+        is_chunk = CHUNK.fullmatch(words[-1]) and not any("/".join(words[:n]) in found for n in range(1, len(words)))
+        if is_chunk and "array" not in found:
+            while words and CHUNK.fullmatch(words[-1]):
+                words.pop()
+            lost.add("/".join(words) or "array")
+    for each in described:
+        inside = each.get("consolidated_metadata") or {}
+        for path, one in {**each.get("metadata", {}), **inside.get("metadata", {})}.items():
+            if path.endswith("/.zarray") or one.get("node_type") == "array":
+                lost.add(path.removesuffix("/.zarray"))
+    return sorted(lost - set(found))
+
+
+def missing_chunks(array: Any) -> tuple[int, int]:
+    """Return how many chunks of an array are not there, of all that were looked at; inner chunks of shards count."""
+    shape = array.shape
+    if 0 in shape or array.storage_statistics(query_fully_stored=True).result().fully_stored:
+        return 0, 0
+    steps = [step or size for step, size in zip(array.chunk_layout.read_chunk.shape or (), shape, strict=True)]
+    starts = itertools.product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
+    missing = number = 0
+    for start in itertools.islice(starts, MAX_LOOKED_AT):
+        ends = [min(at + step, size) for at, step, size in zip(start, steps, shape, strict=True)]
+        chunk = array[tuple(map(slice, start, ends))]
+        missing += chunk.storage_statistics(query_not_stored=True).result().not_stored
+        number += 1
+    return max(missing, 1), number
 
 
 class TensorstoreReader(FolderReader):

@@ -28,7 +28,7 @@ from ckptkit.model.layout import ParallelLayout
 from threefold.cli import log
 from threefold.errors import CheckFailed, UserError
 
-NUM_THREADS = 8
+NUM_THREADS, MAX_NAMED = 8, 5
 NAMED = re.compile(r"(.+)_(0|[1-9][0-9]{0,6})\.pt")
 Ints = tuple[int, ...]
 
@@ -82,10 +82,21 @@ class TorchCheckpointingFolder(ForeignFolder):
         wanted = [(key, rank, name) for key, by_rank in files.items() for rank, name in sorted(by_rank.items())]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             values = list(pool.map(lambda each: read_archive(self.storage, each[2]), wanted))
+        self._warn_of_gaps(files, described, contents.world_size)
         for key, by_rank in files.items():
             of_item = {rank: value for (k, rank, _), value in zip(wanted, values, strict=True) if k == key}
             _ItemReader(self.storage.url, key, by_rank, of_item, described.items.get(key)).add_to(contents)
         return contents
+
+    def _warn_of_gaps(
+        self, files: Mapping[str, Mapping[int, str]], described: SavedItems, world_size: int
+    ) -> None:  # fmt: skip
+        """Say of which ranks there is nothing of an item that others have: a lost file looks like that too."""
+        for key, by_rank in files.items():
+            absent = sorted(set(range(world_size)) - by_rank.keys())
+            if absent and len(by_rank) > 1 and key not in described.items:
+                text = f"{self.url} has {key} of {len(by_rank):,} of {world_size:,} ranks"
+                log(f"warning: {text}, none of {named_ranks(absent)}: no file says whether these had it")
 
     def _described(self, sizes: Mapping[str, int]) -> SavedItems:
         if FILE not in sizes:
@@ -113,6 +124,12 @@ class TorchCheckpointingFolder(ForeignFolder):
         state = {"version": VERSION, "world_size": contents.world_size, "keys": contents.keys,
                  "owners": contents.owners, "own": contents.own}  # fmt: skip
         return Root(step, self.attempt, ParallelLayout(), 1, tensors, (), {METADATA: state})
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return some ranks in words, the first few by number."""
+    more = f" and {len(ranks) - MAX_NAMED:,} more" if len(ranks) > MAX_NAMED else ""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
 
 
 class _ItemReader:
@@ -173,6 +190,7 @@ class _ItemReader:
         if (local.dtype, local.shape) != (cut.dtype, shape):
             there = f"{local.dtype} {list(local.shape)}, {FILE} says {cut.dtype} {list(shape)}"
             raise CheckFailed(f"{self._url}/{file}: {name} is {there}")
+        contents.tensors.setdefault(name, (local.dtype, cut.shape))  # of which ranks, or all, may hold no element
         size = ITEMSIZES[local.dtype]
         for each in parts:
             at = local.offset + size * sum(a * step for a, step in zip(each.at, local.stride, strict=True))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,8 @@ class CheckpointReader(Closing):
     The ranks of an `exchange` open a checkpoint together and plan together: root and part indexes are then read by one
     of them each. `root` is given where it is known and not there yet.
     """
+
+    can_sum: ClassVar[bool] = True  # whether `fetch` sums what it reads, to be compared with a certificate
 
     def __init__(
         self, storage: Storage, step: int, *, num_threads: int | None = None, exchange: Exchange | None = None,

@@ -68,7 +68,7 @@ def fill_from(
     """
     exchange = reader.exchange
     wanted, data = on_all(exchange, lambda: _wanted(reader, pieces, tensors))
-    can_compare = holders is not None and is_readable(reader.root.certificate)
+    can_compare = holders is not None and reader.can_sum and is_readable(reader.root.certificate)
     sums = LoadSums(reader.root, wanted, is_alone=holders.size == 1) if can_compare and holders else None
     with Targets(data, reader.num_threads) as targets:
         plan = reader.plan(wanted)  # refuses what is stored never or twice

@@ -11,13 +11,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit.foreign.folder import NOTE
 from ckptkit.loading.reader import CheckpointReader
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root
 from threefold.storage.new_file import NO_HARD_LINKS
-
-NOTE = ".export.json"
 
 
 def note_of(source: CheckpointReader, sizes: Mapping[str, int], **options: Any) -> bytes:

@@ -19,7 +19,10 @@ class SourceSums:
         self._saved = root.certificate if is_readable(root.certificate) else None
         self._url = url
         self._read: dict[str, tuple[int, int]] = {}  # how many elements were, and their sum
-        self.num_certified = 0  # tensors that were read whole and are equal to what was saved
+        self.num_certified = 0  # tensors that were read whole, or are empty, and are equal to what was saved
+        for info in root.tensors.values() if self._saved is not None else ():
+            if not info.numel and info.placement.tied_to is None:  # nothing of it is read
+                self._compare(info, 0)
 
     def add(self, info: TensorInfo, start: int, stop: int, data: Bytes) -> None:
         """Add elements [start, stop); CheckFailed if they end a tensor that is not equal to what was saved."""
@@ -33,8 +36,12 @@ class SourceSums:
         value ^= int(sums.values[0])
         if stop < info.numel:
             self._read[info.name] = stop, value
-        elif self._saved["tensors"].get(info.name) == digest(info, value):
-            self.num_certified += 1
         else:
+            self._compare(info, value)
+
+    def _compare(self, info: TensorInfo, value: int) -> None:
+        assert self._saved is not None, "a certificate"
+        if self._saved["tensors"].get(info.name) != digest(info, value):
             text = f"{info.name} of {self._url} is not equal to what was saved, by the certificate of the save"
             raise CheckFailed(text, hint=f"ckptkit verify {quote(self._url)}")
+        self.num_certified += 1

@@ -2,7 +2,8 @@
 
 Each tensor is an array under its name, uncompressed, in chunks of rows: a chunk's file is its elements, with zeros in
 place of the rows that the last one lacks. The root's `zarr.json` comes last; it has what a run knows beside values,
-so that an import brings that back. Nothing but this project is needed. Memory: two blocks of 32 MiB.
+so that an import brings that back, and the certificate of the save. Each array says that it is of such a folder.
+Nothing but this project is needed. Memory: two blocks of 32 MiB.
 """
 
 import json
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.check.slabs import fill
-from ckptkit.foreign.tensorstore_folder import ATTRIBUTES
+from ckptkit.foreign.tensorstore_folder import ATTRIBUTES, VERSION
 from ckptkit.format.root import Root
 from ckptkit.format.tensor_rows import tensor_lines
 from ckptkit.io.blocks import Bytes
 from ckptkit.io.torch_tensors import NAMES
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo, storage_order
+from ckptkit.plan.certificate import is_readable
 from ckptkit.rewrite.file_blocks import FileBlocks
 from ckptkit.rewrite.folder_claim import note_of
 from ckptkit.rewrite.folder_export import ExportReport, FolderPlan, Progress, write_folder
@@ -102,13 +104,15 @@ def _array(info: TensorInfo) -> bytes:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": False if kind == "bool" else 0.0 if "float" in kind else 0,
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {ATTRIBUTES: {"version": VERSION}},
     })  # fmt: skip
 
 
 def _group(root: Root) -> bytes:
     """Return the description of the folder, with what a run knows beside values."""
     tensors = json.loads(f"[{tensor_lines(root.tensors)}]")
-    known = {"version": 1, "num_layers": root.num_layers, "tensors": tensors, "metadata": dict(root.metadata)}
+    known = {"version": VERSION, "num_layers": root.num_layers, "tensors": tensors, "metadata": dict(root.metadata),
+             "certificate": root.certificate if is_readable(root.certificate) else None}  # fmt: skip
     return _json({"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTES: known}})
 
 

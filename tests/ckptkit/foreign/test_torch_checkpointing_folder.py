@@ -191,3 +191,35 @@ def test_a_save_of_torch_checkpointing_comes_back(tmp_path: Path) -> None:
     assert torch.equal(found["model"]["a"], state["a"].to_local())
     assert torch.equal(found["model"]["b"], state["b"])
     assert found["step"] == 7
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_a_cut_tensor_without_elements_is_not_lost(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """No rank holds an element of it, but the state has it."""
+    (tmp_path / "saved").mkdir()
+    tensor = torch.zeros(shape)
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        mesh = init_device_mesh("cpu", (2, 2))
+        value = {"empty": distribute_tensor(tensor, mesh, PLACED["rows"], src_data_rank=None)}
+        torch.save(value, tmp_path / "saved" / f"model_{rank}.pt")
+        described = {'["empty"]': [cut_of(tensor, PLACED["rows"], mesh)]}
+        dist.destroy_process_group()
+    item = {"nested_path_to_metadata": described, "rank_to_layout_info": dict.fromkeys(range(4))}
+    metadata = {"metadata": {"model": item}, "world_size": 4, "version": "2.0"}
+    (tmp_path / "saved" / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    assert call("import", tmp_path / "saved", tmp_path / "run", "--from", "torch_checkpointing") == 0
+    state = {"model": {"empty": torch.ones(shape)}}
+    with Run(tmp_path / "run") as run:
+        run.load(state)
+        assert run.root(0).tensors["model/empty"].shape == shape
+
+
+def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(tmp_path / "saved")
+    (tmp_path / "saved" / "loader_2.pt").unlink()
+    assert call("import", tmp_path / "saved", tmp_path / "run", "--from", "torch_checkpointing") == 0
+    assert "has loader of 3 of 4 ranks, none of rank 2" in capsys.readouterr().err
+    (tmp_path / "saved" / "model_2.pt").unlink()
+    assert call("import", tmp_path / "saved", tmp_path / "other", "--from", "torch_checkpointing") == 1
+    assert "model_2.pt is missing" in capsys.readouterr().err

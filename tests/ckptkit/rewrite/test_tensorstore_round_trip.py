@@ -1,6 +1,7 @@
 """Export to and import from Zarr arrays: any reader of Zarr sees the values, and a run comes back as it was."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,123 @@ def test_what_is_not_sound_is_one_error_and_nothing_is_written(
     assert call("import", tmp_path / "arrays", tmp_path / "run", "--from", "tensorstore") in (1, 2)
     assert text in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def lose_a_chunk(folder: Path) -> None:
+    (folder / "embed.weight" / "c" / "1" / "0").unlink()
+
+
+def lose_an_array(folder: Path) -> None:
+    shutil.rmtree(folder / "layers.0.norm.weight")
+
+
+def lose_a_description(folder: Path) -> None:
+    (folder / "layers.0.norm.weight" / "zarr.json").unlink()
+
+
+def lose_the_group(folder: Path) -> None:
+    (folder / "zarr.json").unlink()
+
+
+def change_a_value(folder: Path) -> None:
+    path = folder / "embed.weight" / "c" / "0" / "0"
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+
+
+def break_off(folder: Path) -> None:
+    (folder / ".export.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lose_a_chunk, "lacks 1 chunk of an export, which has them all:\n  embed.weight: 1 of 3"),
+        (lose_an_array, "does not hold the arrays of its export:\n  layers.0.norm.weight: lost"),
+        (lose_a_description, "lacks the descriptions of arrays:\n  layers.0.norm.weight"),
+        (lose_the_group, "lacks the zarr.json of the folder"),
+        (change_a_value, "is not equal to what was saved, by the certificate of the save:\n  embed.weight"),
+        (break_off, "holds an export that is not finished"),
+    ],
+)
+def test_an_export_that_lost_something_is_refused(
+    tmp_path: Path, change: Any, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though to Zarr what is not there is a value; no option takes it."""
+    pytest.importorskip("tensorstore", reason=NEEDED)
+    monkeypatch.setattr(tensorstore_export, "CHUNK_BYTES", 800)
+    save(tmp_path / "run")
+    assert call("export", tmp_path / "run", tmp_path / "out", "--to", "tensorstore") == 0
+    change(tmp_path / "out")
+    capsys.readouterr()
+    assert call("import", tmp_path / "out", tmp_path / "back", "--from", "tensorstore", "--allow-missing-chunks") == 1
+    assert text in capsys.readouterr().err
+    assert not list((tmp_path / "back").rglob("root.json"))
+
+
+def test_an_export_of_an_older_program_comes_back(tmp_path: Path) -> None:
+    """It had neither a certificate nor marks of arrays, and a chunk that is lost there is found all the same."""
+    pytest.importorskip("tensorstore", reason=NEEDED)
+    save(tmp_path / "run")
+    assert call("export", tmp_path / "run", tmp_path / "out", "--to", "tensorstore") == 0
+    for path in (tmp_path / "out").rglob("zarr.json"):
+        described = json.loads(path.read_text())
+        if path.parent == tmp_path / "out":
+            described["attributes"]["threefold"]["version"] = 1
+            del described["attributes"]["threefold"]["certificate"]
+        else:
+            del described["attributes"]
+        path.write_text(json.dumps(described))
+    assert call("import", tmp_path / "out", tmp_path / f"back/step-{STEP:09d}", "--from", "tensorstore") == 0
+    assert call("diff", tmp_path / "back", tmp_path / "run") == 0
+    (tmp_path / "out" / "embed.weight" / "c" / "0" / "0").unlink()
+    assert call("import", tmp_path / "out", tmp_path / "other", "--from", "tensorstore") == 1
+
+
+ROWS = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 5]}}}
+SHARDED = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}}, "codecs": [
+    {"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 2], "codecs": [{"name": "bytes"}]}}
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("driver", "base", "metadata", "number"),
+    [
+        ("zarr", "file://{}/", {"chunks": [3, 5]}, "2 of 3"),
+        ("zarr", "file://{}/|ocdbt:", {"chunks": [3, 5]}, "2 of 3"),
+        ("zarr3", "file://{}/", ROWS, "1 of 2"),
+        ("zarr3", "file://{}/", SHARDED, "9 of 12"),
+    ],
+    ids=["zarr", "ocdbt", "zarr3", "sharded"],
+)
+def test_missing_chunks_of_others_are_counted_and_refused_unless_allowed(
+    tmp_path: Path, driver: str, base: str, metadata: Any, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensorstore = pytest.importorskip("tensorstore", reason=NEEDED)
+    spec = {"driver": driver, "kvstore": base.format(tmp_path / "arrays") + "m/w", "create": True, "metadata": metadata}
+    array = tensorstore.open(spec, shape=[7, 5], dtype="float32").result()
+    array[:2].write(np.ones((2, 5), np.float32)).result()
+    words = ("import", tmp_path / "arrays", tmp_path / "run", "--from", "tensorstore")
+    assert call(*words) == 2
+    error = capsys.readouterr().err
+    assert f"which were lost or hold fill values alone:\n  m/w: {number}" in error
+    assert "--allow-missing-chunks" in error
+    assert not (tmp_path / "run").exists()
+    assert call(*words, "--allow-missing-chunks") == 0
+    assert "not there read as fill values" in capsys.readouterr().err
+    assert read_root(open_storage(tmp_path / "run"), 0).tensors["m/w"].shape == (7, 5)
+
+
+def test_chunks_that_may_be_missing_are_of_zarr_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("import", tmp_path / "a", tmp_path / "run", "--from", "dcp", "--allow-missing-chunks") == 2
+    assert "is of Zarr arrays, not of --from dcp" in capsys.readouterr().err
+
+
+def test_an_array_that_the_folder_names_is_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensorstore = pytest.importorskip("tensorstore", reason=NEEDED)
+    spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/arrays/w", "create": True}
+    tensorstore.open(spec, shape=[2], dtype="float32").result()[...] = 1
+    (tmp_path / "arrays" / ".zmetadata").write_text(json.dumps({"metadata": {"w/.zarray": {}, "v/.zarray": {}}}))
+    assert call("import", tmp_path / "arrays", tmp_path / "run", "--from", "tensorstore") == 1
+    assert "lacks the descriptions of arrays:\n  v\n" in capsys.readouterr().err
