@@ -16,7 +16,7 @@ from types import FrameType
 
 from threefold.console import log as log
 from threefold.console import report as report
-from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError
+from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError, is_utf8, quoted
 from threefold.masking import masked_values, printable
 from threefold.packages import explained
 from threefold.version import __version__
@@ -131,6 +131,11 @@ def _call(parser: Parser, argv: Sequence[str] | None) -> int:
         return fault.exit_code
     except BrokenPipeError:
         raise
+    except (UnicodeEncodeError, TypeError) as error:
+        if (unprintable := _unprintable(error, sys.argv[1:] if argv is None else argv)) is None:
+            raise
+        report(unprintable)
+        return EXIT_USAGE
     except OSError as error:
         from threefold.storage.local import system_failure
 
@@ -145,6 +150,17 @@ def _call(parser: Parser, argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _unprintable(error: Exception, argv: Sequence[str]) -> UserError | None:
+    """Return what to report if a name that is not UTF-8 had to be encoded, None if the error is another one."""
+    if "surrogates not allowed" not in str(error):  # both of Python and of orjson, whose error is a TypeError
+        return None
+    names = [text for text in argv if not is_utf8(text)]
+    found = repr(error.object[:200]) if isinstance(error, UnicodeEncodeError) else "a name that was found"
+    shown = ", ".join(map(repr, names)) or found
+    hint = f"mv {quoted(names[0])} NEW, or choose another name" if names else "find . | grep -avx '.*' names such files"
+    return UserError(f"{shown} is not UTF-8, and cannot be stored or sent", hint=hint)
 
 
 class Stopped(KeyboardInterrupt):

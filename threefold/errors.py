@@ -47,8 +47,28 @@ def listed(faults: Sequence[str], most: int = 30) -> str:
 
 
 def quoted(place: object) -> str:
-    """Return a path or a URL as one word of a hint's command: with quotes, if a shell needs them."""
-    return shlex.quote(str(place))
+    r"""Return a path or a URL as one word of a hint's command: with quotes, if a shell needs them.
+
+    What cannot be printed is escaped as bash reads it: the byte 0xff of a name is `$'\xff'`.
+    """
+    text = str(place)
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escaped, text))}'"
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text, as the name of a file may not, has an encoding in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable() and character not in "'\\":
+        return character
+    handler = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in character.encode(errors=handler))
 
 
 def _rebuild(kind: type[UserError], message: str, hint: str | None) -> UserError:

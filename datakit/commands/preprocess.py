@@ -91,6 +91,7 @@ def run(options: Options) -> None:
             engine=options.engine,
             ray_address=options.ray_address,
             item_bytes=options.item_size,
+            skip_unreadable=options.skip_unreadable,
             report=shown.say,
             progress=shown.show,
         )

@@ -44,6 +44,7 @@ class OfInput:
     )
     txt_split: Literal["file", "line"] = option("file", "what is a document in .txt")
     skip_invalid: bool = option(False, "skip documents that cannot be read or tokenized")
+    skip_unreadable: bool = option(False, "go on without inputs that are missing or cannot be read; all are named")
     eod_token: str = option(DEFAULT_EOD, "the end-of-document token", metavar="TOKEN")
 
 

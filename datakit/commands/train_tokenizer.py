@@ -17,10 +17,12 @@ class Options(OfInput):
 
 def run(options: Options) -> None:
     """Train a byte-level BPE tokenizer on all documents of the input; the end-of-document token is its token 0."""
+    from datakit.text.inputs import readable_inputs
     from datakit.tokenization.tokenizer_training import train_tokenizer
 
+    own = [options.output]
     tokenizer = train_tokenizer(
-        options.inputs,
+        readable_inputs(options.inputs, log, but=own) if options.skip_unreadable else options.inputs,
         options.output,
         vocab_size=options.vocab_size,
         eod_token=options.eod_token,

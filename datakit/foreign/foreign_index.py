@@ -7,6 +7,7 @@ from typing import Self
 from datakit.files.durable import reading
 from datakit.foreign.exact_reader import AGAIN, damaged, open_binary
 from datakit.store.fields import Fields
+from threefold.errors import UserError, quoted
 
 FILE_NAME = "index.json"
 MAX_BYTES = 512 << 20
@@ -32,6 +33,14 @@ class ForeignIndex(Fields):
         if len(data) > MAX_BYTES:
             raise damaged(f"{path} has more than the {MAX_BYTES} bytes that an index may have")
         return cls.parse(path, data)
+
+    def parts(self, name: str) -> list[Self]:
+        """Return the objects of a list that says what the dataset consists of; UserError if it is empty."""
+        found = self.tables(name)
+        if not found:
+            hint = f"ls {quoted(self.path.parent)}; an index is written when the writer is closed, or by a merge"
+            raise UserError(f"{self.path} names no {name}: the dataset is empty", hint=hint)
+        return found
 
     def file(self, name: str) -> Path:
         """Return a file beside the index or in a folder there; a name that leads elsewhere is refused."""

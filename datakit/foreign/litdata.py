@@ -71,8 +71,8 @@ class _Layout:
 
 
 def _chunks(index: ForeignIndex, choices: Choices) -> "list[_Chunk]":
-    tables = index.tables("chunks")
-    layout = _layout(index.table("config"), choices, bool(tables) and tables[0].raw.get("dim") is not None)
+    tables = index.parts("chunks")
+    layout = _layout(index.table("config"), choices, tables[0].raw.get("dim") is not None)
     return [_Chunk.open(table, layout) for table in tables]
 
 

@@ -1,24 +1,25 @@
-"""Megatron: indexed datasets as the shards of a store, and a store's shards as indexed datasets; no token is rewritten.
+"""Megatron: indexed datasets as the shards of a store, and a store's shards as indexed datasets, linked or copied.
 
 Into a store, every file is read once: its checksum is taken and its tokens are held against the vocabulary. Memory is
-8 MiB of tokens or one document, and windows of the index. Out of a store costs a hard link a file, or a copy.
+8 MiB of tokens or one document, and windows of the index. Out of a store costs a hard link a file, or a copy. Only
+tokens of a dtype that a store has not, as int64, are written again.
 """
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from datakit.files.durable import FileDigest, digest_file, durable_file, reading, writing
-from datakit.foreign.foreign_store import AGAIN_HINT, Choices, check_tokens, make_store
+from datakit.foreign.foreign_store import AGAIN_HINT, Choices, check_tokens, make_store, store_of_files
 from datakit.store.claim import claim
 from datakit.store.manifest import STORE_DTYPES, WORK_FOLDER
 from datakit.store.origins import document_check, origins_head
 from datakit.store.output import ASSEMBLY_NOTE, Output
-from datakit.store.shard import HEADER, Int64s, TokenShard
+from datakit.store.shard import HEADER, Int64s, Tokens, TokenShard
 from datakit.store.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
@@ -33,12 +34,16 @@ def from_megatron(
 ) -> TokenStore:
     """Make a store of the datasets `<prefix>.bin` and `<prefix>.idx`, one shard each.
 
-    UserError if a store cannot hold what they hold, CheckFailed if a token is beyond the vocabulary. The same
-    call continues after a kill, and returns the store if that is complete.
+    A store has tokens of uint16 or int32: if one dataset has others, all are written again, in shards by size.
+    UserError if a store cannot hold what they hold, CheckFailed if a token is beyond the vocabulary. The same call
+    continues after a kill, and returns the store if that is complete.
     """
     datasets = [_Dataset.open(prefix) for prefix in prefixes]
-    dtype = _common_dtype(datasets)
     files = [file for dataset in datasets for file in (dataset.shard.bin_path, dataset.shard.idx_path)]
+
+    if any(dataset.shard.dtype.name not in STORE_DTYPES for dataset in datasets):
+        return store_of_files("megatron", datasets, files, output, replace(choices, documents="items"))
+    dtype = _common_dtype(datasets)
 
     def fill(output: Output, identity: TokenizerIdentity) -> tuple[str, list[ShardEntry]]:
         return dtype, [_add(output, number, dataset, identity, copy) for number, dataset in enumerate(datasets)]
@@ -67,10 +72,12 @@ def to_megatron(path: str | os.PathLike[str], output: str | os.PathLike[str], *,
 
 @dataclass(frozen=True, slots=True)
 class _Dataset:
-    """One Megatron dataset whose header a store can take over."""
+    """One Megatron dataset, of text alone."""
 
     prefix: str
     shard: TokenShard
+
+    has_borders = True
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "_Dataset":
@@ -89,6 +96,24 @@ class _Dataset:
                 f"{index.path} has {index.num_documents} documents, a shard holds below 2^32", hint=AGAIN_HINT
             )
         return cls(prefix, shard)
+
+    @property
+    def path(self) -> Path:
+        """The file of its tokens."""
+        return self.shard.bin_path
+
+    @property
+    def stream(self) -> str:
+        """The dataset."""
+        return self.prefix
+
+    def samples(self) -> Iterator[tuple[Tokens, int]]:
+        """Yield the tokens of each document and the byte offset in the file where they begin."""
+        itemsize, at = self.shard.dtype.itemsize, 0
+        for _, lengths in self.windows():
+            for length in lengths.tolist():
+                yield self.shard.tokens[at : at + length], at * itemsize
+                at += length
 
     def windows(self) -> Iterator[tuple[int, Int64s]]:
         """Yield the first document and the lengths of windows of documents.
@@ -125,9 +150,9 @@ class _Dataset:
 
 
 def _common_dtype(datasets: Sequence[_Dataset]) -> str:
-    """Return the dtype of all datasets; raise UserError if they differ or a store has none such."""
+    """Return the dtype of all datasets, which a store has too; raise UserError if they differ."""
     dtypes = [dataset.shard.dtype.name for dataset in datasets]
-    if dtypes[0] in STORE_DTYPES and len(set(dtypes)) == 1:
+    if len(set(dtypes)) == 1:
         return dtypes[0]
     lines = ["the datasets' tokens must all be uint16 or all be int32:"]
     lines += [f"  {dataset.prefix}: {dtype}" for dataset, dtype in zip(datasets, dtypes)]

@@ -41,7 +41,7 @@ def _mds_files(source: str | os.PathLike[str], choices: Choices) -> "list[_MdsFi
     index = ForeignIndex.read(index_of(source))
     if index.number("version") != 2:
         raise UserError(f"{index.path} has version {index.raw['version']}, this program reads version 2", hint=_ANEW)
-    return [_MdsFile.open(shard, os.fspath(Path(source)), choices) for shard in index.tables("shards")]
+    return [_MdsFile.open(shard, os.fspath(Path(source)), choices) for shard in index.parts("shards")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ def preprocess(
     engine: str = "local",
     ray_address: str | None = None,
     item_bytes: int | None = None,
+    skip_unreadable: bool = False,
     report: Callable[[str], None] = lambda _: None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Summary:
@@ -63,9 +64,9 @@ def preprocess(
     An input is a path, a glob, a URL, or a dataset of Hugging Face's `datasets` that is in files of this machine.
     `backend` names what tokenizes (see encoder.py); `engine` is "local" for worker processes here or "ray" for actors
     on the cluster at `ray_address` (see ray_pool.py). Neither changes a byte. `item_bytes` overrides the size of a
-    work item, `report` takes lines of what is done, `progress` how far it is and which share that is (without it
-    `report` takes that too). Raises UserError and StorageError; what was sealed before then is kept,
-    and the same call continues.
+    work item, `skip_unreadable` leaves out what cannot be read. `report` takes lines of what is done, `progress` how
+    far it is and which share that is (without it `report` takes that too). Raises UserError and StorageError; what was
+    sealed before then is kept, and the same call continues.
     """
     show = progress or (lambda line, _: report(line))
     if num_workers < 1:
@@ -76,7 +77,7 @@ def preprocess(
         _require_ready(place, recipe, engine)
     spool = Spool(report)  # its copies of pipes are there as long as it is
     own = [place.place, recipe.tokenizer, os.fspath(sidecar_path(Path(recipe.tokenizer)))]
-    files = find_inputs(paths, spool, report, but=own)
+    files = find_inputs(paths, spool, report, but=own, skip_unreadable=skip_unreadable)
     require_matches(recipe.tags, [file.path for file in files])
     job = _Job(place, recipe, files, item_bytes, report, show)
     if job.is_complete():
@@ -145,10 +146,11 @@ class _Job:
     ) -> None:  # fmt: skip
         self.output, self.recipe, self._report, self._show = output, recipe, report, show
         if not any(file.size_bytes for file in files):
-            names = [file.path for file in files[:3]]
+            first, names = files[0], [file.shown for file in files[:3]]
+            what = f"{len(files)} files of 0 bytes" if len(files) > 1 else "1 file of 0 bytes"
             raise UserError(
-                f"the input is empty: {len(files)} files of 0 bytes: {', '.join(names)}",
-                hint=f"ls -l {' '.join(map(quoted, names))}",
+                f"the input is empty: {what}: {', '.join(names)}",
+                hint=first.hint("ls -l") if first.spooled else f"ls -l {' '.join(map(quoted, names))}",
             )
         self._files, self._item_bytes = files, item_bytes or default_item_bytes(files)
         self._sources: Sources | None = None  # of complete stores
@@ -258,7 +260,7 @@ class _Job:
         if not any(shard.num_tokens for entries in shards.values() for shard in entries):
             raise UserError(
                 f"the input is empty: {num_documents} documents without any text, {counts.total()} skipped",
-                hint=f"head -c 300 {quoted(self.items[0].slices[0].file.path)}",
+                hint=self.items[0].slices[0].file.hint("head -c 300"),
             )
         Sources.of(self._files, records).write(self.output)
         manifests = {}

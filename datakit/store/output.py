@@ -20,7 +20,7 @@ from datakit.files.remote_file import is_url
 from datakit.store.manifest import FILE_NAME, WORK_FOLDER, Manifest
 from datakit.store.note import Note
 from datakit.text.inputs import open_file
-from threefold.errors import StorageError, UserError, quoted
+from threefold.errors import StorageError, UserError, is_utf8, quoted
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root, make_folders, sync_folder
 from threefold.storage.local import LocalStorage, sync_name
@@ -40,6 +40,8 @@ class Output:
     """
 
     def __init__(self, place: str, note: str = RECIPE_NOTE) -> None:
+        if not is_utf8(place):
+            raise UserError(f"the name {place!r} is not UTF-8", hint="choose another --output")
         self.folder = None if is_url(place) else Path(place)
         self.place = str(self.folder or place.rstrip("/"))
         self.note_key = f"{WORK_FOLDER}/{note}"

@@ -11,7 +11,7 @@ import xxhash
 import zstandard
 
 from datakit.text.inputs import FileSlice, InputFile
-from threefold.errors import StorageError, UserError, quoted
+from threefold.errors import StorageError, UserError
 
 _READ_BYTES = 256 << 10  # well below what an allocator takes from the system again each time
 _PACKED_READ_BYTES = 8 << 10  # zstd may expand a few bytes to 128 KiB: small reads bound what comes out at once
@@ -37,7 +37,7 @@ def read_blocks(part: FileSlice, digest: "xxhash.xxh3_64 | None" = None) -> Iter
         except OSError as error:
             if error.errno is None:  # gzip and bz2 say so what is wrong with their data
                 raise _damaged(path, error) from None
-            raise StorageError(f"cannot read {path}: {error.strerror}", hint=f"ls -l {quoted(path)}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror}", hint=part.file.hint("ls -l")) from error
 
 
 def digest_of(file: InputFile, start: int, stop: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from datakit.files.remote_file import is_url
 from datakit.text.inputs import FileSlice
-from threefold.errors import StorageError, UserError, quoted
+from threefold.errors import StorageError, UserError
 
 _BATCH_ROWS = 64
 _BUFFER_BYTES, _REMOTE_BUFFER_BYTES = 1 << 20, 8 << 20
@@ -53,9 +53,8 @@ def _columns(part: FileSlice, names: Sequence[str], is_lenient: bool) -> Iterato
             yield [column.to_pylist() for column in columns]
     except (ArrowException, EOFError, OSError, UnicodeDecodeError) as error:  # the last from a damaged column's name
         if isinstance(error, OSError) and error.errno:
-            raise StorageError(
-                f"cannot read {path}: {os.strerror(error.errno)}", hint=f"ls -l {quoted(path)}"
-            ) from error
+            what = f"cannot read {path}: {os.strerror(error.errno)}"
+            raise StorageError(what, hint=part.file.hint("ls -l")) from error
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path} is truncated or damaged, or no {part.file.kind}: {why}", hint="copy or download it again"

@@ -251,16 +251,21 @@ class DocumentReader:
         if not is_lines(part.file.kind):
             row = rows_before(part, self._keys) + line + 1
             at = "" if fault.byte is None else f" at byte {fault.byte}"
-            return UserError(f"{part.file.path}, row {row}: {message}{at}", hint="--skip-invalid")
+            return UserError(f"{part.file.shown}, row {row}: {message}{at}", hint="--skip-invalid")
         if part.file.kind == "jsonl" and part.start:
             require_lines(part.file, next(read_blocks(FileSlice(part.file, 0, part.file.size_bytes))))
         line += _lines_before(part) + content.count(b"\n", 0, fault.byte or 0) + 1
         if fault.byte is not None:
             message += f" at byte {offset + fault.byte}"
-            hint = f"iconv -f LATIN1 -t UTF-8 {quoted(part.file.path)} -o FIXED, if it is Latin-1"
+            convert = "iconv -f LATIN1 -t UTF-8"
+            hint = f"{convert} {quoted(part.file.path)} -o FIXED, if it is Latin-1"
+            if part.file.spooled:
+                hint = f"COMMAND | {convert} | datakit preprocess - ..., if it is Latin-1"
         show = SHOWN_BY[part.file.compression]
-        look = "--skip-invalid" if is_url(part.file.path) else f"{show} {quoted(part.file.path)} | sed -n {line}p"
-        return UserError(f"{part.file.path}, line {line}: {message}", hint=hint or look)
+        look = f"{show} {quoted(part.file.path)} | sed -n {line}p"
+        if part.file.spooled or is_url(part.file.path):
+            look = "--skip-invalid"
+        return UserError(f"{part.file.shown}, line {line}: {message}", hint=hint or look)
 
     def _too_large(self, size_bytes: int) -> StorageError:
         file = self._part.file

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from datakit.files.remote_file import is_url, storage_of
-from datakit.text.folders import entries_below, is_hidden, is_through_link, matches_of, plain_path
+from datakit.text.folders import Faults, entries_below, is_hidden, is_through_link, matches_of, plain_path
 from datakit.text.formats import format_of, other_kind
 from datakit.text.spool import is_pipe
 from threefold.errors import UserError, quoted
@@ -26,7 +26,7 @@ class Found:
     """Paths of local files, objects by their URLs, pipes; of folders and globs also the number of names not read.
 
     `led_to` has each way to a file, with the number of the argument that led there. `repeated` are paths and URLs that
-    another argument leads to as well.
+    another argument leads to as well, `faults` what names nothing or cannot be looked into.
     """
 
     files: set[str] = field(default_factory=set)
@@ -34,6 +34,7 @@ class Found:
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     pipes: set[str] = field(default_factory=set)
     repeated: list[str] = field(default_factory=list)
+    faults: Faults = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
     num_hidden: int = 0
 
@@ -75,7 +76,7 @@ class Found:
 
 
 def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
-    """Return what these files, folders, globs and URLs of such name; UserError if one names nothing.
+    """Return what these files, folders, globs and URLs of such name.
 
     Folders are searched through and through, hidden names and the local paths of `but` left out; each real folder
     counts once.
@@ -91,7 +92,7 @@ def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
         above = (each or "." for each in (folder, *_parents(folder)))
         return next((folders[each] for each in above if each in folders), -1)
 
-    for entry in entries_below(folders, but):
+    for entry in entries_below(folders, but, found.faults):
         if (entry.is_symlink() or not entry.is_file()) and is_pipe(entry.path):  # an ordinary file is not looked up
             found.unread["pipe or device"] += 1
         else:
@@ -101,7 +102,7 @@ def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
     urls = list(filter(is_url, arguments))
     found.repeated += (url for url, count in Counter(urls).items() if count > 1)
     with ThreadPoolExecutor(_NUM_REQUESTS) as threads:
-        for folder, objects in threads.map(_find_remote, dict.fromkeys(urls)):
+        for folder, objects in threads.map(partial(_find_remote, faults=found.faults), dict.fromkeys(urls)):
             for key, info in objects.items():
                 if key:
                     found.sort_in(f"{folder}/{key}", key, -1, info)
@@ -113,9 +114,11 @@ def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
 def _find_local(argument: str, number: int, found: Found) -> Iterator[str]:
     """Put files and pipes that an argument names into `found`, return its folders."""
     is_named = is_pipe(argument) or os.path.lexists(argument)
-    matches = [argument] if is_named else matches_of(argument) if glob.has_magic(argument) else []
+    matches = [argument] if is_named else matches_of(argument, found.faults) if glob.has_magic(argument) else []
     if not matches:
-        raise UserError(f"no such input: {argument}", hint=f"ls {quoted(os.path.dirname(argument) or '.')}")
+        where = os.path.dirname(argument)
+        hint = f"ls {quoted(where if os.path.isdir(where) else '.')}"
+        found.faults.append(UserError(f"no such input: {argument}", hint=hint))
     for path in matches:
         if is_pipe(path):
             found.repeated += [path] * (path in found.pipes)
@@ -162,7 +165,7 @@ def _once(files: Iterable[tuple[str, int]], repeated: list[str]) -> Iterator[str
             repeated.append(path)
 
 
-def _find_remote(url: str) -> tuple[str, dict[str, ObjectInfo]]:
+def _find_remote(url: str, faults: Faults) -> tuple[str, dict[str, ObjectInfo]]:
     """Return a folder and the objects below it that a URL names; for one object itself that, under the key ""."""
     if not glob.has_magic(url):
         storage, name = storage_of(url)
@@ -175,7 +178,7 @@ def _find_remote(url: str) -> tuple[str, dict[str, ObjectInfo]]:
         matches = _matcher(url[len(folder) + 1 :])
         objects = {info.key: info for info in open_repeating(folder).list() if matches(info.key)}
     if not objects:
-        raise UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files")
+        faults.append(UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files"))
     return folder, objects
 
 

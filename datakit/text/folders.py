@@ -1,7 +1,8 @@
 """Folders: the files below local folders and those that globs match; each real folder once, whatever links lead to it.
 
 Links to folders are followed after all real folders were, so that a folder has the name that takes no link if there is
-one. A folder that cannot be listed is an error: its files would be missing in silence.
+one. A folder that cannot be listed is an error, or is put with the faults of others: its files would be missing in
+silence.
 """
 
 import glob
@@ -9,7 +10,9 @@ import os
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from threefold.errors import StorageError, quoted
+from threefold.errors import StorageError, UserError, quoted
+
+Faults = list[UserError]
 
 
 def plain_path(path: str) -> str:
@@ -24,24 +27,30 @@ def plain_path(path: str) -> str:
     return root + "/".join(parts) or "."
 
 
-def entries_below(folders: Iterable[str], but: Iterable[str] = ()) -> Iterator[os.DirEntry[str]]:
+def entries_below(
+    folders: Iterable[str], but: Iterable[str] = (), faults: Faults | None = None
+) -> Iterator[os.DirEntry[str]]:
     """Return all entries below folders that are not folders to go into: files, and whatever has a hidden name.
 
-    The files and folders of `but` are left out, by whatever way they are reached.
+    The files and folders of `but` are left out, by whatever way they are reached. `faults` takes those that cannot be
+    listed.
     """
     left_out = {_identity(os.stat(path)) for path in but if os.path.exists(path)}
     inodes = {inode for _, inode in left_out}
-    for _, entries in _walk(folders, left_out):
+    for _, entries in _walk(folders, left_out, faults):
         for entry in entries:
             is_known = entry.inode() in inodes and _identity(os.stat(entry.path)) in left_out
             if not is_known and (is_hidden(entry.name) or not _is_folder(entry)):
                 yield entry
 
 
-def matches_of(pattern: str) -> list[str]:
-    """Return what a glob matches: "*" stays within a folder, "**" alone between slashes does not."""
+def matches_of(pattern: str, faults: Faults | None = None) -> list[str]:
+    """Return what a glob matches: "*" stays within a folder, "**" alone between slashes does not.
+
+    `faults` takes the folders that cannot be listed.
+    """
     root = "/" if pattern.startswith("/") else "."
-    found = set(_matches(root, [part for part in pattern.split("/") if part not in ("", ".")]))
+    found = set(_matches(root, [part for part in pattern.split("/") if part not in ("", ".")], faults))
     return sorted(path for path in found if not pattern.endswith("/") or os.path.isdir(path))
 
 
@@ -56,7 +65,7 @@ def is_through_link(path: str) -> bool:
 
 
 def _walk(
-    folders: Iterable[str], left_out: Iterable[tuple[int, int]] = ()
+    folders: Iterable[str], left_out: Iterable[tuple[int, int]] = (), faults: Faults | None = None
 ) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """Return folders and all that is below them, hidden ones left out, each real folder once, with its entries."""
     seen = set(left_out)
@@ -66,7 +75,7 @@ def _walk(
         stack = waiting[::-1]
         while stack:
             folder = stack.pop()
-            entries, identity = _entries(folder)
+            entries, identity = _entries(folder, faults)
             if identity in seen:
                 continue
             seen.add(identity)
@@ -77,35 +86,42 @@ def _walk(
         waiting = sorted(links)
 
 
-def _matches(folder: str, parts: list[str]) -> Iterator[str]:
+def _matches(folder: str, parts: list[str], faults: Faults | None) -> Iterator[str]:
     if not parts:
         yield folder
         return
     part, rest = parts[0], parts[1:]
     if part == "**":
-        for each, _ in _walk([folder] if os.path.isdir(folder) else []):
-            yield from _matches(each, rest)
+        for each, _ in _walk([folder] if os.path.isdir(folder) else [], (), faults):
+            yield from _matches(each, rest, faults)
     elif not glob.has_magic(part):
         if os.path.lexists(path := _path(folder, part)):
-            yield from _matches(path, rest)
+            yield from _matches(path, rest, faults)
     elif os.path.isdir(folder):
-        for entry in _entries(folder)[0]:
+        for entry in _entries(folder, faults)[0]:
             if fnmatchcase(entry.name, part) and (part.startswith(".") or not is_hidden(entry.name)):
-                yield from _matches(_path(folder, entry.name), rest)
+                yield from _matches(_path(folder, entry.name), rest, faults)
 
 
 def _path(folder: str, name: str) -> str:
     return name if folder == "." else os.path.join(folder, name)
 
 
-def _entries(folder: str) -> tuple[list[os.DirEntry[str]], tuple[int, int]]:
-    """Return the sorted entries of a folder, and the device and inode that no other folder has."""
+def _entries(folder: str, faults: Faults | None) -> tuple[list[os.DirEntry[str]], tuple[int, int]]:
+    """Return the sorted entries of a folder, and the device and inode that no other folder has.
+
+    One that cannot be listed has no entries, and -1 and its number among the faults.
+    """
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
         status = os.stat(folder)
     except OSError as error:
-        raise StorageError(f"cannot read {folder}: {error.strerror}", hint=f"ls -ld {quoted(folder)}") from error
+        fault = StorageError(f"cannot read {folder}: {error.strerror}", hint=f"ls -ld {quoted(folder)}")
+        if faults is None:
+            raise fault from error
+        faults.append(fault)
+        return [], (-1, len(faults))
     return entries, _identity(status)
 
 

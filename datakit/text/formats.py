@@ -2,7 +2,7 @@
 
 import os
 
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, is_utf8, quoted
 from threefold.packages import require
 
 LINE_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt"}
@@ -37,11 +37,15 @@ def known_format(path: str, default: tuple[str, str] | None = None) -> tuple[str
             f"{path} is not text that can be read, by its name",
             hint=f"mv {quoted(path)} {quoted(path)}.jsonl, if that is what it holds; {NAMES_HINT}",
         )
-    if found[0] in COLUMN_KINDS.values():
-        require("pyarrow", f"{path}: reading {found[0]}")
-    if path.encode(errors="replace").decode() != path:
-        raise UserError(f"the name {path!r} is not UTF-8", hint="rename the file")
+    if not is_utf8(path):
+        raise UserError(f"the name {path!r} is not UTF-8", hint=f"mv {quoted(path)} NEW{os.path.splitext(path)[1]}")
     return found
+
+
+def require_reader(kind: str, path: str) -> None:
+    """Raise UserError if the package that reads a kind of file is not installed."""
+    if kind in COLUMN_KINDS.values():
+        require("pyarrow", f"{path}: reading {kind}")
 
 
 def other_kind(name: str) -> str:

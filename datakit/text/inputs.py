@@ -10,15 +10,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO
 
 from datakit.files.durable import reading
 from datakit.files.remote_file import RemoteFile, is_url, storage_of
 from datakit.text.finding import find
-from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format
-from datakit.text.spool import Spool
-from threefold.errors import UserError, quoted
+from datakit.text.folders import Faults
+from datakit.text.formats import NAMES_HINT, PIPE_FORMAT, is_lines, known_format, require_reader
+from datakit.text.spool import STANDARD_INPUT, Spool, is_pipe
+from threefold.errors import StorageError, UserError, listed, quoted
 from threefold.storage import ObjectInfo
 
 MIN_ITEM_BYTES, MAX_ITEM_BYTES = 4 << 20, 256 << 20
@@ -26,6 +28,7 @@ _ITEMS_OF_A_SMALL_INPUT = 96  # at least half as many: two workers killed lose l
 _PROBE_BYTES, _MAX_PROBE_BYTES = 16 << 10, 4 << 20
 _NUM_PROBES, _PROBE_BATCH = 64, 4096
 _REMOTE_BUFFER_BYTES = 1 << 20
+PIPED_HINT = "COMMAND > NEW.jsonl, and name that file in place of the pipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,15 @@ class InputFile:
     modified_ns: int
     etag: str = ""
     spooled: str = field(default="", compare=False)
+
+    def hint(self, command: str) -> str:
+        """Return a command on the file as a hint; what came through a pipe has to be in a file for that."""
+        return PIPED_HINT if self.spooled else f"{command} {quoted(self.path)}"
+
+    @property
+    def shown(self) -> str:
+        """How messages name it."""
+        return "standard input" if self.path == STANDARD_INPUT else self.path
 
     @property
     def is_known_by_time(self) -> bool:
@@ -117,8 +129,12 @@ def find_inputs(
     report: Callable[[str], None] = lambda _: None,
     *,
     but: Sequence[str] = (),
+    skip_unreadable: bool = False,
 ) -> list[InputFile]:
     """Return the files that these files, folders, globs, URLs and pipes name, sorted, each once.
+
+    All that name nothing, or cannot be read, are in one UserError; with `skip_unreadable` they are left out, and
+    reported.
 
     `report` takes one line on what folders and globs hold that is not read. `spool` copies pipes, which are refused
     without one; "-" is standard input. `but` are files and folders that a search leaves out: a command's own.
@@ -128,13 +144,51 @@ def find_inputs(
         report(once)
     if notice := found.notice():
         report(notice)
-    files = [_describe(path) for path in found.files]
-    files += [_describe_object(url, info) for url, info in found.objects.items()]
+    descriptions = [partial(_describe, path, opens=True) for path in sorted(found.files)]
+    descriptions += [partial(_describe_object, url, info) for url, info in found.objects.items()]
+    files = list(_readable(descriptions, found.faults))
+    _treat(found.faults, report if skip_unreadable else None)
     files += [_copy(path, spool) for path in sorted(found.pipes)]
     if not files:
         more = f" ({notice})" if notice else ""
         raise UserError(f"the input is empty: no text file in {' '.join(arguments)}{more}", hint=NAMES_HINT)
+    for file in {file.kind: file for file in files}.values():
+        require_reader(file.kind, file.path)
     return sorted(files, key=lambda file: file.path)
+
+
+def readable_inputs(
+    arguments: Sequence[str], report: Callable[[str], None], *, but: Sequence[str] = ()
+) -> Sequence[str]:
+    """Return the pipes, and the paths and URLs of all that can be read of what else is named; report the others."""
+    pipes = [argument for argument in arguments if is_pipe(argument)]
+    others = [argument for argument in arguments if argument not in pipes]
+    files = find_inputs(others, report=report, but=but, skip_unreadable=True) if others else []
+    return [*pipes, *(file.path for file in files)]
+
+
+def _readable(descriptions: Iterable[Callable[[], InputFile]], faults: Faults) -> Iterator[InputFile]:
+    """Yield the files that can be described; `faults` takes what is wrong with the others."""
+    for describe in descriptions:
+        try:
+            yield describe()
+        except UserError as fault:
+            faults.append(fault)
+
+
+def _treat(faults: Faults, report: Callable[[str], None] | None) -> None:
+    """Report inputs that are left out, or raise one UserError for all of them if there is nothing to report to."""
+    if not faults:
+        return
+    number, messages = f"{len(faults):,} input{'s' * (len(faults) > 1)}", listed([fault.message for fault in faults])
+    if report:
+        report(f"left out {number} that cannot be read:{messages}")
+        return
+    if len(faults) == 1:
+        [fault] = faults
+        raise type(fault)(fault.message, hint=f"{fault.hint}, or --skip-unreadable to go on without it") from fault
+    kind = StorageError if any(isinstance(fault, StorageError) for fault in faults) else UserError
+    raise kind(f"{number} cannot be read:{messages}", hint="--skip-unreadable to go on without them")
 
 
 def default_item_bytes(files: Sequence[InputFile]) -> int:
@@ -225,11 +279,20 @@ def open_file(path: str, *, stop: int | None = None, size_bytes: int | None = No
         return open(path, "rb")
 
 
-def _describe(path: str) -> InputFile:
+def _describe(path: str, *, opens: bool = False) -> InputFile:
+    """Return a file as an input; it is opened for that if asked, as only so is it known whether it may be read."""
     kind, compression = known_format(path)
     with reading(path):
-        status = os.stat(path)
+        status = _open_status(path) if opens else os.stat(path)
     return InputFile(path, kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def _open_status(path: str) -> os.stat_result:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _describe_object(url: str, info: ObjectInfo) -> InputFile:

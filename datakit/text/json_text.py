@@ -102,11 +102,11 @@ def require_lines(file: InputFile, head: bytes) -> None:
         what, convert = "a JSON object over many lines", "jq -c ."
     else:
         return
-    others = "or name the other files, such as 'FOLDER/*.jsonl'"
-    raise UserError(
-        f"{file.path} is {what}, not one JSON object a line",
-        hint=f"{SHOWN_BY[file.compression]} {quoted(file.path)} | {convert} > NEW.jsonl, {others}",
-    )
+    hint = f"COMMAND | {convert} | datakit preprocess - ..."
+    if not file.spooled:
+        others = "or name the other files, such as 'FOLDER/*.jsonl'"
+        hint = f"{SHOWN_BY[file.compression]} {quoted(file.path)} | {convert} > NEW.jsonl, {others}"
+    raise UserError(f"{file.shown} is {what}, not one JSON object a line", hint=hint)
 
 
 def decode(content: bytes) -> str:

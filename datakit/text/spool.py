@@ -63,7 +63,8 @@ class Spool:
                 file.flush()
         except OSError as error:
             raise StorageError(
-                f"cannot read {name}: {error.strerror or error}", hint=f"ls -l {quoted(path)}"
+                f"cannot read {name}: {error.strerror or error}",
+                hint="name a file in place of -" if path == STANDARD_INPUT else f"ls -l {quoted(path)}",
             ) from error
         return Spooled(f"/proc/{os.getpid()}/fd/{file.fileno()}", size_bytes, checksum.hexdigest())
 

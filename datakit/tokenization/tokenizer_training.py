@@ -63,14 +63,15 @@ def train_tokenizer(
     )
     spool = Spool(report)  # its copies of pipes are there as long as it is
     paths = paths_of(inputs, text_key)
-    texts = _Texts(find_inputs(paths, spool, report, but=[output]), DocumentRules(text_key, txt_split, skip_invalid))
+    files = find_inputs(paths, spool, report, but=[output])
+    texts = _Texts(files, DocumentRules(text_key, txt_split, skip_invalid))
     library.train_from_iterator(texts, trainer)
     if texts.num_skipped:
         report(f"skipped {texts.num_skipped:,} invalid documents")
     if texts.num_replaced:
         report(f"replaced lone surrogates by U+FFFD in {texts.num_replaced:,} documents")
     if not texts.num_documents:
-        raise UserError(f"the input is empty: no document in {' '.join(paths)}", hint=f"head -c 300 {quoted(paths[0])}")
+        raise UserError(f"the input is empty: no document in {' '.join(paths)}", hint=files[0].hint("head -c 300"))
     with writing(path):
         make_folders(path.parent)
         replace_durably(path, library.to_str(pretty=True).encode())

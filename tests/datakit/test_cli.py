@@ -1,6 +1,7 @@
 """The datakit command: the whole way from text, reports as text and JSON, and one clear line for every bad input."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -230,3 +231,53 @@ def test_a_url_is_named_as_it_was_given_where_a_local_store_is_needed(
     assert cli("stats", "s3://bucket/x") == 2
     expected = "error: s3://bucket/x is not a local folder\nhint: datakit unarchive s3://bucket/x --output STORE\n"
     assert capsys.readouterr().err == expected
+
+
+BAD = os.fsdecode(b"o_\xff")
+
+
+@pytest.mark.parametrize("flag", ["--output", "--tokenizer", "--text-key", "--tag", "--eod-token", "INPUT"])
+def test_a_command_line_that_is_not_utf8_is_refused_in_words(
+    tmp_path: Path,
+    tokenizer_path: str,
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "x"}\n')
+    options = {"--output": "s", "--tokenizer": tokenizer_path, "--append-eod": None, flag: BAD}
+    source = options.pop("INPUT", "a.jsonl")
+    if flag == "--tag":
+        options[flag] = f"{BAD}=a.jsonl"
+    words = [word for name, value in options.items() for word in (name, value) if word is not None]
+    assert cli("preprocess", source, *words) in (2, 3)
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"(tokenizing .*\n)?error: .*o_\\udcff.*\nhint: .+\n", err)
+    assert not out
+    assert not Path(BAD).exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "hint"),
+    [
+        (b"", "the input is empty: 1 file of 0 bytes: standard input", "COMMAND > NEW.jsonl, and name that file"),
+        (b'{"text": ""}\n', "the input is empty: 1 documents without any text", "COMMAND > NEW.jsonl"),
+        (b'[{"text": "x"}]', "standard input is a JSON array", "COMMAND | jq -c '.[]' | datakit preprocess - ..."),
+        (
+            b'{"text": "\xff"}\n',
+            "standard input, line 1: invalid UTF-8",
+            "COMMAND | iconv -f LATIN1 -t UTF-8 | datakit",
+        ),
+        (b'{"text": 7}\n', "standard input, line 1: 'text' is not text but int", "--skip-invalid"),
+    ],
+)
+def test_hints_on_standard_input_are_not_on_a_file_named_so(
+    tmp_path: Path, tokenizer_path: str, content: bytes, message: str, hint: str
+) -> None:
+    words = ["preprocess", "-", "--output", tmp_path / "s", "--tokenizer", tokenizer_path, "--workers", "1"]
+    done = subprocess.run([sys.executable, "-m", "datakit", *words], input=content, capture_output=True)
+    assert done.returncode == 2
+    assert f"error: {message}" in done.stderr.decode()
+    assert f"hint: {hint}" in done.stderr.decode()

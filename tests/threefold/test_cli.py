@@ -16,10 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from threefold.cli import Parser, print_json, run
-from threefold.errors import CheckFailed, StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage import local
 
 
@@ -275,3 +276,33 @@ def test_a_full_temporary_folder_is_reported_as_that(
         f"error: the temporary folder is full: {tmp_path}\n"
         f"hint: free some space in {tmp_path}, or export TMPDIR=/a/folder/with/room\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("encode", "argument", "message", "hint"),
+    [
+        (str.encode, "a\udcff", r"'a\udcff'", r"mv $'a\xff' NEW, or choose another name"),
+        (orjson.dumps, "a\udcff", r"'a\udcff'", r"mv $'a\xff' NEW, or choose another name"),
+        (str.encode, "a", r"'b\udcff'", "find . | grep -avx '.*' names such files"),
+        (orjson.dumps, "a", "a name that was found", "find . | grep -avx '.*' names such files"),
+    ],
+)
+def test_a_name_that_is_not_utf8_is_an_error_in_words(
+    capsys: pytest.CaptureFixture[str], encode: Callable[[str], bytes], argument: str, message: str, hint: str
+) -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("name")
+    parser.set_defaults(handler=lambda arguments: encode(arguments.name) and encode("b\udcff"))
+    assert run(parser, [argument]) == 2
+    error = f"error: {message} is not UTF-8, and cannot be stored or sent"
+    assert capsys.readouterr().err.splitlines() == [error, f"hint: {hint}"]
+    parser.set_defaults(handler=lambda _: "é".encode("ascii"))
+    with pytest.raises(UnicodeEncodeError):
+        run(parser, [argument])
+
+
+@pytest.mark.parametrize("name", [b"o_\xff", b"a b", b"tab\there", b"it's\\\xc3\x28", "né\u200b".encode(), b"\xff1"])
+def test_a_hint_names_any_file_so_that_a_shell_finds_it(name: bytes) -> None:
+    word = quoted(os.fsdecode(name))
+    assert word.isprintable()
+    assert subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True).stdout == name

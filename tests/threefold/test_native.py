@@ -8,6 +8,7 @@ import pytest
 
 import ckptkit.io.blocks
 import datakit.packing.native
+import datakit.remote.native
 import datakit.store.native
 import datakit.stream.native
 import threefold

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from datakit import TokenStore, verify
 from datakit.foreign import foreign_store
+from datakit.foreign.conversion import convert_to_store
 from datakit.foreign.foreign_store import Choices
 from datakit.foreign.mosaic import from_mds
 from datakit.store import writer as store_writer
@@ -232,6 +233,16 @@ def test_the_vocabulary_decides_the_dtype(tmp_path: Path, tokenizer_path: str) -
         from_mds([source], tmp_path / "t", Choices(tokenizer_path))
 
 
-def test_a_source_of_nothing_is_a_store_of_nothing(tmp_path: Path, tokenizer_path: str) -> None:
-    store = from_mds([write_rows(tmp_path / "in", [])], tmp_path / "s", Choices(tokenizer_path))
-    assert (store.num_documents, store.num_tokens, verify(store.path)) == (0, 0, [])
+def test_an_index_that_names_nothing_is_refused(
+    tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    full = write_rows(tmp_path / "full", [[1, 2, 3]])
+    for kind, parts, index in (("mds", "shards", {"version": 2}), ("litdata", "chunks", {"config": {}})):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "index.json").write_text(json.dumps({**index, parts: []}))
+        for sources in ([Path(kind)], [full, tmp_path / kind]) if kind == "mds" else ([Path(kind)],):
+            with pytest.raises(UserError, match=f"{kind}/index.json names no {parts}: the dataset is empty") as caught:
+                convert_to_store(sources, tmp_path / "s", Choices(tokenizer_path))
+            assert str(caught.value.hint).startswith("ls ")
+    assert not (tmp_path / "s").exists()

@@ -72,6 +72,38 @@ def test_datasets_become_a_store_and_datasets_again(
     assert again.fingerprint == store.fingerprint
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int64"])
+@pytest.mark.parametrize("copy", [False, True])
+def test_tokens_of_a_dtype_that_a_store_has_not_are_written_again(
+    tmp_path: Path, tokenizer_path: str, dtype: str, copy: bool
+) -> None:
+    documents = [[3, 1, 2], [], [5] * 400, [0], [9, 0]]
+    same = [[1, 0]] * 20  # which looks packed, and is not to be joined
+    prefixes = [
+        write_dataset(tmp_path / name, content, kind)
+        for name, content, kind in (("b", documents, dtype), ("a", same, "uint16"), ("empty", [], dtype))
+    ]
+    store = from_megatron(prefixes, tmp_path / "s", Choices(tokenizer_path), copy=copy)
+    assert not verify(store.path)
+    assert (store.dtype, store.num_documents) == ("uint16", 25)
+    assert [store.document(number).tolist() for number in range(25)] == [*documents, *same]
+    for number in range(25):
+        origin, kind = store.origin(number), dtype if number < 5 else "uint16"
+        assert (origin.path, origin.line) == (
+            f"{prefixes[number >= 5]}.bin",
+            number % 5 + 1 if number < 5 else number - 4,
+        )
+        tokens = np.fromfile(origin.path, kind, len(store.document(number)), offset=origin.offset_bytes)
+        assert np.array_equal(tokens, store.document(number))
+    assert from_megatron(prefixes, tmp_path / "s", Choices(tokenizer_path)).fingerprint == store.fingerprint
+    for token in (-1, 127):
+        bad = write_dataset(tmp_path / f"bad{token}", [[1], [2, token]], "int8")
+        vocabulary = token < 0 or store.manifest.tokenizer.vocab_size <= token
+        if vocabulary:
+            with pytest.raises(CheckFailed, match=f"document 1 holds token {token}, beyond"):
+                from_megatron([bad], tmp_path / f"o{token}", Choices(tokenizer_path))
+
+
 @given(lengths=st.lists(st.integers(0, 9), max_size=40), window=st.integers(1, 9), block_bytes=st.integers(1, 40))
 def test_blocks_and_windows_change_nothing(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str, lengths: list[int], window: int, block_bytes: int
@@ -158,9 +190,7 @@ def test_what_a_store_cannot_hold_is_refused(tmp_path: Path, tokenizer_path: str
     gap = write_raw(tmp_path / "gap", [2, 2], [0, 1, 2], first_byte=2)
     with pytest.raises(CheckFailed, match="document 0 does not begin"):
         from_megatron([gap], tmp_path / "o5", Choices(tokenizer_path))
-    bytes_only, wide = write_dataset(tmp_path / "u8", [[1]], "uint8"), write_dataset(tmp_path / "w", [[1]], "int32")
-    with pytest.raises(UserError, match="uint8"):
-        from_megatron([bytes_only], tmp_path / "o6", Choices(tokenizer_path))
+    wide = write_dataset(tmp_path / "w", [[1]], "int32")
     with pytest.raises(UserError) as caught:
         from_megatron([wide, write_dataset(tmp_path / "d", [[1]])], tmp_path / "o7", Choices(tokenizer_path))
     assert caught.value.message.splitlines()[1:] == [f"  {wide}: int32", f"  {tmp_path / 'd'}: uint16"]

@@ -1,13 +1,17 @@
 """Inputs: what names find, in which order, and how work items are cut."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.text.inputs import MAX_ITEM_BYTES, MIN_ITEM_BYTES, InputFile, cut, default_item_bytes, find_inputs
+from tests.datakit.conftest import Cli
 from threefold.errors import StorageError, UserError
 
 
@@ -115,3 +119,85 @@ def test_a_name_that_is_no_text_is_refused(folder: Path) -> None:
     Path(os.fsdecode(b"\xff.txt")).write_text("x")
     with pytest.raises(UserError, match="is not UTF-8"):
         find_inputs(["."])
+
+
+FAULTS = {
+    "lost.jsonl": "cannot read lost.jsonl: No such file or directory",
+    "knot.jsonl": "cannot read knot.jsonl: Too many levels of symbolic links",
+    "shut.jsonl": "cannot read shut.jsonl: Permission denied",
+    "shut": "cannot read shut: Permission denied",
+    os.fsdecode(b"\xff.jsonl"): "the name '\\udcff.jsonl' is not UTF-8",
+    "x" * 300: f"no such input: {'x' * 300}",
+    "none*": "no such input: none*",
+    "local://{}/none": "no such input: local://{}/none",
+    "notes.doc": "notes.doc is not text that can be read, by its name",
+}
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of two good files and all that cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    Path("shut").mkdir()
+    for name in ("a.jsonl", "b.txt", "shut.jsonl", "notes.doc", os.fsdecode(b"\xff.jsonl")):
+        Path(name).write_text('{"text": "x"}\n')
+    for link, target in (("lost", "nowhere"), ("knot", "knot.jsonl")):
+        Path(f"{link}.jsonl").symlink_to(target)
+    opened, listed = os.open, os.scandir
+
+    def refuse(real: Callable[..., Any], path: Any, *rest: int, **more: Any) -> Any:
+        if isinstance(path, str) and path.startswith("shut"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", partial(refuse, opened))  # the superuser may read all
+    monkeypatch.setattr(os, "scandir", partial(refuse, listed))
+    return tmp_path
+
+
+def test_all_inputs_that_cannot_be_read_are_named_and_can_be_left_out(faulty: Path) -> None:
+    arguments = [name.format(faulty) for name in [*FAULTS, "a.jsonl", "b.txt"]]
+    with pytest.raises(StorageError) as caught:
+        find_inputs(arguments)
+    first, *faults = caught.value.message.splitlines()
+    assert first == f"{len(FAULTS)} inputs cannot be read:"
+    assert sorted(faults) == sorted(f"  {fault.format(faulty)}" for fault in FAULTS.values())
+    assert caught.value.hint == "--skip-unreadable to go on without them"
+    lines: list[str] = []
+    assert [file.path for file in find_inputs(arguments, report=lines.append, skip_unreadable=True)] == [
+        "a.jsonl",
+        "b.txt",
+    ]
+    [line] = lines
+    assert line.splitlines() == [f"left out {len(FAULTS)} inputs that cannot be read:", *faults]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_that_cannot_be_read_has_a_hint_of_its_own(faulty: Path, name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_inputs([name.format(faulty)])
+    assert caught.value.message == FAULTS[name].format(faulty)
+    assert isinstance(caught.value, StorageError) == caught.value.message.startswith("cannot read")
+    assert str(caught.value.hint).endswith(", or --skip-unreadable to go on without it")
+    with pytest.raises(UserError, match="the input is empty"):
+        find_inputs([name.format(faulty)], skip_unreadable=True)
+
+
+def test_a_folder_is_read_without_what_cannot_be(faulty: Path) -> None:
+    found = find_inputs(["."], skip_unreadable=True)
+    assert [file.path for file in found] == ["a.jsonl", "b.txt"]
+    with pytest.raises(StorageError, match=r"^5 inputs cannot be read:"):
+        find_inputs(["."])
+
+
+def test_a_tokenizer_is_trained_without_what_cannot_be_read(
+    faulty: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train-tokenizer", ".", "a.jsonl", "--vocab-size", 260, "--output", "tok.json")
+    assert cli(*words) == 3
+    assert "error: 5 inputs cannot be read:" in capsys.readouterr().err
+    os.mkfifo("late.jsonl")
+    assert cli(*words, "--skip-unreadable") == 0
+    err = capsys.readouterr().err
+    assert "left out 5 inputs that cannot be read:" in err
+    assert "wrote tok.json" in err
