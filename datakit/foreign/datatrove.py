@@ -1,10 +1,12 @@
 """Datatrove: tokenized `.ds` files into a store; `.ds.index` parts documents, `.ds.metadata` the token size.
 
 A `.ds` is tokens of 2 or 4 bytes back to back, little-endian; its index the u64 ends of the documents, in tokens; its
-metadata three lines, the first `<tokenizer>|<token size>`. Memory is 8 MiB or one document, and windows of the index.
+metadata three lines, the first `<tokenizer>|<token size>`, the second the number of tokens. Memory is 8 MiB or one
+document, and windows of the index.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
+from threefold.cli import log
 from threefold.errors import UserError, quoted
 
 SUFFIX = ".ds"
@@ -24,6 +27,7 @@ _SIZES = {dtype: size for size, dtype in _DTYPES.items()}
 _WINDOW_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 8 << 20
 _MAX_METADATA_BYTES = 1 << 20
+_NUMBERED, _MAX_NAMED = re.compile(r"([0-9]{1,9})_"), 5
 
 
 def from_datatrove(
@@ -33,7 +37,10 @@ def from_datatrove(
 
     UserError if a loss mask hides tokens, which a store cannot say. A `.ds` without index is one stream.
     """
-    files = [_DsFile.open(path, choices.dtype) for source in sources for path in ds_files(Path(source))]
+    folders = [ds_files(Path(source)) for source in sources]
+    for absent in filter(None, map(absent_numbers, folders)):
+        log(f"warning: {absent}: lost, or of tasks that had no document")
+    files = [_DsFile.open(path, choices.dtype) for found in folders for path in found]
     inputs = [path for file in files for path in (file.path, file.index) if path is not None]
     return store_of_files("datatrove", files, inputs, output, choices)
 
@@ -46,6 +53,19 @@ def ds_files(source: Path) -> list[Path]:
     if not found:
         raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=f"ls {quoted(source)}")
     return found
+
+
+def absent_numbers(files: Sequence[Path]) -> str:
+    """Return in words which numbers the files of a folder leave out, empty if none; each task has a file of its own.
+
+    Of `00000_a.ds`, `00001_a.ds` and `00003_a.ds` that is 2.
+    """
+    numbers = {int(match[1]) for path in files if (match := _NUMBERED.match(path.name))}
+    absent = [number for number in range(max(numbers, default=0)) if number not in numbers][: _MAX_NAMED + 1]
+    if not absent or len(numbers) == 1:
+        return ""
+    named = ", ".join(map(str, absent[:_MAX_NAMED])) + (" and more" if len(absent) > _MAX_NAMED else "")
+    return f"{files[0].parent} has no .ds file of number {named}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,8 @@ class _DsFile:
         index, size_bytes = path.with_name(f"{path.name}.index"), path.stat().st_size
         _refuse_masks(path.with_name(f"{path.name}.loss"))
         file = cls(path, index if index.exists() else None, "", 0)
-        found = _metadata_dtype(path.with_name(f"{path.name}.metadata")) or file._dtype_of_index(size_bytes)
+        metadata = path.with_name(f"{path.name}.metadata")
+        found = _metadata_dtype(metadata) or file._dtype_of_index(size_bytes)
         if dtype is not None and (dtype not in _SIZES or dtype != (found or dtype)):
             raise UserError(f"{path} has {found or 'uint16 or uint32'} tokens, not {dtype}", hint="leave out --dtype")
         found = found or dtype
@@ -73,6 +94,9 @@ class _DsFile:
             )
         if size_bytes % _SIZES[found]:
             raise damaged(f"{path} has {size_bytes} bytes, no whole number of {found} tokens")
+        num_tokens = _metadata_tokens(metadata)
+        if num_tokens not in (None, size_bytes // _SIZES[found]):
+            raise damaged(f"{path} has {size_bytes // _SIZES[found]} tokens, its metadata says {num_tokens}")
         return replace(file, dtype=found, num_tokens=size_bytes // _SIZES[found])
 
     @property
@@ -141,17 +165,28 @@ class _DsFile:
 
 def _metadata_dtype(path: Path) -> str | None:
     """Return the dtype that a `.ds.metadata` says; None if there is none, or one of an age that does not say it."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        first = file.read(_MAX_METADATA_BYTES).partition(b"\n")[0].decode("utf-8", "replace")
-    _, bar, size = first.rpartition("|")
+    _, bar, size = _metadata_lines(path)[0].rpartition("|")
     if not bar:
         return None
     dtype = _DTYPES.get(int(size)) if size.isdecimal() and len(size) == 1 else None
     if dtype is None:
         raise damaged(f"{path}: token size {size[:80]!r} is neither 2 nor 4")
     return dtype
+
+
+def _metadata_tokens(path: Path) -> int | None:
+    """Return the number of tokens that a `.ds.metadata` says; None if it says none."""
+    lines = _metadata_lines(path)
+    says_it = "|" in lines[0] and len(lines) > 1 and re.fullmatch("[0-9]{1,18}", lines[1].strip())
+    return int(lines[1]) if says_it else None
+
+
+def _metadata_lines(path: Path) -> list[str]:
+    """Return the lines of a `.ds.metadata`, an empty one if there is none."""
+    if not path.exists():
+        return [""]
+    with path.open("rb") as file:
+        return file.read(_MAX_METADATA_BYTES).decode("utf-8", "replace").split("\n")
 
 
 def _refuse_masks(path: Path) -> None:

@@ -162,17 +162,17 @@ def _joins(files: Sequence[ForeignFile], choices: Choices) -> bool:
     Of its own accord only where the samples are blocks of a stream, or look like rows packed out of one: the first ones
     are all of one length, and that token is among them.
     """
-    if choices.documents != "auto" or not files:
+    if choices.documents == "eod" or not files:
         return choices.documents == "eod"
-    eod_id = identify_tokenizer(choices).eod_id
-    if eod_id is None:
-        return False
     streams = [file.path for file in files if not file.has_borders]
-    if 0 < len(streams) < len(files):
+    if 0 < len(streams) < len(files):  # a lost index looks like that
         raise UserError(
             f"{streams[0]} has no borders between documents, other sources have",
             hint="convert them apart and merge the stores, or choose --documents eod for all",
         )
+    eod_id = identify_tokenizer(choices).eod_id if choices.documents == "auto" else None
+    if eod_id is None:
+        return False
     if streams:
         return True
     lengths, has_eod = [], False

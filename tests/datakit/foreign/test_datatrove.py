@@ -144,3 +144,30 @@ def test_damage_is_named_or_harmless(
     source = write_ds(folder / "a.ds", DOCUMENTS)
     mutate(data, folder, ["a.ds", "a.ds.index", "a.ds.metadata"])
     named_or_sound(folder, lambda: from_datatrove([source], folder / "s", Choices(tokenizer_path)))
+
+
+def test_a_file_that_lost_tokens_or_its_index_is_refused(tmp_path: Path, tokenizer_path: str) -> None:
+    """Without an index a file is one stream: among others that have one it is taken for one that lost it."""
+    short = write_ds(tmp_path / "in" / "00000_a.ds", [[1, 2, 3], [4, 5]], index=False)
+    short.write_bytes(short.read_bytes()[:-2])
+    with pytest.raises(CheckFailed, match="has 4 tokens, its metadata says 5"):
+        from_datatrove([short], tmp_path / "s", Choices(tokenizer_path))
+    write_ds(tmp_path / "in" / "00000_a.ds", [[1, 2, 3]])
+    lost = write_ds(tmp_path / "in" / "00001_a.ds", [[4, 0], [5, 0]])
+    lost.with_name(f"{lost.name}.index").unlink()
+    for documents in ("auto", "items"):
+        with pytest.raises(UserError, match="has no borders between documents, other sources have"):
+            from_datatrove([tmp_path / "in"], tmp_path / "s", Choices(tokenizer_path, documents=documents))
+    assert not (tmp_path / "s").exists()
+
+
+def test_numbers_that_are_left_out_are_named(
+    tmp_path: Path, tokenizer_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (0, 1, 3):
+        write_ds(tmp_path / "in" / f"{number:05d}_a.ds", [[number]])
+    from_datatrove([tmp_path / "in"], tmp_path / "s", Choices(tokenizer_path))
+    assert "has no .ds file of number 2: lost, or of tasks that had no document" in capsys.readouterr().err
+    write_ds(tmp_path / "in" / "00002_a.ds", [[2]])
+    from_datatrove([tmp_path / "in"], tmp_path / "t", Choices(tokenizer_path))
+    assert capsys.readouterr().err == ""
