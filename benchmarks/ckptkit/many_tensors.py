@@ -1,10 +1,14 @@
 """A checkpoint of very many tensors: reshard, verify of the manifest alone, and the plan of a reshard for many ranks.
 
-    python benchmarks/ckptkit/many_tensors.py [--tensors 60000] [--ranks 4096] [--repeats 3]
+    python benchmarks/ckptkit/many_tensors.py [--tensors 60000] [--ranks 4096] [--repeats 3] [--module 20000]
 
 Saves so many tensors of 1 KiB into a temporary folder, then runs both verbs as a user does, in fresh processes: medians
 of seconds and CPU seconds, and peak RSS. The raw limit of reshard is `cp` and `sync -d` of the same bytes, that of
 verify one json.loads of the root. The plan is that of 2,000 large tensors, cut by tp 8 and ZeRO over the other ranks.
+
+With --module only `ckptkit.torch.Run` of a module of so many parameters of 4 KiB is measured, in this process: how long
+its first and its second save hold the program, and until they are durable, beside torch.save with a sync of the file
+and its folder; Run.load beside safetensors' load_file and load_state_dict; a Run that saves one tensor and is closed.
 """
 
 import argparse
@@ -16,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +37,13 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=60_000, help="a multiple of 3")
     parser.add_argument("--ranks", type=int, default=4096, help="a multiple of 8, for the plan")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--module", type=int, default=0, help="parameters of a module that a Run saves, and nothing else"
+    )
     arguments = parser.parse_args()
+    if arguments.module:
+        measure_module(arguments.module, arguments.repeats)
+        return
     with tempfile.TemporaryDirectory(prefix="many-tensors-") as folder:
         run = Path(folder) / "run"
         save(run, arguments.tensors)
@@ -107,6 +119,78 @@ def plan(num_ranks: int) -> tuple[float, float, int]:
         chunks = partition.table(layout.coords(rank))
         num_files += len(plan_files(chunks, np.arange(len(chunks))).files)
     return time.perf_counter() - started, time.process_time() - cpu_started, num_files
+
+
+def measure_module(num_parameters: int, repeats: int) -> None:
+    """Print medians of a Run and its peers, interleaved, and the ratios that count."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from ckptkit.torch import Run
+
+    torch.set_num_threads(1)
+    model = torch.nn.Module()
+    for number in range(num_parameters):
+        model.register_parameter(f"p{number}", torch.nn.Parameter(torch.randn(32, 32)))
+    found: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        work()
+        seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        found.setdefault(name, []).append(seconds)
+
+    with tempfile.TemporaryDirectory(prefix="many-tensors-") as folder:
+        for repeat in range(repeats):
+            place = Path(folder) / str(repeat)
+            place.mkdir()
+            timed("torch.save, sync", lambda place=place: torch_save(model, place / "torch.pt"))
+            run = Run(place / "run")
+            timed("Run.save, the first", lambda run=run: run.save(1, {"model": model}))
+            timed("  until it is durable", run.wait)
+            timed("Run.save, the second", lambda run=run: run.save(2, {"model": model}))
+            timed("  until it is durable", run.wait)
+            run.close()
+            save_file(model.state_dict(), place / "model.safetensors")
+            timed("load_file", lambda place=place: load_file(place / "model.safetensors"))
+            timed(
+                "load_file, load_state_dict",
+                lambda place=place: model.load_state_dict(load_file(place / "model.safetensors")),
+            )
+            with Run(place / "run") as run:
+                timed("Run.load", lambda run=run: run.load({"model": model}))
+            timed("Run of one tensor", lambda place=place: save_one(Run(place / "small")))
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    print(f"a module of {num_parameters:,} parameters of 4 KiB, {repeats} repeats")
+    for name, (seconds, cpu_s) in medians.items():
+        print(f"  {name:<28} {seconds:7.2f} s {cpu_s:7.2f} CPU s")
+    for name, peer in (
+        ("Run.save, the first", "torch.save, sync"), ("Run.save, the second", "torch.save, sync"),
+        ("Run.load", "load_file, load_state_dict"), ("Run.load", "load_file"),
+    ):  # fmt: skip
+        ratios = [a / b for a, b in zip(medians[name], medians[peer], strict=True)]
+        print(f"  {name} / {peer}: {ratios[0]:.2f} of the time, {ratios[1]:.2f} of the CPU time")
+
+
+def torch_save(model: Any, path: Path) -> None:
+    """Save as torch does, durably."""
+    import torch
+
+    with path.open("wb") as file:
+        torch.save(model.state_dict(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def save_one(run: Any) -> None:
+    """Open a run, save one tensor, and close it."""
+    import torch
+
+    with run:
+        run.save(1, {"x": torch.zeros(1)})
 
 
 def peak_rss() -> int:

@@ -30,11 +30,17 @@ def tensor_lines(tensors: Mapping[str, TensorInfo]) -> str:
 def read_tensors(rows: list[Any], version: int) -> dict[str, TensorInfo]:
     """Return the table of a root's rows; KeyError, TypeError or ValueError if one is not possible."""
     placed = _placed_in_version_1 if version == 1 else _placed
-    tensors = {}
+    tensors: dict[str, TensorInfo] = {}
+    like: dict[str, TensorInfo] = {}  # by what a row says after the name, which many share
     for row in rows:
-        info = TensorInfo(row["name"], row["dtype"], tuple(row["shape"]), placed(**row["placement"]))
-        check_tensor(info)
-        tensors[info.name] = info
+        key = f"{row['dtype']!r} {row['shape']!r} {row['placement']!r}"
+        known = like.get(key)
+        if known is None:
+            known = TensorInfo(row["name"], row["dtype"], tuple(row["shape"]), placed(**row["placement"]))
+            check_tensor(known)
+            like[key] = known
+        name = check_text(row["name"], MAX_NAME_BYTES)
+        tensors[name] = TensorInfo(name, known.dtype, known.shape, known.placement)
     if len(tensors) != len(rows):
         raise ValueError("a tensor is listed twice")
     check_ties(tensors)

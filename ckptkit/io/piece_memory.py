@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from ckptkit.io.torch_tensors import are_contiguous, are_in_memory, held_by, no_memory, num_bytes
 from ckptkit.model.box import Piece
@@ -11,15 +12,22 @@ from threefold.errors import UserError
 
 def check_memory(pieces: Sequence[Piece], sizes: Sequence[int], dtypes: Sequence[str]) -> None:
     """Raise UserError if a piece's memory is not its elements, of so many bytes and a dtype, one after the other."""
-    data = [piece.data for piece in pieces]
-    with contextlib.suppress(AttributeError, RuntimeError):  # of what is not an array, or has no memory
-        pairs = {(each.dtype, dtype) for each, dtype in zip(data, dtypes, strict=True)}
-        is_held = all(dtype in held_by(memory) for memory, dtype in pairs)
-        if is_held and are_in_memory(data) and [each.nbytes for each in data] == sizes and are_contiguous(data):
-            return
+    if are_plain([piece.data for piece in pieces], sizes, dtypes):
+        return
     for piece, dtype in zip(pieces, dtypes, strict=True):
         if fault := memory_misfit(piece, dtype):
             raise UserError(f"{piece.name}: {fault}", hint=way_out(piece))
+
+
+def are_plain(data: Sequence[Any], sizes: Sequence[int], dtypes: Sequence[str]) -> bool:
+    """Return whether arrays and tensors are all in memory, of so many bytes and these dtypes, and contiguous."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # of what is not an array, or has no memory
+        pairs = {(each.dtype, dtype) for each, dtype in zip(data, dtypes, strict=True)}
+        is_held = all(dtype in held_by(memory) for memory, dtype in pairs)
+        return (
+            is_held and are_in_memory(data) and [each.nbytes for each in data] == list(sizes) and are_contiguous(data)
+        )
+    return False
 
 
 def memory_misfit(piece: Piece, dtype: str) -> str | None:

@@ -32,7 +32,7 @@ class LoadSums:
     """
 
     def __init__(self, root: Root, wanted: ChunkTable, *, is_alone: bool) -> None:
-        self._tensors = list(root.tensors.values())
+        self._tensors = [root.tensors[name] for name in (wanted.names if is_alone else root.tensors)]
         self._certificate = root.certificate
         self._sums = ChunkSums(wanted, 0)
         numbers = {info.name: number for number, info in enumerate(self._tensors)}

@@ -61,6 +61,7 @@ class CheckpointReader(Closing):
         self.root = root or read_root(storage, step, self.exchange)
         self._was_committed = root is None
         self.is_given_up = False  # reads that other threads begin fail
+        self._all_chunks: StoredChunks | None = None
         self._known: dict[bytes, TensorColumns] = {}
         self._checksums: dict[int, Columns] = {}
         self._open: OrderedDict[int, DataReader] = OrderedDict()  # the one used last is the last
@@ -74,8 +75,16 @@ class CheckpointReader(Closing):
 
     def plan(self, wanted: ChunkTable) -> LoadPlan:
         """Return the copies that fill wanted chunks; holds no more of the part indexes than may meet them."""
-        stored = self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
+        stored = self._chunks_for(wanted)
         return on_all(self.exchange, lambda: self._planned(wanted, stored))
+
+    def _chunks_for(self, wanted: ChunkTable) -> StoredChunks:
+        """Return the stored chunks that wanted ones may meet; where there are few, all, for the next plan too."""
+        if sum(part.index_bytes for part in self.root.parts) > MAX_GROUP_BYTES:
+            return self._join(Bounds.of(wanted, TensorColumns.of(list(self.root.tensors.values()))))
+        if self._all_chunks is None:  # no cached_property: its lock is one of all threads, which may be ranks
+            self._all_chunks = self._join(None)
+        return self._all_chunks
 
     @property
     def identity(self) -> bytes:

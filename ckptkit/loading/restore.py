@@ -5,13 +5,13 @@ was verified. Ranks that restore together read what several of them want only on
 compared with the certificate of the save.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckptkit.format.address import open_address
 from ckptkit.format.root import Root
-from ckptkit.io.piece_memory import memory_misfit, way_out
+from ckptkit.io.piece_memory import are_plain, memory_misfit, way_out
 from ckptkit.io.torch_tensors import held_by, is_writable
 from ckptkit.loading.exchange import Alone, Exchange, on_all
 from ckptkit.loading.load_sums import LoadSums, fetching
@@ -20,7 +20,7 @@ from ckptkit.loading.shared_read import read_together
 from ckptkit.loading.targets import Targets
 from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable
-from ckptkit.model.tensor import TensorInfo
+from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.plan.certificate import is_readable
 from ckptkit.plan.save_plan import storage_rows
 from threefold.errors import UserError, listed, quoted
@@ -89,13 +89,14 @@ def _wanted(
         hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(reader.url)}")
         raise UserError(f"{reader.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
     stored = [_untied(piece, table) for piece in pieces]
-    wanted = ChunkTable.of_pieces(stored, table.values())
-    order = storage_rows(wanted, list(table.values()))
+    named = dict.fromkeys(piece.name for piece in stored)
+    wanted = ChunkTable.of_pieces(stored, [table[name] for name in named])
+    order = storage_rows(wanted, [table[name] for name in wanted.names])
     return wanted.take(order), [stored[row].data for row in order.tolist()]
 
 
 def misfits(
-    table: Mapping[str, TensorInfo], pieces: Iterable[Piece], tensors: Sequence[TensorInfo] | None
+    table: Mapping[str, TensorInfo], pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None
 ) -> dict[str, str]:
     """Return what is wrong with each tensor that a checkpoint lacks, has in another shape or dtype, or has too much."""
     faults: dict[str, str] = {}
@@ -110,23 +111,36 @@ def misfits(
         for name, found in table.items():
             if name not in expected and not name.startswith("optim."):
                 faults[name] = f"{found.dtype} {list(found.shape)}, not wanted"
+    are_sound = _are_sound(table, pieces)
     for piece in pieces:
-        fault = _misfit(piece, table.get(piece.name))
+        fault = _misfit(piece, table.get(piece.name), is_sound=are_sound)
         if fault:
             faults.setdefault(piece.name, fault)
     return faults
 
 
-def _misfit(piece: Piece, info: TensorInfo | None) -> str | None:
+def _are_sound(table: Mapping[str, TensorInfo], pieces: Sequence[Piece]) -> bool:
+    """Return whether the memory of all pieces is what it should be, found out for all at once."""
+    if not all(piece.name in table for piece in pieces):
+        return False
+    dtypes = [table[piece.name].dtype for piece in pieces]
+    sizes = [(piece.stop - piece.start) * ITEMSIZE[dtype] for piece, dtype in zip(pieces, dtypes, strict=True)]
+    data = [piece.data for piece in pieces]
+    return are_plain(data, sizes, dtypes) and all(map(is_writable, data))
+
+
+def _misfit(piece: Piece, info: TensorInfo | None, *, is_sound: bool) -> str | None:
     if info is None:
         return "missing in the checkpoint"
-    if not hasattr(piece.data, "dtype"):
+    if not is_sound and not hasattr(piece.data, "dtype"):
         return f"{info.dtype}, wanted a {type(piece.data).__name__}, which is neither an array nor a tensor"
-    if way_out(piece) is None and info.dtype not in held_by(piece.data.dtype):
+    if not is_sound and way_out(piece) is None and info.dtype not in held_by(piece.data.dtype):
         return f"{info.dtype}, wanted {piece.data.dtype}"
     ends = [a + n for a, n in zip(piece.box.offset, piece.box.shape, strict=True)]
     if len(ends) != len(info.shape) or any(end > size for end, size in zip(ends, info.shape, strict=True)):
         return f"{list(info.shape)}, wanted its part {list(piece.box.offset)} to {ends}"
+    if is_sound:
+        return None
     return memory_misfit(piece, info.dtype) or (None if is_writable(piece.data) else "a piece's memory is read-only")
 
 

@@ -36,13 +36,12 @@ def agree_on_load(exchange: Exchange, state: State, asked: dict[str, Any]) -> No
 
 def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) -> LoadReport:
     """Return what all ranks together found; the same UserError on all if it is not to be loaded."""
-    mine = {
+    mine: dict[str, Any] = {
         "missing": match.missing, "faults": match.faults, "wanted": sorted(match.wanted),
         "available": sorted(match.available), "held_back": match.held_back, "lacks_rng": match.lacks_rng,
         "untied": match.untied,
     }  # fmt: skip
-    packed = zlib.compress(json.dumps(mine).encode(), 1)
-    heard = [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]
+    heard = [mine] if exchange.size == 1 else _of_all(exchange, mine)
 
     def union(name: str) -> dict[str, None]:
         return dict.fromkeys(item for each in heard for item in each[name])
@@ -73,3 +72,8 @@ def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) ->
         saved.root.step, saved.metrics, missing, unexpected, lacking, untied=tuple(union("untied")),
         keys=tuple(saved.keys),
     )  # fmt: skip
+
+
+def _of_all(exchange: Exchange, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    packed = zlib.compress(json.dumps(mine).encode(), 1)
+    return [json.loads(zlib.decompress(each)) for each in agreed(exchange, lambda: packed)]

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -33,22 +33,26 @@ def dtype_of(value: Any) -> str | None:
     return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else None
 
 
+@cache
+def stored_dtype(dtype: torch.dtype) -> str | None:
+    """Return what a checkpoint calls a dtype, None for one whose elements are stored as bytes."""
+    return STORED.get(str(dtype).removeprefix("torch."))
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor on this rank, without its gradient."""
     local: Any = tensor.detach()
     return local.to_local() if is_dtensor(local) else local  # type: ignore[no-any-return]
 
 
-def held(path: str, tensor: torch.Tensor) -> Held:
-    """Return how a tensor is stored, and what of it is here; UserError if its memory is not its elements."""
-    local: Any = local_of(tensor)
+def held(path: str, tensor: torch.Tensor, local: Any) -> Held:
+    """Return how a tensor is stored, and what of it, `local`, is here; UserError if its memory is not its elements."""
     if absent := no_memory(local):
         raise UserError(f"{path} is {absent[0]}", hint=absent[1])
     shape = tuple(tensor.shape)
     parts = _dtensor_parts(path, tensor, local) if is_dtensor(tensor) else _whole(shape)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype in STORED:
-        return Held(STORED[dtype], shape, parts)
+    if stored := stored_dtype(tensor.dtype):
+        return Held(stored, shape, parts)
     size = tensor.element_size()
     wide = [Part(Box((*p.box.offset, 0), (*p.box.shape, size)), (*p.at, 0)) for p in parts]
     return Held("U8", (*shape, size), tuple(wide))
@@ -56,7 +60,7 @@ def held(path: str, tensor: torch.Tensor) -> Held:
 
 def as_stored(local: torch.Tensor) -> torch.Tensor:
     """Return local memory with the dims it is stored in: of a dtype of its own, or as bytes."""
-    if str(local.dtype).removeprefix("torch.") in STORED:
+    if stored_dtype(local.dtype):
         return local
     if local.is_complex():
         return torch.view_as_real(local).contiguous().view(torch.uint8)

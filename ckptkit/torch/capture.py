@@ -1,5 +1,6 @@
 """Capture: a program's state taken apart: a tree of values for each key, and the tensors by path; nothing is copied."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.format.state_tree import Encoder, Node, part
+from ckptkit.format.state_tree import Encoder, Node, decoded, part
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.io.torch_tensors import STORED
 from ckptkit.torch.boxes import Held, dtype_of, held, is_dtensor, local_of
@@ -31,13 +32,15 @@ SEEN_BYTES = 1 << 20  # a CPU tensor of a loader up to this size is compared bet
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor: the live one, how it is stored, whether all ranks that hold a part have the same values in it.
+    """One tensor: the live one, its memory here, how it is stored.
 
-    `is_late`: it changes in steps of the state's optimizers alone. `same_as` is the path of an earlier tensor that is
-    this one, "" for none, None where it cannot be seen.
+    `is_equal`: all ranks that hold a part have the same values in it. `is_late`: it changes in steps of the state's
+    optimizers alone. `same_as` is the path of an earlier tensor that is this one, "" for none, None where it cannot be
+    seen.
     """
 
     tensor: torch.Tensor
+    local: torch.Tensor
     held: Held
     is_equal: bool
     is_late: bool
@@ -56,19 +59,27 @@ class Entry:
 
 @dataclass
 class _Seen:
-    """The tensors of all keys that were seen so far, by object and by memory."""
+    """The tensors of all keys that were seen so far, by object and by the address of their memory."""
 
-    paths: dict[object, str] = field(default_factory=dict)
+    objects: dict[int, list[tuple[str, Held]]] = field(default_factory=dict)
+    memory: dict[int, list[tuple[str, Held, torch.Tensor]]] = field(default_factory=dict)
 
-    def same_as(self, path: str, tensor: torch.Tensor, stored: Held) -> str | None:
-        local = local_of(tensor)
-        keys: list[object] = [(id(tensor), stored.shape)]
-        if local.numel():
-            keys.append((local.data_ptr(), local.stride(), local.device, stored.dtype, stored.shape, stored.parts))
-        found = next((self.paths[key] for key in keys if key in self.paths), "" if local.numel() else None)
-        for key in keys:
-            self.paths.setdefault(key, path)
-        return found
+    def same_as(self, path: str, tensor: torch.Tensor, local: torch.Tensor, stored: Held) -> str | None:
+        """Return the path of an earlier tensor that is this one, and note it."""
+        seen = self.objects.setdefault(id(tensor), [])
+        same = next((earlier for earlier, known in seen if known.shape == stored.shape), "")
+        seen.append((path, stored))
+        if not local.numel():
+            return same or None
+        there = self.memory.setdefault(local.data_ptr(), [])
+        if there and not same:
+            same = next((earlier for earlier, known, memory in there if _is_one(known, memory, local, stored)), "")
+        there.append((path, stored, local))
+        return same
+
+
+def _is_one(known: Held, memory: torch.Tensor, local: torch.Tensor, stored: Held) -> bool:
+    return known == stored and memory.stride() == local.stride() and memory.device == local.device
 
 
 def check_keys(state: Any) -> None:
@@ -115,11 +126,12 @@ def _entry(key: str, value: Any, names: ParameterNames, seen: _Seen, owned: Set[
     leaves, seen_bytes = {}, [tree]
     for path, each in encoder.arrays.items():
         tensor = tensor_of(each)
-        stored = held(path, tensor)
+        local = local_of(tensor)
+        stored = held(path, tensor, local)
         is_equal = is_dtensor(tensor) or isinstance(tensor, nn.Parameter) or path.startswith(tuple(optimizers))
-        same_as = "" if is_own or each is not tensor else seen.same_as(path, tensor, stored)
+        same_as = "" if is_own or each is not tensor else seen.same_as(path, tensor, local, stored)
         is_late = (id(each) in owned or path.startswith(tuple(late))) and version_of(tensor) is not None
-        leaves[path] = Leaf(tensor, stored, is_equal and not is_own, is_late, same_as)
+        leaves[path] = Leaf(tensor, local, stored, is_equal and not is_own, is_late, same_as)
         if is_own and not is_dtensor(tensor) and tensor.is_cpu and tensor.nbytes <= SEEN_BYTES:
             seen_bytes.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return Entry(tree, leaves, is_own, f"{xxh3_64(b''.join(seen_bytes)):016x}")
@@ -134,3 +146,14 @@ def tensor_of(array: Any) -> torch.Tensor:
         return torch.from_numpy(copied)
     raw = np.frombuffer(copied.tobytes(), np.uint8).copy()
     return torch.from_numpy(raw.reshape(*copied.shape, copied.dtype.itemsize))
+
+
+def shown_tensors(path: str, target: Any, node: Node) -> Mapping[str, Any]:
+    """Return the tensors that an object shows in its state, by path; none if the checkpoint has none of it."""
+    found: list[str] = []
+    decoded(path, node, lambda inner, _: found.append(inner))
+    encoder = Encoder(dtype_of)
+    if found:
+        with contextlib.suppress(UserError):  # of what else the state has
+            encoder.node(path, target.state_dict())
+    return {inner: each for inner, each in encoder.arrays.items() if isinstance(each, torch.Tensor)}

@@ -4,7 +4,6 @@ All is compared first, and refused in one report before anything of the program 
 filled from which tensor, and what is to be done once it is.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,11 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.format.state_tree import Encoder, Node, decoded, fields, items_of, leaves, made, part
+from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, made, part
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
-from ckptkit.torch.boxes import Held, as_stored, dtype_of, held, local_of, region
+from ckptkit.torch.boxes import Held, as_stored, held, local_of, region, stored_dtype
+from ckptkit.torch.capture import shown_tensors
 from ckptkit.torch.objects import (
     RNG,
     ParameterNames,
@@ -33,7 +33,6 @@ from ckptkit.torch.objects import (
     set_rng_state,
 )
 from ckptkit.torch.saved import Saved, SavedKey
-from threefold.errors import UserError
 
 TORCH_DTYPES = {stored: getattr(torch, name) for stored, name in NAMES.items()}
 OTHER_KIND = "another kind of optimizer in the checkpoint"
@@ -242,7 +241,7 @@ class Match:
     def _fill_stateful(self, path: str, target: Any, node: Node) -> None:
         """Have an object load its own state: in its own tensors where it shows some, else in new ones."""
         self.wanted |= {path, *leaves(path, node)}
-        live = _tensors(path, target, node)
+        live = shown_tensors(path, target, node)
 
         def array(inner: str, each: Node) -> Any:
             tensor = live.get(inner)
@@ -270,9 +269,11 @@ class Match:
 
     def _fill_tensor(self, path: str, tensor: torch.Tensor, node: Node) -> None:
         """Note what of a tensor is here to be filled; one that is tied to another is filled once."""
-        self.wanted |= {path, *leaves(path, node)}
-        stored, local = held(path, tensor), local_of(tensor)
-        if any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True)):
+        self.wanted.update((path, *leaves(path, node)))
+        local = local_of(tensor)
+        stored = held(path, tensor, local)
+        strides = local.stride()
+        if 0 in strides and any(size > 1 and not by for size, by in zip(local.shape, strides, strict=True)):
             self.faults.append(f"{path}: its elements here share memory, as those of an expanded tensor; clone() it")
             return
         if not self._fits(path, tensor, node):
@@ -282,7 +283,7 @@ class Match:
             wanted = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             self.faults.append(f"{path}: {found} in the checkpoint, {wanted} here")
             return
-        memory = (local.data_ptr(), local.stride(), stored) if local.numel() else id(tensor)
+        memory = (local.data_ptr(), strides, stored.dtype, stored.shape) if local.numel() else id(tensor)
         first, name = self._filled.setdefault(memory, (path, self._name(path)))
         if first == path:
             self._read(name, local, stored)
@@ -290,7 +291,7 @@ class Match:
             self.untied.append(f"{path} and {first} are one tensor here and differ in the checkpoint")
 
     def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
-        is_plain = str(local.dtype).removeprefix("torch.") in STORED
+        is_plain = stored_dtype(local.dtype) is not None
         for each in stored.parts:
             if is_plain:
                 live = region(local, each)
@@ -337,14 +338,3 @@ def _but_last(each: Part) -> Part:
     """Return a part of bytes as that of its elements, with a last dim of one."""
     box = Box((*each.box.offset[:-1], 0), (*each.box.shape[:-1], 1))
     return Part(box, (*each.at[:-1], 0))
-
-
-def _tensors(path: str, target: Any, node: Node) -> Mapping[str, Any]:
-    """Return the tensors that an object shows in its state, by path; none if the checkpoint has none of it."""
-    found: list[str] = []
-    decoded(path, node, lambda inner, _: found.append(inner))
-    encoder = Encoder(dtype_of)
-    if found:
-        with contextlib.suppress(UserError):  # of what else the state has
-            encoder.node(path, target.state_dict())
-    return {inner: each for inner, each in encoder.arrays.items() if isinstance(each, torch.Tensor)}

@@ -53,6 +53,16 @@ def own_name(module: nn.Module, name: str) -> str:
     return ".".join(words)
 
 
+def own_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the own names of parameters: the same ones if the module has no wrapper."""
+    is_wrapped = any(
+        isinstance(each, nn.parallel.DistributedDataParallel) or any(word in each._modules for word in WRAPPERS)
+        or "_orig_mod" in vars(each)
+        for each in module.modules()
+    )  # fmt: skip
+    return {name: own_name(module, name) if is_wrapped else name for name in names}
+
+
 def module_state(path: str, module: nn.Module) -> dict[str, Any]:
     """Return a module's parameters, buffers and extra states by name: the live tensors themselves."""
     if any(type(each).__name__ == "FullyShardedDataParallel" for each in module.modules()):
@@ -63,7 +73,8 @@ def module_state(path: str, module: nn.Module) -> dict[str, Any]:
     state = module.state_dict(keep_vars=True)
     if lazy := next((name for name, value in state.items() if is_lazy(value)), None):
         raise UserError(f"{path}/{lazy} has no shape yet", hint="run the module on a batch first")
-    return {own_name(module, name): value for name, value in state.items()}
+    own = own_names(module, state)
+    return {own[name]: value for name, value in state.items()}
 
 
 def extra_state_owner(module: nn.Module, name: str) -> nn.Module | None:
@@ -111,8 +122,9 @@ class ParameterNames:
         self._loose: dict[int, str] = {}
         for path, value in _objects("", state):
             if isinstance(value, nn.Module):
-                named = {id(each): own_name(value, name) for name, each in value.named_parameters()}
-                self._modules.append((path, named))
+                parameters = dict(value.named_parameters())
+                own = own_names(value, parameters)
+                self._modules.append((path, {id(each): own[name] for name, each in parameters.items()}))
             elif isinstance(value, torch.Tensor):
                 self._loose[id(value)] = path
 

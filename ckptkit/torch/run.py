@@ -30,6 +30,7 @@ from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.saving.options import CheckpointerOptions, WhenBusy
 from ckptkit.torch.agreement import agree_on_load, compared
 from ckptkit.torch.capture import check_keys
+from ckptkit.torch.collection import paused_collection
 from ckptkit.torch.ended import EndedSaves
 from ckptkit.torch.exchange import GroupExchange, open_exchange
 from ckptkit.torch.late import LateTensors, swaps_weights
@@ -104,7 +105,8 @@ class Run(AnyRun, Closing):
             self._check(step, state, overlap=overlap)
             recorded.update(_recorded(metrics or {}))
 
-        plan = self._planner.plan(step, state, secrets.token_hex(8), check, self._status())
+        with paused_collection():
+            plan = self._planner.plan(step, state, secrets.token_hex(8), check, self._status())
         checkpointer = self._opened_checkpointer(exchange, plan.token)
         if plan.status[FAILED] > self._num_known_failed:
             checkpointer.copy_next()  # the slower tiers lack that step
@@ -117,10 +119,11 @@ class Run(AnyRun, Closing):
         if overlap:
             pieces = [piece if piece.name in plan.late else _copied(piece) for piece in pieces]
             self._hook(each for each in optimizers_in(state) if not swaps_weights(each))
-        checkpointer.save(
-            step, pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
-            metadata={**recorded, **plan.metadata}, overlap=overlap, change=late.change,
-        )  # fmt: skip
+        with paused_collection():
+            checkpointer.save(
+                step, pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
+                metadata={**recorded, **plan.metadata}, overlap=overlap, change=late.change,
+            )  # fmt: skip
         self._collect()
         return time.monotonic() - started
 
@@ -142,12 +145,13 @@ class Run(AnyRun, Closing):
         agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
         places = [self._address() if step is None else self.url, *(place.url for place in self._slower)]
         say = log if exchange.rank == 0 else lambda line: None
-        _, report, damaged = first_sound(
-            committed_candidates(places, exchange, step),
-            lambda candidate: self._load(state, *candidate, exchange, strict=strict, certify=certify),
-            strict=False,
-            report=say,
-        )
+        with paused_collection():
+            _, report, damaged = first_sound(
+                committed_candidates(places, exchange, step),
+                lambda candidate: self._load(state, *candidate, exchange, strict=strict, certify=certify),
+                strict=False,
+                report=say,
+            )
         if sets_aside and exchange.rank == 0 and step is None:
             set_aside(damaged, log)
         newest = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")[0]

@@ -19,7 +19,7 @@ from ckptkit.format.state_tree import METADATA, STATE_NAME, VERSION, base_of, pa
 from ckptkit.loading.exchange import Exchange, agreed
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.tensor import TensorInfo
-from ckptkit.torch.boxes import as_stored, flat_of, local_of, region
+from ckptkit.torch.boxes import as_stored, flat_of, region
 from ckptkit.torch.capture import Entry, Leaf, capture
 from ckptkit.torch.objects import RNG
 from ckptkit.torch.shares import Row, Share, shares_of, table_of
@@ -111,12 +111,20 @@ class SavePlanner:
         if num_bytes:
             whole = Box((0,), (num_bytes,))
             mine.append(Row(f"{STATE_NAME}{rank}", "U8", (num_bytes,), (whole,), False, ""))
-        packed = zlib.compress(json.dumps([row.to_json() for row in mine]).encode(), 1)
-        heard = agreed(self._exchange, lambda: packed)
-        rows = [[Row.from_json(row) for row in json.loads(zlib.decompress(each))] for each in heard]
+        rows = [mine] if self._exchange.size == 1 else self._rows_of_all(mine)
         table = table_of(rows)
         shares = shares_of(rank, rows, table)
         return Structure(key, table, shares, {row.name: row for row in mine})
+
+    def _rows_of_all(self, mine: list[Row]) -> list[list[Row]]:
+        """Return the rows of every rank; of those that say the same they are made once."""
+        packed = zlib.compress(json.dumps([row.to_json() for row in mine]).encode(), 1)
+        heard = agreed(self._exchange, lambda: packed)
+        known = {packed: mine}
+        for each in heard:
+            if each not in known:
+                known[each] = [Row.from_json(row) for row in json.loads(zlib.decompress(each))]
+        return [known[each] for each in heard]
 
     def _tree(self, entries: Mapping[str, Entry], owners: Owners, sizes: list[int]) -> torch.Tensor:
         """Return the trees that this rank writes, as one JSON object of bytes with spaces behind."""
@@ -179,9 +187,8 @@ def _pieces(
         if leaf is None:
             flat[at] = tree
         elif at not in flat:
-            memory = local_of(leaf.tensor)
             with torch.no_grad():
-                flat[at] = flat_of(region(as_stored(memory), leaf.held.parts[share.number]))
+                flat[at] = flat_of(region(as_stored(leaf.local), leaf.held.parts[share.number]))
             if leaf.is_late:
                 late[share.name] = leaf.tensor
         pieces.append(Piece(share.name, box, share.start, share.stop, flat[at][share.start : share.stop]))

@@ -84,6 +84,11 @@ def table_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[TensorInfo]:
 def shares_of(rank: int, rows_by_rank: Sequence[Sequence[Row]], table: Iterable[TensorInfo]) -> list[Share]:
     """Return what one rank writes; all ranks' shares together are each element of the table once."""
     tied = {info.name for info in table if info.placement.tied_to is not None}
+    if len(rows_by_rank) == 1:
+        return [
+            Share(row.name, number, 0, box.numel)
+            for row in rows_by_rank[0] if row.name not in tied for number, box in enumerate(row.boxes)
+        ]  # fmt: skip
     holders: dict[tuple[str, Box], list[int]] = {}
     rows: dict[str, Row] = {}
     for number, each in enumerate(rows_by_rank):
