@@ -100,8 +100,12 @@ class Ranks:
             self.whereabouts.note(step, stage)
 
     def _lost(self, where: str, error: RuntimeError) -> "RankLost":
-        """Return the error of a call that others did not come to: those that are late are named, if that is known."""
-        text = "; ".join([str(error).splitlines()[0], *getattr(error, "__notes__", ())])
+        """Return the error of a call that others did not come to: those that are late are named, if that is known.
+
+        The place in gloo's source and its guess are left out of what it says.
+        """
+        said = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
+        text = "; ".join([said, *getattr(error, "__notes__", ())])
         if not re.search("time(d )?out", text, re.IGNORECASE):
             return RankLost(
                 f"{where}another rank is gone: {text}",
