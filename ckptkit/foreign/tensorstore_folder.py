@@ -33,7 +33,7 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.plan.stored import StoredChunks
 from threefold.cli import log
-from threefold.errors import CheckFailed, UserError, listed
+from threefold.errors import CheckFailed, UserError, listed, quoted
 from threefold.packages import needed_for
 from threefold.storage.folders import local_root
 
@@ -126,9 +126,8 @@ class TensorstoreFolder(ForeignFolder):
             raise CheckFailed(text, hint="fetch the folder again, or export the step again")
         if not self.allows_missing_chunks:
             text = f"{self.storage.url} lacks {what}, which were lost or hold fill values alone:{listed(parts)}"
-            raise UserError(
-                text, hint="if the program that wrote it leaves those out: ckptkit import --allow-missing-chunks"
-            )
+            command = f"ckptkit import {quoted(self.storage.url)} RUN --from tensorstore --allow-missing-chunks"
+            raise UserError(text, hint=f"if the program that wrote it leaves those out: {command}")
         log(f"warning: {self.url}: {what} that {'are' if num_chunks > 1 else 'is'} not there read as fill values")
 
     @property
