@@ -164,6 +164,7 @@ TARGETS = [  # what, its yardstick, at least so many times it
     ("ours, batches", "megatron-core", 20), ("ours, batches", "litdata", 3),
     ("ours, batches", "MosaicML streaming", 3), ("ours, batches", "Grain", 3),
     ("ours, pread", "megatron-core, mmap off", 10), ("ours, pread, cold", "raw reads, cold", 0.7),
+    ("ours, mapped, cold", "ours, pread, cold", 0.5),
 ]  # fmt: skip
 MAKE_LITDATA = """
 import sys, numpy as np, torch, litdata

@@ -84,6 +84,10 @@ DK_API int dk_check_documents(const uint8_t* tokens, const int64_t* sizes, int64
 // Returns the first shard with a file that has not its size, or num_shards; a negative errno if the folder cannot be opened.
 DK_API int64_t dk_find_misfit(const char* folder, const char* text, const dk_shard* shards, int64_t num_shards);
 
+// Asks the kernel for the pages of pieces of mapped shards, all at once, if some that are looked at are not in memory, or pages
+// were waited for since the last call, and for some calls after that. Returns whether it did.
+DK_API int64_t dk_ask_ahead(const dk_piece* pieces, int64_t num_pieces);
+
 struct dk_read {  // a range of an open file, and where its bytes go
   int64_t descriptor;
   int64_t offset;

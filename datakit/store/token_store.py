@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from datakit.files.durable import FileDigest, url_behind
+from datakit.files.file_system import is_remote
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
@@ -31,7 +32,7 @@ from threefold.errors import CheckFailed, StorageError, UserError, quoted
 
 NO_EOD = -1
 OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530
-Reading = Literal["mmap", "pread"]
+Reading = Literal["auto", "mmap", "pread"]  # auto: pread on file systems of other machines
 CHECKED_AT_ONCE = 1024  # shards, about 2 ms
 OPEN_ORIGINS = Bound(8)  # their tables of sources, once read, may be large
 
@@ -46,7 +47,8 @@ class TokenStore:
         """Wrap a manifest that was read from `path`; `TokenStore.open` is the usual way."""
         self.path, self.manifest, self.reading = path, manifest, reading
         # whether rows are read out of mapped shards, those of others come from `file_pieces`; bytes of a token on disk
-        self.is_mapped, self.itemsize = reading == "mmap", STORE_DTYPES[manifest.dtype]
+        self.is_mapped = reading == "mmap" or (reading == "auto" and not is_remote(path))
+        self.itemsize = STORE_DTYPES[manifest.dtype]
         self.eod_or_none = NO_EOD if self.eod_id is None else self.eod_id
         self.fingerprint = manifest.fingerprint
         self.token_starts = [0, *accumulate(manifest.shard_tokens)]

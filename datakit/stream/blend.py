@@ -243,9 +243,7 @@ class Blend:
     ) -> HostBatch:
         """Return the given samples, whose rows have one length, as a batch [samples, seq_length]; UserError if none.
 
-        It is made in the memory `out`, if that is given, of `num_bytes` or of HostBatch.num_bytes. Without it, and in
-        memory of `num_bytes`, positions and loss masks that are the same in all rows are not written. `rows` is what
-        `cut` returned of the samples, where that is known.
+        It is made in `out`, if given, of `num_bytes` or HostBatch.num_bytes; `rows` is what `cut` returned of them.
         """
         rows = self.cut(samples) if rows is None else rows
         pieces, seq_length = self._table.place(rows), self._seq_lengths[rows.sources[0]]
@@ -255,6 +253,11 @@ class Blend:
             places = zip(rows.sources.tolist(), rows.starts.tolist())
             self._masks.apply(batch.loss_mask, np.array(samples, ndmin=1).tolist(), places)
         return batch
+
+    def ask_ahead(self, samples: npt.ArrayLike) -> None:
+        """Let mapped shards be read for a batch that is made soon, if the last was not in memory; errors of `cut`."""
+        if self._table.is_cold:
+            self._table.ask_ahead(self.cut(samples))
 
     def num_bytes(self, shape: Sequence[int], options: BatchOptions = PLAIN) -> int:
         """Return the bytes of a batch of a shape, [..., seq_length], without what is the same in all rows."""

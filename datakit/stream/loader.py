@@ -11,6 +11,7 @@ is given out once these are made, so that those after it come without a wait.
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 from weakref import finalize
@@ -232,7 +233,10 @@ class Loader(Closing):
         self.read_ahead(first, num_kept=self._most_ahead if self._dp_size > 1 else 0)
         if out is None and not self._options.pad_to_multiple_of:
             out = self._memory.take(self._blend.num_bytes(self.shape_at(first), self._options))
-        return self.step_at(first, out)
+        step = self.step_at(first, out)
+        with suppress(UserError):  # who makes the next step finds it out
+            self._blend.ask_ahead(self.samples(first + self.global_batch_size).ravel())
+        return step
 
     def read_ahead(self, first: int, every: int = 1, num_kept: int = 0) -> None:
         """Let what the step that begins at sample `first` and those after it read of remote stores be fetched.

@@ -1,6 +1,6 @@
 """The stream's part of datakit's native library, with the types of its functions; csrc/datakit/datakit.h explains them.
 
-Every function runs without the GIL, and keeps no thread or state between calls.
+Every function runs without the GIL, and keeps no thread between calls.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ PROTOTYPES: Prototypes = {
         INT, POINTER, INT64, INT64, INT64, POINTER, INT, INT, POINTER, POINTER, POINTER, POINTER, INT,
     ),
     "dk_cut": (INT64, POINTER, POINTER, INT64, INT, INT64, POINTER, POINTER, POINTER, POINTER),
+    "dk_ask_ahead": (INT64, POINTER, INT64),
     "dk_read_files": (INT64, POINTER, INT64, INT, POINTER),
     "dk_rotation_counts": (None, INT64, POINTER, INT64, INT64, POINTER),
     "dk_rotation_locate": (INT, INT64, POINTER, INT64, POINTER, INT64, POINTER, POINTER),

@@ -69,11 +69,14 @@ class RowPieces:
 
 
 class ShardTable:
-    """Where the shards of several stores begin, as a table for native code; safe to use from several threads."""
+    """Where the shards of several stores begin, as a table for native code; safe to use from several threads.
+
+    `is_cold` if what was placed last was asked for, as some of it was not in memory.
+    """
 
     def __init__(self, stores: Sequence[TokenStore]) -> None:
         """Take the stores of a blend, or some of them."""
-        self._stores = stores
+        self._stores, self.is_cold = stores, False
         self._starts = [array("q", store.token_starts) for store in stores]
         rows = [(each.buffer_info()[0], len(each) - 1, store.itemsize) for each, store in zip(self._starts, stores)]
         self._native = np.array(rows, np.int64)
@@ -114,16 +117,31 @@ class ShardTable:
 
     def place(self, rows: CutRows) -> RowPieces:
         """Return the pieces of rows, after what is not mapped was read; errors as of TokenStore.shard and `stage`."""
-        shards = [(self._stores[source], number) for source, number in rows.shards]
-        held: list[Any] = [store.shard(number) if store.is_mapped else None for store, number in shards]
-        begins = np.array([0 if shard is None else shard.address for shard in held], np.int64)[rows.slots]
-        pieces = rows.pieces.copy()  # as they may be placed again
-        pieces[:, _TOKENS] += begins
+        pieces, held, begins = self._in_mapped(rows)
+        self.is_cold = self._ask_ahead(pieces, held, begins)
         if None in held:
             is_read = begins == 0
+            shards = [(self._stores[source], number) for source, number in rows.shards]
             pieces[is_read, _TOKENS], others = stage(shards, rows.ranges()[is_read])
             held += others
         return RowPieces(pieces, held)
+
+    def ask_ahead(self, rows: CutRows) -> None:
+        """Let the kernel read what rows that are placed later have in mapped shards, if that is not in memory."""
+        self._ask_ahead(*self._in_mapped(rows))
+
+    def _in_mapped(self, rows: CutRows) -> tuple[Int64s, list[Any], Int64s]:
+        """Return the pieces of rows in mapped shards, these, None for others, and where the shard of each begins."""
+        stores = [(self._stores[source], number) for source, number in rows.shards]
+        held: list[Any] = [store.shard(number) if store.is_mapped else None for store, number in stores]
+        begins = np.array([0 if shard is None else shard.address for shard in held], np.int64)[rows.slots]
+        pieces = rows.pieces.copy()  # as they may be placed again
+        pieces[:, _TOKENS] += begins
+        return pieces, held, begins
+
+    def _ask_ahead(self, pieces: Int64s, held: list[Any], begins: Int64s) -> bool:
+        mapped = np.ascontiguousarray(pieces[begins != 0]) if None in held else pieces
+        return len(mapped) > 0 and stream_library().dk_ask_ahead(address_of(mapped), len(mapped)) > 0
 
 
 def plain_spans(sources: Int64s, starts: Int64s, seq_length: int) -> Int64s:

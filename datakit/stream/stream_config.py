@@ -48,9 +48,9 @@ class BlendConfig:
         "concat", "how documents become rows: concat cuts all tokens; best_fit and pad need datakit pack"
     )
     indices: tuple[str, ...] = option((), "folders of packing indices; empty: each in its store", keeps_bits=True)
-    reading: Literal["mmap", "pread"] = option(
-        "mmap",
-        "how rows are read: out of mapped files, or with reads, for file systems on which mapping is slow",
+    reading: Literal["auto", "mmap", "pread"] = option(
+        "auto",
+        "how rows are read: out of mapped files, or with reads; auto: with reads on file systems of other machines",
         keeps_bits=True,
     )
     shuffle: Literal["rows", "blocks"] = option(
