@@ -50,6 +50,7 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, url: Any, options: CheckpointerOptions = DEFAULTS) -> None:
         """Take the URL of the run, and options of saving."""
+        Run(url, options)  # refuses what no run takes
         self._url, self._options = url, options
         self._run: Run | None = None
         self._trainer: Any = None
