@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from ckptkit.io.torch_tensors import STORED, no_memory
 from ckptkit.model.box import Box
@@ -29,8 +30,22 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def dtype_of(value: Any) -> str | None:
-    """Return the name of a tensor's dtype, None for what is not a tensor."""
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else None
+    """Return the name of a tensor's dtype, None for what is not a tensor, or one of several that it wraps."""
+    is_one = isinstance(value, torch.Tensor) and inner_tensors(value) is None
+    return str(value.dtype).removeprefix("torch.") if is_one else None
+
+
+def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
+    """Return the tensors that a wrapper subclass is made of, by name, as torchao's are; None for anything else.
+
+    Filling them in place fills it.
+    """
+    kind: Any = type(value)
+    if kind in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor) or is_dtensor(value):
+        return None
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not hasattr(kind, "__tensor_flatten__"):
+        return None
+    return None if value.is_nested else {name: getattr(value, name) for name in kind.__tensor_flatten__(value)[0]}
 
 
 @cache
@@ -47,6 +62,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def held(path: str, tensor: torch.Tensor, local: Any) -> Held:
     """Return how a tensor is stored, and what of it, `local`, is here; UserError if its memory is not its elements."""
+    if is_dtensor(tensor) and inner_tensors(local) is not None:
+        raise UserError(
+            f"{path} is a DTensor of a {type(local).__name__}, which wraps other tensors",
+            hint="save the model before quantize_(model, ...); optimizers of plain states are those of torch.optim",
+        )
     if absent := no_memory(local):
         raise UserError(f"{path} is {absent[0]}", hint=absent[1])
     shape = tuple(tensor.shape)

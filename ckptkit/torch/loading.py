@@ -18,7 +18,7 @@ from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, m
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
-from ckptkit.torch.boxes import Held, as_stored, held, local_of, region, stored_dtype
+from ckptkit.torch.boxes import Held, as_stored, held, inner_tensors, local_of, region, stored_dtype
 from ckptkit.torch.capture import shown_tensors
 from ckptkit.torch.objects import (
     RNG,
@@ -30,6 +30,7 @@ from ckptkit.torch.objects import (
     is_stateful,
     made_on_request,
     module_state,
+    probed_state,
     set_rng_state,
 )
 from ckptkit.torch.saved import Saved, SavedKey
@@ -221,6 +222,8 @@ class Match:
             return
         on_device = bool(group.get("capturable") or group.get("fused"))
         state: dict[Any, Any] = {}
+        if not live and any(fields(each) for each in (fields(node) or {}).values()):
+            live = probed_state(optimizer, group, parameter)
         for key, each in (fields(node) or {}).items():
             inner, old = f"{path}/{part(key)}", live.get(key)
             if isinstance(each, dict) and "tensor" in each:
@@ -232,6 +235,9 @@ class Match:
                     else:
                         device = parameter.device if shape or on_device else torch.device("cpu")
                         old = torch.zeros(shape or (), dtype=dtype, device=device)
+                self._fill_tensor(inner, old, each)
+                state[key] = old
+            elif isinstance(old, torch.Tensor) and inner_tensors(old) is not None:
                 self._fill_tensor(inner, old, each)
                 state[key] = old
             else:
@@ -269,6 +275,9 @@ class Match:
 
     def _fill_tensor(self, path: str, tensor: torch.Tensor, node: Node) -> None:
         """Note what of a tensor is here to be filled; one that is tied to another is filled once."""
+        if (parts := inner_tensors(tensor)) is not None:
+            self._fill_dict(path, parts, node)
+            return
         self.wanted.update((path, *leaves(path, node)))
         local = local_of(tensor)
         stored = held(path, tensor, local)

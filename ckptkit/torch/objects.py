@@ -6,6 +6,7 @@ state an optimizer takes the names of the first that has all its parameters, els
 """
 
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -171,13 +172,25 @@ def is_of_kind(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
     return not here - saved.keys() or not saved.keys() - here - OF_SCHEDULERS
 
 
+def probed_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[Any, Any]:
+    """Return the state that an optimizer makes of a parameter in its first step; neither of them changes."""
+    probe = torch.zeros_like(parameter).requires_grad_()
+    probe.grad = torch.zeros_like(parameter)
+    copied: Any = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    copied.state, copied.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    copied.step()
+    return dict(copied.state[probe])
+
+
 def optimizers_in(state: Mapping[str, Any]) -> list[Optimizer]:
     """Return the optimizers of a program's state."""
     return [value for _, value in _objects("", state) if isinstance(value, Optimizer)]
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of this process's random generators: Python's, numpy's, torch's, and the current GPU's."""
+    """Return the state of this process's random generators: Python's, numpy's, torch's, and of each GPU in use."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     state = {
@@ -187,17 +200,22 @@ def rng_state() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
+        others = [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(number)]
+        state["cuda_by_number"] = {number: torch.cuda.get_rng_state(number) for number in others}
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the random generators of this process; a GPU's only where there is one."""
+    """Set the random generators of this process; a GPU's only where there is one of its number."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
+        for number, kept in state.get("cuda_by_number", {}).items():
+            if number < torch.cuda.device_count():
+                torch.cuda.set_rng_state(kept, number)
         torch.cuda.set_rng_state(state["cuda"])
 
 
