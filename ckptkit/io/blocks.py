@@ -39,7 +39,8 @@ PROTOTYPES: Prototypes = {  # csrc/ckptkit/ckptkit.h explains them
     "ck_writer_sum": (None, POINTER, POINTER),
     "ck_writer_write": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, INT),
     "ck_writer_end": (INT, POINTER, INT),
-    "ck_reader_open": (INT, TEXT, INT, INT, POINTER, POINTER),
+    "ck_reader_open": (INT, TEXT, INT, INT, INT, POINTER, POINTER),
+    "ck_reader_num_differed": (UINT64, POINTER),
     "ck_reader_read": (INT, POINTER, UINT64, POINTER, UINT64, POINTER, POINTER, POINTER, INT, POINTER, POINTER),
     "ck_reader_close": (None, POINTER),
 }
@@ -216,7 +217,7 @@ class BlockReader(Closing):
 
     def __init__(
         self, path: str | os.PathLike[str], size_bytes: int, expected: Columns | None, *, direct: bool = True,
-        from_cache: bool = False,
+        from_cache: bool = False, again: bool = False,
     ) -> None:  # fmt: skip
         self.path = Path(path)
         self.size_bytes = size_bytes
@@ -227,7 +228,7 @@ class BlockReader(Closing):
         assert self._expected is None or len(self._expected) == num_granules(size_bytes), "one checksum a granule"
         self._handle = ctypes.c_void_p()
         found = ctypes.c_uint64()
-        modes, handle = (int(direct), int(from_cache)), ctypes.byref(self._handle)
+        modes, handle = (int(direct), int(from_cache), int(again)), ctypes.byref(self._handle)
         code = library().ck_reader_open(os.fsencode(path), *modes, ctypes.byref(found), handle)
         _check(code, self.path)
         if found.value != size_bytes:
@@ -260,6 +261,12 @@ class BlockReader(Closing):
         if code == -errno.EBADMSG:
             raise DamagedGranule(str(self.path), bad.value)
         _check(code, self.path)
+
+    @property
+    def num_differed(self) -> int:
+        """How many granules were right at a second look only, so far; 0 once the file is closed."""
+        with self._guard:
+            return int(library().ck_reader_num_differed(self._handle)) if self._handle else 0
 
     def close(self) -> None:
         """Close the file, when the reads of other threads that run are done; there are no later ones."""

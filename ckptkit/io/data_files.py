@@ -25,6 +25,7 @@ from threefold.storage import Buffer, Storage
 from threefold.storage.folders import local_root
 from threefold.storage.local import local_failures
 from threefold.storage.new_file import NewFile
+from threefold.storage.second_look import is_networked, say_right
 
 COPIED_BYTES, HELD_BYTES = 4 * GRANULE_BYTES, 8 * GRANULE_BYTES  # of an upload's buffers: copies, and the caller's own
 
@@ -70,7 +71,7 @@ def open_reader(
     if path is None:
         return RemoteReader(storage, key, size_bytes, expected)
     with local_failures("read", path):
-        return _LocalReader(path, size_bytes, expected, from_cache=from_cache)
+        return _LocalReader(path, size_bytes, expected, from_cache=from_cache, again=is_networked(path.parent))
 
 
 def open_writer(
@@ -100,11 +101,14 @@ def write_blocks(
 
 
 class _LocalReader(BlockReader):
-    """A local file, whose failures are StorageErrors."""
+    """A local file, whose failures are StorageErrors; one of a server is read once more where it is not right."""
 
     def read(self, ranges: npt.ArrayLike, *, num_threads: int = 2, sums: SumPlaces | None = None) -> None:
+        before = self.num_differed
         with local_failures("read", self.path):
             super().read(ranges, num_threads=num_threads, sums=sums)
+        if self.num_differed > before:
+            say_right(str(self.path))
 
 
 class _LocalWriter(DataWriter):

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, SumPlaces, place
 from threefold.storage import Buffer, Storage
+from threefold.storage.second_look import read_checked, say_right
 
 REQUEST_BYTES = 16 << 20
 REQUESTS_A_THREAD = 2  # most of a request's time is waiting
@@ -17,6 +18,8 @@ Rows = npt.NDArray[np.int64]
 
 class RemoteReader:
     """Reads whole granules of one object and verifies them; the last granule stays for the next, ascending read.
+
+    A granule that is not right is fetched once more on a new connection before it counts as damaged.
 
     `expected` are the recorded checksums (None reads unverified). Each of several requests at once is verified and
     handed out as it comes, while the others are under way. Several threads may read. Memory: BUFFERS_A_THREAD times
@@ -77,12 +80,33 @@ class RemoteReader:
             data, expected = kept[1], None
         else:
             with requests:
-                [data] = self.storage.read_ranges(self.key, [(start, end)])
+                data = self._fetched(start, end)
         low, high = np.searchsorted(reach, start, "right"), np.searchsorted(rows[:, 0], end, "left")
-        damaged = place(data, start, rows[low:high], expected, sums and sums.take(slice(low, high)))
-        if damaged is not None:
-            raise DamagedGranule(f"{self.storage.url}/{self.key}", damaged)
+        rows, sums = rows[low:high], sums and sums.take(slice(low, high))
+        damaged = place(data, start, rows, expected, sums)
+        while self._expected is not None and damaged is not None:  # nothing from this granule on was handed out
+            start, number = damaged * GRANULE_BYTES, damaged
+            data = self._fetched_again(start, end)
+            damaged = place(data, start, rows, self._expected[number:stop], sums)
+            if damaged == number:
+                raise DamagedGranule(f"{self.storage.url}/{self.key}", number)
+            say_right(f"{self.storage.url}/{self.key}, granule {number},")
         return bytes(memoryview(data)[(stop - 1) * GRANULE_BYTES - start :]) if end >= reach[-1] else b""
+
+    def _fetched(self, start: int, end: int) -> Buffer:
+        def read(storage: Storage) -> Buffer:
+            [data] = storage.read_ranges(self.key, [(start, end)])
+            return data
+
+        return read_checked(self.storage, f"{self.storage.url}/{self.key}", read)
+
+    def _fetched_again(self, start: int, end: int) -> Buffer:
+        """Return bytes whose first granule is not right, from a second look if there is one."""
+        storage = self.storage.afresh()
+        if storage is None:
+            raise DamagedGranule(f"{self.storage.url}/{self.key}", start // GRANULE_BYTES)
+        [data] = storage.read_ranges(self.key, [(start, end)])
+        return data
 
 
 def spans_of(rows: Rows, kept_granule: int = -1) -> list[tuple[int, int]]:

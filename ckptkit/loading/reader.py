@@ -32,6 +32,7 @@ from ckptkit.plan.stored import Bounds, PartJoin, StoredChunks
 from threefold.closing import Closing
 from threefold.errors import CheckFailed, StorageError, quoted
 from threefold.storage import Storage
+from threefold.storage.second_look import read_checked
 
 # each keeps a granule and two descriptors, and two checkpoints may be open
 MAX_OPEN_FILES = max(4, min(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
@@ -227,11 +228,15 @@ class CheckpointReader(Closing):
 
     def index_file(self, part: Part) -> bytes:
         """One index file, verified against the root."""
+
+        def read(storage: Storage) -> bytes:
+            data = bytes(storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0])
+            if xxh3_64(data) != part.index_xxh3:
+                raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
+            return data
+
         with self.loss_as_damage(part.index, part.index_bytes):
-            data = bytes(self.storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0])
-        if xxh3_64(data) != part.index_xxh3:
-            raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
-        return data
+            return read_checked(self.storage, f"{self.url}/{part.index}", read)
 
     def _parsed(self, part: Part, data: bytes) -> PartIndex:
         where = f"{self.url}/{part.index}"

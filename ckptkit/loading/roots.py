@@ -14,6 +14,7 @@ from ckptkit.format.root import MAX_ROOT_BYTES, ROOT_HEAD_BYTES, Root, attempt_o
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage import ObjectInfo, Storage
+from threefold.storage.second_look import read_checked
 
 NUM_AT_ONCE = 32
 T = TypeVar("T")
@@ -69,23 +70,52 @@ def read_root(storage: Storage, step: int, exchange: Exchange | None = None, *, 
 
     `info` is the root's object where the caller has looked it up.
     """
-    exchange, key = exchange or Alone(), root_key(step)
-    data = agreed(exchange, lambda: b"" if exchange.rank else root_bytes(storage, step, info))[0]
-    root = Root.from_bytes(data, f"{storage.url}/{key}")
-    if root.step != step:
-        raise CheckFailed(f"{storage.url}/{key} is the root of step {root.step}")
-    return root
+    exchange, held = exchange or Alone(), list[Root]()
+
+    def read() -> bytes:
+        if exchange.rank:
+            return b""
+        data, root = stored_root(storage, step, info)
+        held.append(root)
+        return data
+
+    data = agreed(exchange, read)[0]
+    return held[0] if held else _root_of(data, f"{storage.url}/{root_key(step)}", step)
 
 
-def committed_attempt(storage: Storage, step: int) -> str | None:
-    """Return the attempt that a step's root names, None if it is not committed; at most two small requests."""
+def stored_root(storage: Storage, step: int, info: ObjectInfo | None = None) -> tuple[bytes, Root]:
+    """Return the root of a committed step as it is stored, and parsed; errors as of `read_root`."""
+    where = f"{storage.url}/{root_key(step)}"
+
+    def read(storage: Storage) -> tuple[bytes, Root]:
+        data = root_bytes(storage, step, info)
+        return data, _root_of(data, where, step)
+
+    return read_checked(storage, where, read)
+
+
+def committed_attempt(storage: Storage, step: int, expected: str = "") -> str | None:
+    """Return the attempt that a step's root names, None if it is not committed.
+
+    Two small requests if it is the `expected` one. On a disk of this machine they always suffice; behind a network any
+    other name is read with the checksum of the root, since its bits may have been changed on the way.
+    """
     key = root_key(step)
     info = storage.info(key)
     if info is None:
         return None
     head = storage.read_ranges(key, [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0]
     named = attempt_of_head(bytes(head))
-    return named or Root.from_bytes(root_bytes(storage, step), f"{storage.url}/{key}").attempt
+    if named and (named == expected or storage.afresh() is None):
+        return named
+    return read_root(storage, step).attempt
+
+
+def _root_of(data: bytes, where: str, step: int) -> Root:
+    root = Root.from_bytes(data, where)
+    if root.step != step:
+        raise CheckFailed(f"{where} is the root of step {root.step}")
+    return root
 
 
 def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> bytes:

@@ -23,7 +23,7 @@ from ckptkit.format.root import Root
 from ckptkit.io.blocks import Columns
 from ckptkit.io.room import refuse_full
 from ckptkit.loading.reader import CheckpointReader, reading_threads
-from ckptkit.loading.roots import root_bytes
+from ckptkit.loading.roots import stored_root
 from ckptkit.plan.certificate import is_readable
 from ckptkit.runs.temporaries import remove_unless_written, temporaries
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -71,7 +71,7 @@ def copy_step(
     """
     started = time.monotonic()
     step = source.root.step
-    text, key = root_bytes(source.storage, step), f"{step_folder(step)}/{ROOT_KEY}"
+    [text, _], key = stored_root(source.storage, step), f"{step_folder(step)}/{ROOT_KEY}"
     is_there = target.info(key) is not None
     if is_there and target.read(key) != text:
         raise UserError(

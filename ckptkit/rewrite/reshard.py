@@ -301,12 +301,14 @@ class _Rewriting:
     def _is_committed_elsewhere(self) -> bool:
         """Return whether the same call, of another process, has committed the step meanwhile; it is durable then."""
         with contextlib.suppress(UserError):
-            if committed_attempt(self._storage, self._wanted.step) == self._wanted.attempt:
+            if committed_attempt(self._storage, self._wanted.step, self._wanted.attempt) == self._wanted.attempt:
                 sync_name(self._storage, root_key(self._wanted.step))
                 return True
         return False
 
     def _remove(self) -> None:
-        if committed_attempt(self._storage, self._wanted.step) != self._wanted.attempt:  # by the same call, elsewhere
+        if (
+            committed_attempt(self._storage, self._wanted.step, self._wanted.attempt) != self._wanted.attempt
+        ):  # by the same call, elsewhere
             mine = {f"{self._folder}/{key}" for target in self.left for key in target.keys}
             self._storage.delete([key for key in self._sizes() if key in mine])

@@ -29,6 +29,7 @@ from threefold.backoff import Backoff
 from threefold.errors import StorageError, UserError
 from threefold.storage import AlreadyExists, Storage
 from threefold.storage.local import sync_name
+from threefold.storage.second_look import read_checked
 
 FIRST_PAUSE_S, PAUSE_SHARE, MAX_PAUSE_S = 0.02, 1 / 8, 10.0  # between looks: a share of what was waited so far
 LOOKS_PER_S = 200  # of all writers that wait for the first one, two requests each
@@ -72,7 +73,7 @@ def wait_for_parts(
     try:
         return _parts(storage, seat, retries, cover)
     except UserError as error:  # writers that found the step another attempt's remove their files
-        if retries.run(lambda: committed_attempt(storage, seat.step)) not in (None, attempt):
+        if retries.run(lambda: committed_attempt(storage, seat.step, attempt)) not in (None, attempt):
             raise committed_by_another(storage, seat.step) from error
         raise
 
@@ -89,7 +90,7 @@ def await_commit(
     step, leader, retries = seat.step, seat.first_writer, retries or Retries()
     failed = replace(seat, writer=leader).failed_key
     for waited_s, is_last in _looks(patience_s, retries, least_s=seat.num_writers / LOOKS_PER_S):
-        committed = retries.run(lambda: committed_attempt(storage, step))
+        committed = retries.run(lambda: committed_attempt(storage, step, seat.attempt))
         if committed == seat.attempt:
             retries.run(lambda: sync_name(storage, root_key(step)))
             return
@@ -185,8 +186,13 @@ def _parts(storage: Storage, seat: Seat, retries: Retries, cover: Cover | None) 
     known: dict[bytes, TensorColumns] = {}  # writers of the same tensors are many
 
     def read(key: str) -> tuple[bytes, PartIndex]:
-        data = retries.run(lambda: storage.read(f"{folder}/{key}"))
-        return data, PartIndex.from_bytes(data, f"{storage.url}/{folder}/{key}", known)
+        where = f"{storage.url}/{folder}/{key}"
+
+        def parsed(storage: Storage) -> tuple[bytes, PartIndex]:
+            data = storage.read(f"{folder}/{key}")
+            return data, PartIndex.from_bytes(data, where, known)
+
+        return retries.run(lambda: read_checked(storage, where, parsed))
 
     def part(key: str) -> Part:
         data, index = read(key)

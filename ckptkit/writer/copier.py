@@ -29,6 +29,7 @@ from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.masking import masked
 from threefold.storage import AlreadyExists, Storage, open_storage
 from threefold.storage.local import sync_name
+from threefold.storage.second_look import read_checked
 
 MAX_TRIES, FIRST_PAUSE_S = 4, 1.0
 LOOK_FOR_MARK_S = 1.0
@@ -239,8 +240,13 @@ def copy_to_tier(tier_copy: TierCopy, striper: Striper | None = None) -> None:
 def _copy_part(source: Storage, target: Storage, keys: tuple[str, str]) -> None:
     """Copy one data file, and then its index, byte for byte."""
     data_key, index_key = keys
-    text = source.read(index_key)
-    index = PartIndex.from_bytes(text, f"{source.url}/{index_key}")
+    where = f"{source.url}/{index_key}"
+
+    def read(storage: Storage) -> tuple[bytes, PartIndex]:
+        text = storage.read(index_key)
+        return text, PartIndex.from_bytes(text, where)
+
+    text, index = read_checked(source, where, read)
     copy_part(verified_blocks(source, data_key, index), target, keys, index, text)
 
 

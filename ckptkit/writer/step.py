@@ -146,7 +146,7 @@ def discard(storage: Storage, seat: Seat, reason: str) -> None:
 def clear(storage: Storage, seat: Seat, *, but: str = "") -> None:
     """Remove all files of a try, but one; none if the try is committed or the storage does not answer."""
     with contextlib.suppress(UserError):
-        if committed_attempt(storage, seat.step) != seat.attempt:
+        if committed_attempt(storage, seat.step, seat.attempt) != seat.attempt:
             keys = storage.list_keys(f"{seat.folder}/{seat.attempt}/")
             storage.delete([key for key in keys if key != but])
 
@@ -156,7 +156,7 @@ def report_failed(storage: Storage, seat: Seat, reason: str) -> bool:
     if seat.num_writers == 1:
         return True
     try:
-        committed = committed_attempt(storage, seat.step)
+        committed = committed_attempt(storage, seat.step, seat.attempt)
         is_known = committed is not None if seat.leads else committed == seat.attempt
         if not is_known and storage.info(seat.failed_key) is None:
             storage.write(seat.failed_key, masked(reason).encode())

@@ -75,6 +75,8 @@ struct Reader {
   int file;
   std::atomic<bool> direct;
   std::unique_ptr<const CachedPages> cached;  // null where the cache is not asked for, or read anyway
+  bool again;                                 // whether a granule that is not right is read once more
+  std::atomic<uint64_t> num_differed;         // granules that were right then
   std::mutex guard;                           // of what follows
   Kept kept;
 };
@@ -131,14 +133,14 @@ std::vector<Block> blocks_of(const ck_range* ranges, uint64_t num_ranges, uint64
 
 using namespace ckptkit;
 
-int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_bytes, void** reader) {
+int ck_reader_open(const char* path, int direct, int from_cache, int again, uint64_t* size_bytes, void** reader) {
   const int flags = O_RDONLY | O_CLOEXEC;
   int file = direct ? uninterrupted([&] { return open(path, flags | O_DIRECT); }) : -1;
   const bool is_direct = file >= 0;
   if (file < 0 && (!direct || errno == EINVAL)) file = uninterrupted([&] { return open(path, flags); });
   if (file < 0) return -errno;
   struct stat status;
-  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, {}, {}, {}} : nullptr;
+  auto* const made = fstat(file, &status) == 0 ? new (std::nothrow) Reader{file, is_direct, {}, again != 0, {}, {}, {}} : nullptr;
   if (made == nullptr) {
     const int failure = errno ? -errno : -ENOMEM;
     close(file);
@@ -176,10 +178,18 @@ static int read_ranges(Reader& reader, uint64_t size_bytes, const ck_range* rang
   }
   std::atomic<uint64_t> total{0}, bad{kNoGranule};
 
-  // Verifies bytes [start, stop) of the file, unless they were before, and hands them out.
-  const auto hand_out = [&](const uint8_t* data, uint64_t start, uint64_t stop, bool is_verified) {
-    const uint64_t first = start / kGranule;
-    const uint64_t damaged = wanted.place(data, start, stop, is_verified ? nullptr : checksums + first);
+  // Verifies bytes [start, stop) of the file, unless they were before, and hands them out. A granule of a server's file that
+  // is not right is read once more, past the page cache, into `again`: nothing from it on was handed out.
+  const auto hand_out = [&](const uint8_t* data, uint64_t start, uint64_t stop, bool is_verified, uint8_t* again = nullptr) {
+    uint64_t damaged = wanted.place(data, start, stop, is_verified ? nullptr : checksums + start / kGranule);
+    while (damaged != kNoGranule && again != nullptr && reader.again) {
+      const uint64_t at = damaged * kGranule, until = std::min(stop, at + kGranule);
+      posix_fadvise(reader.file, static_cast<off_t>(at), static_cast<off_t>(until - at), POSIX_FADV_DONTNEED);
+      if (const int failure = read_fully(reader, again + (at - start), until - at, at)) return failure;
+      if (wanted.place(again + (at - start), at, until, checksums + damaged) != kNoGranule) break;
+      ++reader.num_differed;
+      damaged = until < stop ? wanted.place(again + (until - start), until, stop, checksums + damaged + 1) : kNoGranule;
+    }
     if (damaged != kNoGranule) {
       for (uint64_t seen = bad; damaged < seen && !bad.compare_exchange_weak(seen, damaged);) {
       }
@@ -198,13 +208,13 @@ static int read_ranges(Reader& reader, uint64_t size_bytes, const ck_range* rang
       const uint64_t end = std::min(stop, start + kGranule);
       if (!reader.cached->copy(buffer, start, end)) break;
       total += end - start;
-      if (const int failure = hand_out(buffer, start, end, checksums == nullptr)) return failure;
+      if (const int failure = hand_out(buffer, start, end, checksums == nullptr, buffer)) return failure;
       start = end;
     }
     if (start == stop) return 0;
     if (const int failure = read_fully(reader, buffer, stop - start, start)) return failure;
     total += stop - start;
-    return hand_out(buffer, start, stop, checksums == nullptr);
+    return hand_out(buffer, start, stop, checksums == nullptr, buffer);
   });
   *read_bytes += total;
   *bad_granule = bad;
@@ -223,6 +233,8 @@ int ck_reader_read(void* handle, uint64_t size_bytes, const ck_range* ranges, ui
                        num_threads, bad_granule, read_bytes);
   });
 }
+
+uint64_t ck_reader_num_differed(void* handle) { return static_cast<Reader*>(handle)->num_differed; }
 
 void ck_reader_close(void* handle) {
   auto* const reader = static_cast<Reader*>(handle);

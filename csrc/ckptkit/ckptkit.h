@@ -74,7 +74,10 @@ CK_API int ck_writer_write(void* writer, uint64_t offset_bytes, const ck_segment
 CK_API int ck_writer_end(void* writer, int complete);
 
 // O_DIRECT if `direct` and the file system agree; granules that the page cache has are then taken from it if `from_cache`.
-CK_API int ck_reader_open(const char* path, int direct, int from_cache, uint64_t* size_bytes, void** reader);
+// With `again` a granule that is not right is read once more, past the page cache, before it counts as damaged.
+CK_API int ck_reader_open(const char* path, int direct, int from_cache, int again, uint64_t* size_bytes, void** reader);
+// How many granules were right at such a second look.
+CK_API uint64_t ck_reader_num_differed(void* reader);
 // Fill the targets of `ranges`, which are sorted by offset and end within `size_bytes`, the file's expected size. Whole
 // granules are read and, if `checksums` is not null, verified before any byte of them is handed out: -EBADMSG puts the
 // first damaged granule found into `bad_granule`. If the last granule goes on behind the ranges it is kept for the next

@@ -1,12 +1,14 @@
 """StoreSource: the bytes of a token store or an archive, in a folder or at a URL, read as streams and checked.
 
-Memory is a few blocks a file being read, whatever its size. A request that the server did not answer is repeated, and a
-frame whose checksum fails is read once more.
+Memory is a few blocks a file being read, whatever its size. A request that the server did not answer is repeated. What
+fails its checksum is read once more on a new connection, if it comes over a network.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import xxhash
 
@@ -17,6 +19,9 @@ from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, MAX_BYTES, Manifest
 from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage import Buffer, Storage, TemporaryFailure
 from threefold.storage.repeating import open_repeating
+from threefold.storage.second_look import read_checked, say_right
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,20 @@ class StoreSource:
     def open(cls, place: str) -> "StoreSource":
         """Read and check the records of a store or an archive; UserError if there is neither."""
         storage = open_repeating(place)
+        return read_checked(storage, storage.url, cls._opened)
+
+    def checked(self, file: SourceFile, read: Callable[["StoreSource"], T]) -> T:
+        """Return what `read` returns of a file; behind a network a CheckFailed of it counts at the second look."""
+        return read_checked(self.storage, self.place_of(file), lambda storage: read(self._at(storage)))
+
+    def _at(self, storage: Storage) -> "StoreSource":
+        """Return the same source, read from the same storage on another connection."""
+        source = copy.copy(self)
+        source.storage = storage
+        return source
+
+    @classmethod
+    def _opened(cls, storage: Storage) -> "StoreSource":
         record_bytes = _read_small(storage, ARCHIVE_NAME, MAX_RECORD_BYTES)
         record = None if record_bytes is None else ArchiveRecord.parse(f"{storage.url}/{ARCHIVE_NAME}", record_bytes)
         if record is None and storage.info(PLAN_KEY):
@@ -132,14 +151,23 @@ class StoreSource:
         for number, packed in reader.packed_frames():
             try:
                 content = reader.unpack(number, packed)
-            except CheckFailed:  # bits flip on the way too: once more decides
-                [(_, packed)] = reader.packed_frames(number, number + 1)
-                content = reader.unpack(number, packed)
+            except CheckFailed:
+                storage = self.storage.afresh()
+                if storage is None:
+                    raise
+                packed, content = self._at(storage)._frame(file, number)
+                say_right(f"{self.place_of(file)}, frame {number},")
             hasher.update(packed)
             yield content
         hasher.update(reader.table)
         if hasher.hexdigest() != file.packed.xxh3_64:
             raise _fault(f"{reader.name} is damaged: its checksum does not hold")
+
+    def _frame(self, file: SourceFile, number: int) -> tuple[memoryview, bytes]:
+        """Return a frame of a compressed file, and its content."""
+        reader = self.open_packed(file)
+        [(_, packed)] = reader.packed_frames(number, number + 1)
+        return packed, reader.unpack(number, packed)
 
     def _plain_blocks(self, file: SourceFile) -> Iterator[bytes]:
         size_bytes = file.digest.size_bytes

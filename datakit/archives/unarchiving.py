@@ -38,11 +38,14 @@ def unarchive(
         place.settle()
         return TokenStore.open(folder)
 
+    def write(source: StoreSource, file: SourceFile, target: Path) -> None:
+        with durable_file(target) as stream:
+            stream.writelines(threads.until_ended(source.blocks(file)))
+
     def fetch(file: SourceFile) -> None:
         if not place.has(file.name, file.digest):
             target = place.scratch / file.name
-            with durable_file(target) as stream:
-                stream.writelines(threads.until_ended(opened.blocks(file)))
+            opened.checked(file, lambda source: write(source, file, target))
             place.adopt("", [target])
 
     made_of = {"manifest": asdict(FileDigest.of(opened.manifest_bytes))}

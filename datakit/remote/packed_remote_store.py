@@ -22,11 +22,12 @@ from datakit.packing.packing_index import (
 )
 from datakit.remote.holdings import Kind
 from datakit.remote.remote_store import RemoteStore
-from datakit.remote.shard_tokens import content_name, twice
+from datakit.remote.shard_tokens import content_name
 from datakit.store.token_store import TokenStore
 from threefold.errors import CheckFailed, UserError, quoted
 from threefold.storage import Storage
 from threefold.storage.repeating import open_repeating
+from threefold.storage.second_look import read_checked
 
 _READ_BYTES = 8 << 20
 
@@ -69,11 +70,13 @@ class PackedRemoteStore(PackedStore, RemoteStore):
 
 def _open_index(place: str, store: RemoteStore, *, packing: str, seq_length: int) -> PackingIndex:
     storage = open_repeating(place)
-    record = checked(_read_record(storage), storage.url, store, packing=packing, seq_length=seq_length)
+    read = read_checked(storage, f"{storage.url}/{RECORD_NAME}", _read_record)
+    record = checked(read, storage.url, store, packing=packing, seq_length=seq_length)
 
     def map_column(name: str) -> memoryview:
         digest = record.files[name]
-        fetch = partial(twice, partial(_fetch, storage, name, record))
+        place = f"{storage.url}/{column_file(name)}"
+        fetch = partial(read_checked, storage, place, partial(_fetch, name=name, record=record))
         return store.cache.memory(content_name(digest), digest.size_bytes, fetch, Kind.SHARED).data
 
     return PackingIndex(storage.url, record, map_column)

@@ -27,7 +27,6 @@ from datakit.remote.shard_tokens import (
     content_name,
     distinct,
     path_of,
-    twice,
 )
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME
@@ -309,7 +308,7 @@ class RemoteStore(TokenStore):
         digest = file.digest
         if not file.packed:  # each block of the shard is checked by it
             self.cache.needed.add(content_name(digest))
-        read = partial(twice, lambda: self.source.content(file))
+        read = partial(self.source.checked, file, lambda source: source.content(file))
         return self.cache.memory(content_name(digest), digest.size_bytes, read).data
 
     def _files_of(self, number: int) -> list[SourceFile]:

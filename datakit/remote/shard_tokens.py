@@ -3,8 +3,8 @@
 A store that is not compressed has no checksums of parts of a file. It has one of each document, in the shard's
 `.origin`: so a block is whole documents. If stretches of a shard are known to be read together, blocks end where these
 do, and a document that two of them share is a block by itself. A stretch of 8 MiB is then fetched as 8 MiB, and not as
-the 9 blocks that it touches. An archive's block is a frame. A block whose check fails is read once more, as bits also
-flip on the way.
+the 9 blocks that it touches. An archive's block is a frame. A block whose check fails is read once more on a new
+connection, as bits also flip on the way.
 """
 
 import threading
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from threefold.storage import Buffer
 
 BLOCK_BYTES = 1 << 20
 NO_STRETCHES: Int64s = np.empty(0, np.int64)
-Value = TypeVar("Value")
 _threads = threading.local()
 
 
@@ -79,11 +78,15 @@ class PlainTokens:
         first_document, last = self._firsts[first], self._firsts[stop]
         index, origins = self._open_others()
         sizes: list[int] = (index.lengths[first_document:last].astype(np.int64) * index.dtype.itemsize).tolist()
-        content = twice(lambda: self._checked(begin, end, first_document, sizes, origins))
+        content = self._source.checked(
+            self._file, lambda source: self._checked(source, begin, end, first_document, sizes, origins)
+        )
         return [content[start - begin : after - begin] for start, after in pairwise(self.bounds[first : stop + 1])]
 
-    def _checked(self, start: int, stop: int, first: int, sizes: list[int], origins: Origins) -> memoryview:
-        content = self._source.read_plain(self._file, start, stop)
+    def _checked(
+        self, source: StoreSource, start: int, stop: int, first: int, sizes: list[int], origins: Origins
+    ) -> memoryview:
+        content = source.read_plain(self._file, start, stop)
         number = origins.first_damaged(first, content, sizes)
         if number is not None:
             raise CheckFailed(
@@ -99,18 +102,20 @@ class ArchivedTokens:
 
     def __init__(self, source: StoreSource, file: SourceFile) -> None:
         """Read the table of frames; CheckFailed if the file is not of the recorded sizes."""
-        self._reader = twice(lambda: source.open_packed(file))
+        self._source, self._file = source, file
+        self._reader = source.checked(file, lambda source: source.open_packed(file))
         self.content, self.bounds = content_name(file.digest), self._reader.bounds
         self.edges = np.array(self.bounds, np.int64)
 
     def fetch(self, first: int, stop: int) -> list[Buffer]:
         """Return the content of the frames [first, stop), in memory that this thread's next call uses again."""
-        return twice(lambda: self._unpacked(first, stop))
+        return self._source.checked(self._file, lambda source: self._unpacked(source, first, stop))
 
-    def _unpacked(self, first: int, stop: int) -> list[Buffer]:
+    def _unpacked(self, source: StoreSource, first: int, stop: int) -> list[Buffer]:
+        reader = self._reader if source.storage is self._source.storage else source.open_packed(self._file)
         memory, found = _own_memory(self.bounds[stop] - self.bounds[first]), list[Buffer]()
-        for number, packed in self._reader.packed_frames(first, stop, at_once=True):
-            found.append(self._reader.unpack_into(memory, number, packed))
+        for number, packed in reader.packed_frames(first, stop, at_once=True):
+            found.append(reader.unpack_into(memory, number, packed))
             memory = memory[len(found[-1]) :]
         return found
 
@@ -154,14 +159,6 @@ def distinct(numbers: Int64s) -> Int64s:
 def block_at(tokens: ShardTokens, byte: int) -> int:
     """Return the block that holds a byte."""
     return bisect_right(tokens.bounds, byte) - 1
-
-
-def twice(read: Callable[[], Value]) -> Value:
-    """Return what is read and checked; if it is damaged it is read once more, as bits also flip on the way."""
-    try:
-        return read()
-    except CheckFailed:
-        return read()
 
 
 def path_of(source: StoreSource, file: SourceFile) -> Path:

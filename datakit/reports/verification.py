@@ -7,6 +7,7 @@ damaged frames are named, not the documents. Memory is then some 20 MiB a thread
 """
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -188,8 +189,7 @@ def _source_fault(source: StoreSource, file: SourceFile) -> Fault | None:
     """Return what is wrong with a file that is streamed; of a damaged compressed one, all damaged frames."""
     place = source.place_of(file)
     try:
-        for _ in source.blocks(file):
-            pass
+        source.checked(file, lambda source: deque(source.blocks(file), maxlen=0))
         return None
     except CheckFailed as error:
         message = error.message.removeprefix(place).lstrip(": ")

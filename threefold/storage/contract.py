@@ -27,6 +27,10 @@ class TemporaryFailure(StorageError):
     """The server did not answer, broke its answer off or asked to come back: the same request may succeed later."""
 
 
+class CutShort(StorageError):
+    """Fewer bytes came than were asked for: the object is shorter, or the answer was."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One stored object; `modified_s` is seconds since the epoch, 0 if a backend does not say.
@@ -90,6 +94,9 @@ class Storage(Protocol):
     def copy(self, source: str, target: str) -> None:
         """Copy one object within this storage."""
 
+    def afresh(self) -> "Storage | None":
+        """Return the same storage on new connections and past caches; None if it is a disk of this machine."""
+
     def local_path(self, key: str) -> Path | None:
         """Return the file behind a key if there is one (C++ reads and writes it directly), else None."""
 
@@ -117,7 +124,7 @@ def bytes_of_ranges(
     parts = [next(found) if stop > start else b"" for start, stop in ranges]
     for (start, stop), part in zip(ranges, parts, strict=True):
         if len(part) != stop - start:
-            raise StorageError(f"{place} ends at byte {start + len(part)}, wanted were {start} to {stop}")
+            raise CutShort(f"{place} ends at byte {start + len(part)}, wanted were {start} to {stop}")
     return parts
 
 

@@ -6,6 +6,7 @@ process opens the file system again: threads and connections stay with its paren
 """
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
@@ -163,6 +164,12 @@ class FsspecStorage:
 
     def copy(self, source: str, target: str) -> None:
         self._call("copy", source, lambda: self._fs.cp_file(self._path(source), self._path(target)))
+
+    def afresh(self) -> "FsspecStorage":
+        again = copy.copy(self)
+        again._make = partial(self._make, skip_instance_cache=True)
+        again._opened, again._process = again._open()[0], os.getpid()
+        return again
 
     def local_path(self, key: str) -> Path | None:
         return None

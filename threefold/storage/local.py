@@ -12,7 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from threefold.errors import StorageError
-from threefold.storage.contract import Buffer, ObjectInfo, Storage, buffers_of, check_key, is_temporary
+from threefold.storage.contract import (
+    Buffer,
+    CutShort,
+    ObjectInfo,
+    Storage,
+    buffers_of,
+    check_key,
+    is_temporary,
+)  # fmt: skip
 from threefold.storage.folders import Folder, local_root, sync_folder, sync_way
 from threefold.storage.new_file import NewFile
 
@@ -89,6 +97,11 @@ class LocalStorage:
         with local_failures("read", path), path.open("rb") as file:
             self.write(target, iter(lambda: file.read(COPY_BYTES), b""))
 
+    def afresh(self) -> "LocalStorage | None":
+        from threefold.storage.second_look import is_networked
+
+        return _PastCache(self.folder) if is_networked(self.folder) else None
+
     def local_path(self, key: str) -> Path | None:
         return self._path(key)
 
@@ -148,6 +161,23 @@ class LocalStorage:
                     parent.remove_folder(name)
             except OSError:  # not empty, or another process removed it first
                 return
+
+
+class _PastCache(LocalStorage):
+    """The same files of a server, read from there and not from the page cache."""
+
+    def read(self, key: str) -> bytes:
+        self._drop(key)
+        return super().read(key)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
+        self._drop(key)
+        return super().read_ranges(key, ranges)
+
+    def _drop(self, key: str) -> None:
+        path = self._path(key)
+        with local_failures("read", path), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def keep_file(storage: Storage, key: str) -> None:
@@ -280,7 +310,7 @@ def _read_range(descriptor: int, path: Path, start: int, stop: int) -> bytes:
     while position < stop:
         part = os.pread(descriptor, stop - position, position)
         if not part:
-            raise StorageError(f"{path} ends at byte {position}, wanted were bytes {start} to {stop}")
+            raise CutShort(f"{path} ends at byte {position}, wanted were bytes {start} to {stop}")
         parts.append(part)
         position += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)

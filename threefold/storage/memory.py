@@ -72,6 +72,9 @@ class MemoryStorage:
     def copy(self, source: str, target: str) -> None:
         self.write(target, self.read(source))
 
+    def afresh(self) -> "MemoryStorage":
+        return self
+
     def local_path(self, key: str) -> Path | None:
         return None
 

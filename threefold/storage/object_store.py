@@ -173,6 +173,9 @@ class ObjectStorage:
             return
         self._call("copy", source, lambda: obstore.copy(self._store, self._path(source), self._path(target)))
 
+    def afresh(self) -> "ObjectStorage":
+        return ObjectStorage(self.address, write_memory_bytes=self._write_memory_bytes)
+
     def local_path(self, key: str) -> Path | None:
         return None
 

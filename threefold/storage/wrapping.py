@@ -3,6 +3,7 @@
 Those here: `repeating` tries again, `request_log` reports, `fault` fails on purpose, `dry_run` changes nothing.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,14 @@ class WrappingStorage:
 
     def copy(self, source: str, target: str) -> None:
         self._request(Request("copy", (source, target)), lambda: self._storage.copy(source, target))
+
+    def afresh(self) -> Storage | None:
+        storage = self._storage.afresh()
+        if storage is None:
+            return None
+        again = copy.copy(self)
+        again._storage = storage
+        return again
 
     def local_path(self, key: str) -> Path | None:
         return self._storage.local_path(key)

@@ -207,9 +207,11 @@ def test_bits_that_flip_in_a_manifest_are_named(
     put(store, "store", s3_url)
     size = (store.path / "manifest.json").stat().st_size
     for place in range(0, size, size // 7):
-        s3_proxy.fault = Fault("flip", method="GET", target="manifest.json", times=1, after_bytes=place)
+        s3_proxy.fault = Fault("flip", method="GET", target="manifest.json", after_bytes=place)
         with pytest.raises(UserError, match=r"manifest\.json"):
             opened(s3_url)
+        s3_proxy.fault = Fault("flip", method="GET", target="manifest.json", times=1, after_bytes=place)
+        assert opened(s3_url).fingerprint == store.fingerprint
 
 
 @pytest.mark.parametrize("kind", RECORDS)
