@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from threefold.backoff import Backoff
-from threefold.errors import StorageError
+from threefold.errors import StorageError, UserError
 from threefold.masking import shown_cause
 from threefold.storage.contract import (
     AlreadyExists,
@@ -88,6 +88,7 @@ class ObjectStorage:
             lambda: obstore.put(
                 self._store, path, parts, chunk_size=part_bytes, max_concurrency=parts_in_flight, use_multipart=True
             ),
+            is_repeatable=False,
         )
 
     def read(self, key: str) -> bytes:
@@ -147,6 +148,7 @@ class ObjectStorage:
 
         paths = [self._path(key) for key in keys]
         backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts)
+        may_renew = True
         while paths:
             try:
                 obstore.delete(self._store, paths)
@@ -155,6 +157,9 @@ class ObjectStorage:
                 self._delete_singly(paths)  # a server that names what is missing may have passed over what is not
                 return
             except self._errors as error:
+                if may_renew and _is_refusal(error) and self._renew():
+                    may_renew = False
+                    continue
                 # obstore repeats what the server refused for now, but no deletion whose answer was lost
                 if "status code" in str(error) or (pause_s := backoff.next_s()) is None:
                     raise self._failure(error, "delete", f"{len(paths)} objects") from shown_cause(error)
@@ -228,11 +233,15 @@ class ObjectStorage:
 
         exclusive_store = self._usable(self._service.exclusive_store)
         backoff = Backoff(RETRY_AFTER_S, max_tries=self._service.attempts, within_s=request_timeout_s())
+        may_renew = True
         while True:
             try:
                 obstore.put(exclusive_store, path, body, mode="create", use_multipart=False)
                 return
             except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:
+                if may_renew and _is_refusal(error) and self._renew():
+                    may_renew, exclusive_store = False, self._usable(self._service.exclusive_store)
+                    continue
                 raise self._failure(error, "write", key) from shown_cause(error)
             except self._errors as error:
                 failure = self._failure(error, "write", key)
@@ -249,11 +258,27 @@ class ObjectStorage:
                     raise failure from shown_cause(error)
                 time.sleep(pause_s)
 
-    def _call(self, doing: str, key: str, work: Callable[[], T]) -> T:
+    def _call(self, doing: str, key: str, work: Callable[[], T], *, is_repeatable: bool = True) -> T:
+        try:
+            return work()
+        except self._errors as error:
+            failure, cause = self._failure(error, doing, key), shown_cause(error)
+            if not (is_repeatable and _is_refusal(error) and self._renew()):
+                raise failure from cause
         try:
             return work()
         except self._errors as error:
             raise self._failure(error, doing, key) from shown_cause(error)
+
+    def _renew(self) -> bool:
+        """Read credentials of files once more, as they may have been replaced; False if they are of the environment."""
+        if self._service.credentials is None:
+            return False
+        try:
+            self._service = open_service(self.url)
+        except UserError:  # what refused says more
+            return False
+        return True
 
     def _failure(self, error: Exception, doing: str, key: str) -> StorageError:
         """Return what obstore said, in one sentence: its message repeats itself over twenty lines."""
@@ -265,6 +290,11 @@ class ObjectStorage:
         if code in MISSING_BUCKET:
             message = f"bucket {service.bucket!r} does not exist on {service.server}"
             return StorageError(message, hint=service.make_bucket_hint)
+        if service.credentials and service.credentials.fault:
+            return StorageError(f"cannot {doing} {place}: {service.credentials.fault}", hint=service.credentials_hint)
+        if "ExpiredToken" in text or "RequestExpired" in text:
+            expired = f"the credentials of {service.identity} have expired"
+            return StorageError(f"cannot {doing} {place}: {expired}", hint=service.credentials_hint)
         if "169.254." in text or "metadata.google" in text:
             return StorageError(f"cannot {doing} {place}: no credentials are set", hint=service.credentials_hint)
         if isinstance(error, FileNotFoundError):
@@ -278,6 +308,11 @@ class ObjectStorage:
         cause = text.split("\n", 1)[0].rpartition(" - ")[2]
         message = f"cannot {doing} {place}: no answer from {service.server} ({cause})"
         return TemporaryFailure(message, hint=service.address_hint)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether a server refused who asked; S3 answers 400 to a token that has expired."""
+    return bool(re.search(r"status code: 40[13]|ExpiredToken|AccessDenied", str(error)))
 
 
 def part_plan(size_bytes: int | None, write_memory_bytes: int | None) -> tuple[int, int]:

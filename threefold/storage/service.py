@@ -1,8 +1,9 @@
 """Service: the obstore client of S3, Google Cloud Storage or Azure behind a URL, and the words for its errors.
 
 Each is set up by its own standard variables: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and
-AWS_MAX_ATTEMPTS; GOOGLE_BASE_URL and GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ENDPOINT, AZURE_STORAGE_ACCOUNT_NAME
-and AZURE_STORAGE_ACCOUNT_KEY. What is not named here (session tokens, roles, ...) obstore reads by itself.
+AWS_MAX_ATTEMPTS, or the files of AWS (see AwsCredentials); GOOGLE_BASE_URL and GOOGLE_APPLICATION_CREDENTIALS;
+AZURE_STORAGE_ENDPOINT, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY. What is not named here (session
+tokens, roles of machines, ...) obstore reads by itself.
 Every request has a deadline, THREEFOLD_STORAGE_TIMEOUT_S (default 60), and is repeated within three times that.
 """
 
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 from threefold.errors import UserError
 from threefold.masking import shown_cause
 from threefold.packages import needed_for
+from threefold.storage.aws_credentials import AwsCredentials
 from threefold.storage.contract import OBJECT_STORES
 
 DEFAULT_ATTEMPTS = 8
@@ -34,7 +36,7 @@ class Service:
     """A client for one bucket (Azure: container), with `path` the keys' common prefix in it, without a "/" at its end.
 
     `exclusive_store` is the client for what may be written once only, `server` is who answers, `identity` whose rights
-    count, `address_hint` what to check if nobody answers.
+    count, `address_hint` what to check if nobody answers. `credentials` are those that are not of the environment.
     """
 
     store: Any
@@ -47,6 +49,7 @@ class Service:
     credentials_hint: str
     address_hint: str
     make_bucket_hint: str
+    credentials: AwsCredentials | None = None
 
 
 def open_service(url: str) -> Service:
@@ -89,9 +92,9 @@ def s3_endpoint() -> str | None:
     return _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
-def s3_region() -> str:
-    """Return the region that the environment names."""
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+def s3_region(of_profile: str | None = None) -> str:
+    """Return the region that the environment names, or a profile does."""
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or of_profile or "us-east-1"
 
 
 def _s3(bucket: str, path: str) -> Service:
@@ -99,19 +102,24 @@ def _s3(bucket: str, path: str) -> Service:
 
     endpoint = s3_endpoint()
     attempts = int(_number("AWS_MAX_ATTEMPTS", DEFAULT_ATTEMPTS, least=1))
-    config: dict[str, Any] = {"region": s3_region()}
+    credentials = AwsCredentials.find(f"s3://{bucket}")
+    config: dict[str, Any] = {"region": s3_region(credentials.region if credentials else None)}
     if endpoint:
         config["endpoint"] = endpoint
     if "AWS_UNSIGNED_PAYLOAD" not in os.environ and not (endpoint or "https:").startswith("http:"):
         config["unsigned_payload"] = True  # TLS guards the body already, and hashing it doubles the CPU of a PUT
     at = f" --endpoint-url {endpoint}" if endpoint else ""
     client = _client(endpoint, attempts)
+    identity = f"access key {os.environ.get('AWS_ACCESS_KEY_ID', '')!r}"
+    if credentials:
+        client, identity = {**client, "credential_provider": credentials}, f"the profile {credentials.profile!r}"
     return Service(
         S3Store(bucket, config=config, **client),  # type: ignore[arg-type]
         # with a checksum: SeaweedFS keeps a PUT without one that broke off, as an empty object
         S3Store(bucket, config=config | {"checksum_algorithm": "sha256"}, **client),  # type: ignore[arg-type]
-        bucket, path, attempts, endpoint or "AWS", f"access key {os.environ.get('AWS_ACCESS_KEY_ID', '')!r}",
-        S3_HINT, "check AWS_ENDPOINT_URL", f"aws s3 mb s3://{bucket}{at}",
+        bucket, path, attempts, endpoint or "AWS", identity,
+        credentials.hint if credentials else S3_HINT, "check AWS_ENDPOINT_URL", f"aws s3 mb s3://{bucket}{at}",
+        credentials,
     )  # fmt: skip
 
 
