@@ -270,12 +270,13 @@ def _check(trainer: Any, options: CheckpointerOptions) -> None:
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Return a Trainer's own state, with those of its callbacks as they are now."""
+    """Return a Trainer's own state, with those of its callbacks as they are now, and what else they put beside them."""
     callbacks: dict[str, list[Any]] = {}
     for owner in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(owner, ExportableState):
             callbacks.setdefault(type(owner).__name__, []).append(owner.state())
     shown = {name: states if states[1:] else states[0] for name, states in callbacks.items()}
+    shown = {**trainer.state.stateful_callbacks, **shown}
     return {**dataclasses.asdict(trainer.state), **dict.fromkeys(OF_A_RANK, True), "stateful_callbacks": shown}
 
 

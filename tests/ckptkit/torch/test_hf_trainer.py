@@ -236,3 +236,28 @@ def test_a_callback_of_another_trainer_is_named(tmp_path: Path) -> None:
     trainer = trained(tmp_path, ours=False, max_steps=1)
     with pytest.raises(UserError, match="the callback is not the Trainer's"):
         HfTrainerCallback(tmp_path / "run").resume(trainer)
+
+
+def test_what_others_put_into_the_trainers_state_is_kept_as_the_trainer_keeps_it(tmp_path: Path) -> None:
+    from ckptkit.torch import HfTrainerCallback
+
+    class Keeps(transformers.TrainerCallback):  # type: ignore[misc]
+        """A callback with a place of its own in the state, which is not one of the exportable ones."""
+
+        found: Any = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            self.found = state.stateful_callbacks.get("kept")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            state.stateful_callbacks["kept"] = {"step": state.global_step}
+
+    options = {"max_steps": 2, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    for ours in (False, True):
+        for expected in (None, {"step": 2}):
+            saves, keeps = HfTrainerCallback(tmp_path / "run"), Keeps()
+            arguments = transformers.TrainingArguments(str(tmp_path / str(ours)), **options)
+            callbacks = [saves, keeps] if ours else [keeps]
+            trainer = transformers.Trainer(Small(), arguments, train_dataset=Samples(), callbacks=callbacks)
+            trainer.train(resume_from_checkpoint=saves.resume(trainer) if ours else expected is not None)
+            assert keeps.found == expected

@@ -61,7 +61,7 @@ def train(
     callbacks = [HfTrainerCursor(dataset)] if keep else []
     trainer = kind(model, arguments, train_dataset=dataset, callbacks=callbacks, data_collator=lambda items: items[0])
     trainer.num_workers = num_workers
-    trainer.train(resume_from_checkpoint=folder.exists() or None)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
     return model, model.seen
 
 
