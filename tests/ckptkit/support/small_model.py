@@ -1,5 +1,6 @@
 """A small model with dropout and its samples, which trainers of others train."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,3 +36,11 @@ class Small(nn.Module):
 def parameters_of(model: nn.Module) -> list[torch.Tensor]:
     """Return copies of a model's parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def damage(step: Path) -> None:
+    """Flip a byte at the end of a step's data."""
+    file = next(step.rglob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 
 from ckptkit import CheckpointerOptions, Retention
 from ckptkit.cli import main
+from ckptkit.tiers.tier import Tier
 from ckptkit.torch import Run
-from tests.ckptkit.support.small_model import Samples, Small, parameters_of
+from tests.ckptkit.support.small_model import Samples, Small, damage, parameters_of
 from threefold.errors import UserError
 
 NEEDED = "needs transformers and accelerate: pip install transformers accelerate"
@@ -228,6 +230,24 @@ def test_folders_of_earlier_trainings_are_not_deleted(tmp_path: Path) -> None:
     assert labels_of_folders(tmp_path).keys() == {4}
     trained(tmp_path, ours=True, resumes=True, max_steps=24)
     assert step_of(trainer.state.best_model_checkpoint) is None
+
+
+def test_damaged_steps_are_passed_over_and_saved_again(tmp_path: Path) -> None:
+    trained(tmp_path, ours=True, max_steps=8)
+    damage(tmp_path / "run" / "step-000000008")
+    trainer = trained(tmp_path, ours=True, resumes=True, max_steps=12)
+    assert Run(tmp_path / "run").steps() == [4, 8, 12]
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert trainer.state.global_step == 12
+
+
+def test_a_slower_tier_is_gone_on_from(tmp_path: Path) -> None:
+    options = CheckpointerOptions(tiers=(Tier(str(tmp_path / "slow")),))
+    trained(tmp_path, ours=True, options=options, max_steps=8)
+    shutil.rmtree(tmp_path / "run")
+    trained(tmp_path, ours=True, resumes=True, options=options, max_steps=12)
+    assert Run(tmp_path / "run").steps() == [12]
+    assert Run(tmp_path / "slow").steps() == [4, 8, 12]
 
 
 def test_a_callback_of_another_trainer_is_named(tmp_path: Path) -> None:

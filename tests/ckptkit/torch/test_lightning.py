@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from ckptkit import CheckpointerOptions, Retention
+from ckptkit.cli import main
 from ckptkit.torch import Run
-from tests.ckptkit.support.small_model import Samples, Small, parameters_of
-from threefold.errors import UserError
+from tests.ckptkit.support.small_model import Samples, Small, damage, parameters_of
+from threefold.errors import CheckFailed, UserError
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -230,6 +231,17 @@ def test_a_run_and_its_steps_are_addresses(tmp_path: Path) -> None:
     trainer = fitted(tmp_path / "ours", options, ours=True, max_steps=12, resume=name)
     assert all(map(torch.equal, parameters_of(trainer.model), expected))
     assert Run(run).steps() == [8, 12]
+
+
+def test_damaged_steps_are_passed_over_and_saved_again(tmp_path: Path) -> None:
+    options: list[dict[str, Any]] = [{"every_n_train_steps": 4, "save_top_k": -1}]
+    fitted(tmp_path, options, ours=True, max_steps=8)
+    damage(tmp_path / "run" / "step-000000008")
+    with pytest.raises(CheckFailed, match="step-000000008"):
+        fitted(tmp_path, options, ours=True, max_steps=12, resume=tmp_path / "own/epoch=1-step=8.ckpt")
+    fitted(tmp_path, options, ours=True, max_steps=12, resume=tmp_path / "run")
+    assert Run(tmp_path / "run").steps() == [4, 8, 12]
+    assert main(["verify", str(tmp_path / "run")]) == 0
 
 
 def test_a_run_without_names_goes_on(tmp_path: Path) -> None:
