@@ -138,8 +138,7 @@ class Checkpointer(Closing):
             stripe_count=options.stripe_count, stripe_size_bytes=options.stripe_size_bytes,
             num_threads=options.num_threads, abandoned=tuple(self._abandoned),
         )  # fmt: skip
-        sources = [*(each.data for each in pieces), *template.headers]
-        staging = Staging(self._arena, template.block_layout, ring, sources)
+        staging = Staging(self._arena, template.block_layout, ring, [*(p.data for p in pieces), *template.headers])
         self._last_saved = order
         line = self._copies.with_tiers(order, is_window=options.window_bytes > 0).to_line()
         self._running = running  # from here on there is somebody to wait for
@@ -165,8 +164,9 @@ class Checkpointer(Closing):
         """
         self._check_usable()
         self._await_running()
-        if self._last_saved is not None and (copies := self._copies.all(self._last_saved)):
-            self._running_writer().send(CopyOrder(copies).to_line(), self._options.timeout_s)
+        if self._last_saved is not None and self._options.tiers:
+            writer = self._running_writer()  # first: its successor is ordered what a dead one left
+            writer.send(CopyOrder(self._copies.all(self._last_saved)).to_line(), self._options.timeout_s)
 
     def copy_next(self) -> None:
         """Let the next step be copied to the tiers that the last one was due at, as it failed on some rank.
