@@ -11,6 +11,7 @@ from datakit.remote.remote_store import RemoteStore as RemoteStore
 from datakit.reports.difference import find_difference as find_difference
 from datakit.reports.provenance import blame as blame
 from datakit.reports.provenance import where as where
+from datakit.reports.shares import unread_lines as unread_lines
 from datakit.reports.statistics import statistics as statistics
 from datakit.reports.verification import verify as verify
 from datakit.store.merging import merge as merge

@@ -26,7 +26,7 @@ def run(options: Options) -> None:
     """Count the tokens, samples and epochs that a run reads of each of its stores up to its last step, and the samples
     that repeat what was read before. It is computed from configuration and stores alone.
     """
-    from datakit.reports.shares import shares, source_name, write_plot
+    from datakit.reports.shares import shares, source_name, unread_lines, write_plot
     from threefold.plot import require_plot
 
     if options.plot:
@@ -58,6 +58,8 @@ def run(options: Options) -> None:
         print(f"from sample {segment.from_sample:,}, in step {step}: {', '.join(_texts(segment))}")
     columns = ("weight", "tokens", "samples", "epochs", "repeated", "it holds", "store")
     print_table(columns, rows, left={"store"})
+    for line in unread_lines(blend):
+        print(line)
 
 
 def _segment(segment: "Segment") -> dict[str, Any]:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from datakit.store.shard import Int64s
+from datakit.store.token_store import TokenStore
 from datakit.stream.blend import Blend
 from datakit.stream.megatron_blend import MegatronBlend
 from datakit.stream.steps import Steps
 from threefold.plot import write_png
 
+UNREAD_PART = 0.01  # of a store's tokens may be in no row without a line
 _ROWS_AT_ONCE = 1 << 20
 _POINTS = 200  # of a line
 _MAX_NAMED = 20  # lines that a legend can hold
@@ -25,6 +27,7 @@ class Share:
     `weight` is that in force at the last of them, all weights being 1 together. Of packed rows, which differ,
     `tokens_read` is what so many read on average. `epochs` is how often its rows are read, and `repeated_samples`
     counts the samples whose row was read before, or is by a copy of the store above: by content, not by place.
+    `unread_tokens` are the last of the store, which are in none of its rows.
     """
 
     store: str
@@ -36,6 +39,7 @@ class Share:
     num_samples: int
     epochs: float
     repeated_samples: int
+    unread_tokens: int = 0
 
 
 def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
@@ -50,8 +54,29 @@ def shares(blend: Blend, num_samples: int) -> tuple[Share, ...]:
         read = count * length if store.packing == "concat" else round(count * store.num_tokens / rows)
         epochs = count / max(rows, 1)
         share = weight / sum(weights)
-        found.append(Share(str(store.path), share, store.num_tokens, rows, length, read, count, epochs, num_repeated))
+        held, unread = store.num_tokens, unread_tokens(store, rows, length)
+        found.append(Share(str(store.path), share, held, rows, length, read, count, epochs, num_repeated, unread))
     return tuple(found)
+
+
+def unread_tokens(store: TokenStore, num_rows: int, seq_length: int) -> int:
+    """Return how many last tokens of a store are in no row: of 12 in rows of 4, which read 9 with a label, it is 3."""
+    if store.packing != "concat":
+        return 0
+    return store.num_tokens - num_rows * seq_length - (num_rows > 0)
+
+
+def unread_lines(blend: Blend) -> list[str]:
+    """Return a line for each store of whose tokens more than a hundredth are in no row."""
+    found = []
+    for source, (store, rows) in enumerate(zip(blend.stores, blend.rows.tolist())):
+        length = blend.sources.seq_lengths[source]
+        unread = unread_tokens(store, rows, length)
+        if not isinstance(blend, MegatronBlend) and unread > store.num_tokens * UNREAD_PART:
+            part = unread / store.num_tokens
+            name = source_name(blend, source)
+            found.append(f"the last {unread:,} tokens of {name}, {part:.1%}, are in no row of {length:,} tokens")
+    return found
 
 
 def repeated(blend: Blend, num_samples: int) -> list[int]:

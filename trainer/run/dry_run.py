@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptkit import Coords, rank_stages
+from datakit import unread_lines
 from threefold.console import print_facts
 from threefold.errors import EXIT_OK
 from trainer.config import Config
@@ -60,6 +61,7 @@ def print_plan(config: Config) -> int:
     cuda = config.train.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     facts = banner(config, device, blend, tiers_of(config))
+    facts += [("not read", line) for line in unread_lines(blend)]
     for pp in range(config.parallel.pp):
         stages = " and ".join(map(str, rank_stages(layout_of(config), pp)))
         which = f"a rank of stage {stages}: " if config.parallel.pp > 1 else "a rank: "

@@ -1,12 +1,14 @@
 """Shares: what repeats is counted by content, however many stores hold it, as a walk over all samples counts it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datakit import Blend, MegatronBlend, MegatronOrder, Segment, TokenStore, write_store
-from datakit.reports.shares import shares
+from datakit.reports.shares import shares, unread_lines
 
 L = 8
 
@@ -57,3 +59,25 @@ def test_rows_of_another_length_do_not_repeat_those_of_the_first(stores: list[To
 def test_in_the_order_of_megatron_they_are_at_least_what_the_rows_leave(stores: list[TokenStore]) -> None:
     blend = MegatronBlend(stores[:2], [1.0, 1.0], seq_length=L, seed=3, order=MegatronOrder(80))
     assert [share.repeated_samples for share in shares(blend, 80)] == [0, 30]
+
+
+@given(num_tokens=st.integers(1, 200), length=st.integers(1, 60))
+def test_tokens_after_the_last_row_are_counted(
+    tmp_path_factory: pytest.TempPathFactory, num_tokens: int, length: int
+) -> None:
+    store = write_store(tmp_path_factory.mktemp("unread") / "store", [range(num_tokens)], vocab_size=256)
+    other = write_store(tmp_path_factory.mktemp("unread") / "long", [range(200)] * 50, vocab_size=256)
+    blend = Blend([(other, 1.0), (store, 0.0)], seq_length=length)
+    rows = int(blend.rows[1])
+    is_read = np.zeros(num_tokens, np.bool_)
+    for row in range(rows):
+        is_read[row * length : row * length + length + 1] = True
+    assert shares(blend, 10)[1].unread_tokens == (~is_read).sum()
+    lines = [line for line in unread_lines(blend) if f"of {store.path}" in line]
+    assert len(lines) == ((~is_read).sum() > num_tokens / 100)
+
+
+def test_a_line_names_store_and_part(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", [range(12)], vocab_size=12)
+    blend = Blend([(store, 1.0)], seq_length=4)
+    assert unread_lines(blend) == [f"the last 3 tokens of {store.path}, 25.0%, are in no row of 4 tokens"]
