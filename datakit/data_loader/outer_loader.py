@@ -60,6 +60,6 @@ def _num_sharers(outer: Any, dataset: Any) -> int:
     kind = type(outer).__name__
     if kind == "IterableDatasetShard" and outer.dataset is dataset:
         return int(outer.num_processes)
-    if kind == "DataLoaderDispatcher":
+    if kind == "DataLoaderDispatcher" and "state" in vars(outer):  # it asks for a first state before it has its own
         return int(outer.state.num_processes)
     return 1

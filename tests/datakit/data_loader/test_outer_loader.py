@@ -86,6 +86,12 @@ class IterableDatasetShard:
         return list(islice(self.dataset, 2))
 
 
+def test_a_dispatcher_that_is_being_made_is_no_fault(stream: NumberedStream) -> None:
+    dispatcher = DataLoaderDispatcher(2)
+    del dispatcher.state
+    assert len(dispatcher.read(StreamDataset(stream.blend, ROWS, 1, 2))) == 2
+
+
 def test_items_that_are_shared_twice_are_refused(stream: NumberedStream) -> None:
     one, half = StreamDataset(stream.blend, ROWS), StreamDataset(stream.blend, ROWS, 1, 2)
     for num_processes in (1, 2):
