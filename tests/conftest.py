@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.hints import Recorder
 from tests.support.planted import Planted
 from tools.fault_proxy import FaultProxy
 from tools.s3_server import Server, find_weed, running, start, stop
@@ -95,3 +96,16 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     found = Planted(tmp_path / "planted")
     monkeypatch.chdir(found.folder)
     return found
+
+
+HINTS = Recorder()
+HINTS.install()
+
+
+@pytest.fixture(autouse=True)
+def _hints_lead_on(tmp_path: Path) -> Iterator[None]:
+    """After a test, and once its patches are undone, take each hint that a command line printed as the next command."""
+    HINTS.clear()
+    yield
+    faults = HINTS.faults()
+    assert not faults, "\n".join(faults)

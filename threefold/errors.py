@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from threefold.masking import masked
 
@@ -69,6 +70,12 @@ def _escaped(character: str) -> str:
         return character
     handler = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
     return "".join(f"\\x{byte:02x}" for byte in character.encode(errors=handler))
+
+
+def listing(place: object) -> str:
+    """Return a hint's command that lists a path, or the nearest folder above it that is there."""
+    path = Path(str(place))
+    return f"ls {quoted(next(folder for folder in (path, *path.parents, Path('.')) if folder.exists()))}"
 
 
 def _rebuild(kind: type[UserError], message: str, hint: str | None) -> UserError:

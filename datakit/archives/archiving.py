@@ -51,7 +51,7 @@ def archive(
     The same call continues after a kill, and returns the summary if the archive is complete. One run at a time.
     """
     if not 1 <= level <= MAX_LEVEL:
-        raise UserError(f"there is no level {level}", hint=f"--level {DEFAULT_LEVEL}, of 1 to {MAX_LEVEL}")
+        raise UserError(f"there is no level {level}", hint=f"--level {DEFAULT_LEVEL}; 1 to {MAX_LEVEL} are levels")
     threads = FileThreads(num_workers)
     if not is_plain_folder(os.fspath(store)):
         raise UserError(

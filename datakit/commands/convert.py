@@ -64,7 +64,7 @@ def _convert_to_store(options: Options) -> None:
     from datakit.tokenization.tokenizer import DEFAULT_EOD
 
     if not options.tokenizer:
-        raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer tok.json")
+        raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer FILE")
     eod_token = options.eod_token or DEFAULT_EOD
     choices = Choices(options.tokenizer, eod_token, options.documents, options.column, options.dtype)
     store = convert_to_store(

@@ -8,7 +8,7 @@ from datakit.foreign import datatrove, foreign_index, litdata, mosaic
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices
 from datakit.foreign.megatron import from_megatron
 from datakit.store.token_store import TokenStore
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, listing
 
 _READERS = {"datatrove": datatrove.from_datatrove, "mds": mosaic.from_mds, "litdata": litdata.from_litdata}
 
@@ -53,7 +53,7 @@ def detect(source: str | os.PathLike[str]) -> str:
     raise UserError(
         f"{path} is not a dataset: neither PREFIX.bin and PREFIX.idx, nor .ds files, nor a folder with the index.json "
         "of MDS or litdata",
-        hint=f"ls {quoted(path)}*",
+        hint=listing(path),
     )
 
 

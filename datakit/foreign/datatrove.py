@@ -19,7 +19,7 @@ from datakit.foreign.foreign_store import Choices, store_of_files
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
 from threefold.cli import log
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, listing, quoted
 
 SUFFIX = ".ds"
 _DTYPES = {2: "uint16", 4: "uint32"}
@@ -51,7 +51,7 @@ def ds_files(source: Path) -> list[Path]:
         return [source]
     found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
     if not found:
-        raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=f"ls {quoted(source)}")
+        raise UserError(f"{source} is not a .ds file, nor a folder with any", hint=listing(source))
     return found
 
 

@@ -19,7 +19,7 @@ import zstandard
 
 from datakit.files.durable import reading
 from datakit.store.shard import Int64s
-from threefold.errors import CheckFailed, UserError, quoted
+from threefold.errors import CheckFailed, UserError, listing
 
 MAX_PIECE_BYTES = 1 << 30
 COMPRESSIONS = ("", "gz", "zstd")
@@ -114,7 +114,7 @@ def open_binary(path: Path) -> Iterator[BinaryIO]:
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            raise UserError(f"{path} is missing", hint=f"ls -l {quoted(path.parent)}") from None
+            raise UserError(f"{path} is missing", hint=listing(path)) from None
     with file:
         yield file
 

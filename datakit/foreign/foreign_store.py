@@ -152,7 +152,7 @@ def check_tokens(path: Path, document: int, tokens: Tokens, vocab_size: int) -> 
     wrong = tokens[np.argmax((tokens >= vocab_size) | (tokens < 0))]
     raise CheckFailed(
         f"{path}: document {document} holds token {wrong}, beyond the vocabulary of {vocab_size}",
-        hint="--tokenizer tok.json, the one that made the tokens; of raw bytes also another --dtype",
+        hint="--tokenizer FILE, the one that made the tokens; of raw bytes also another --dtype",
     )
 
 

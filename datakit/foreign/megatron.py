@@ -23,7 +23,7 @@ from datakit.store.shard import HEADER, Int64s, Tokens, TokenShard
 from datakit.store.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import CheckFailed, UserError, quoted
+from threefold.errors import CheckFailed, UserError, listing, quoted
 
 _WINDOW_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 8 << 20
@@ -85,7 +85,7 @@ class _Dataset:
         for file in (f"{prefix}.bin", f"{prefix}.idx"):
             if not os.path.isfile(file):
                 raise UserError(f"there is no {file}: PREFIX names the two files PREFIX.bin and PREFIX.idx",
-                                hint=f"ls {quoted(prefix)}*")  # fmt: skip
+                                hint=listing(prefix))  # fmt: skip
         shard = TokenShard(prefix)
         index = shard.index
         text_bytes = HEADER.size + 12 * index.num_sequences + 8 * (index.num_documents + 1)

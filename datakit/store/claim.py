@@ -34,7 +34,7 @@ def claim(
     """Hold an output that is empty or was begun from the same; raise UserError if it holds anything else.
 
     `made_of` is JSON of all that decides the output's bytes, None if the caller calls `Output.begin`. Kills and faults
-    of the kinds in `keeps` leave the output to be continued, any other UserError empties it.
+    of the kinds in `keeps` leave the output to be continued, if anything was made; any other UserError empties it.
     """
     output.check_free()
     with writing(output.work):
@@ -65,6 +65,8 @@ def _made(output: Output, keeps: tuple[type[UserError], ...]) -> Iterator[Output
             output.scratch.mkdir(parents=True, exist_ok=True)
         yield output
     except keeps:
+        if output.folder is None and not output.holds_any():  # there a note without anything would refuse all others
+            output.abandon()
         raise
     except UserError:  # what it is made of does not do: the output is free for another try
         output.abandon()

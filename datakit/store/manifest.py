@@ -20,7 +20,7 @@ from datakit.store.fields import Fields
 from datakit.store.shard import damaged
 from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, listing, quoted
 
 FILE_NAME = "manifest.json"
 ARCHIVE_NAME = "archive.json"  # what makes a folder an archive of a store
@@ -209,7 +209,7 @@ def _not_a_store(folder: Path) -> UserError:
             f"{folder} is unfinished: the command that makes it did not come to an end",
             hint="rerun the same `datakit` command to continue it",
         )
-    return UserError(f"{folder} is not a token store: it has no {FILE_NAME}", hint=f"ls {quoted(folder)}")
+    return UserError(f"{folder} is not a token store: it has no {FILE_NAME}", hint=listing(folder))
 
 
 def require_folder(path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 import xxhash
 
 from datakit.files.durable import FileDigest, blocks_of, checked_blocks, durable_file, temporary_folder, writing
@@ -85,8 +86,10 @@ class Output:
     def begin(self, made_of: dict[str, Any]) -> Note:
         """Put the note of what the output is made of, and return it, or the one that is there.
 
-        Raise StorageError if another machine's run filled the output since it was looked at.
+        On a local disk, where the lock lets no other in, one under which nothing was made yet is replaced. Raise
+        StorageError if another machine's run filled the output since it was looked at.
         """
+        made_of = orjson.loads(orjson.dumps(made_of))  # as it is read again
         if self.read(self.note_key) is None:
             with suppress(AlreadyExists):
                 self._put_note(made_of, if_absent=self.storage.supports_if_absent)
@@ -96,7 +99,15 @@ class Output:
         self._held = self._note()
         if self._held is None:
             raise self._taken()
+        held = self._held.made_of
+        if self.folder and held != made_of and held.keys() == made_of.keys() and not self.holds_any():
+            self._put_note(made_of)
+            self._held = Note.of_this_run(made_of)
         return self._held
+
+    def holds_any(self) -> bool:
+        """Return whether anything was made here since the note was put."""
+        return any(key not in (self.note_key, f"{WORK_FOLDER}/{LOCK}") for key in self.sizes())
 
     def take_over(self, note: Note, **changes: Any) -> None:
         """Replace a note that differs from what this run makes; UserError behind a URL, where its run may be alive."""

@@ -173,7 +173,7 @@ class DocumentReader:
         mark = "" if self._part.file.kind in COLUMN_KINDS.values() else BOM
         ends = b"\r\n" if self._is_text_lines() else b""
         for line, (offset, content) in enumerate(contents, self.num_lines):
-            self.num_lines = line + 1
+            self.num_lines, self._json.is_first = line + 1, line == self._part.start == 0
             try:
                 if content is None:
                     raise self._no_text()

@@ -13,7 +13,7 @@ from datakit.files.remote_file import is_url, storage_of
 from datakit.text.folders import Faults, entries_below, is_hidden, is_through_link, matches_of, plain_path
 from datakit.text.formats import format_of, other_kind
 from datakit.text.spool import is_pipe
-from threefold.errors import UserError, quoted
+from threefold.errors import UserError, listing
 from threefold.storage import ObjectInfo
 from threefold.storage.repeating import open_repeating
 
@@ -116,9 +116,7 @@ def _find_local(argument: str, number: int, found: Found) -> Iterator[str]:
     is_named = is_pipe(argument) or os.path.lexists(argument)
     matches = [argument] if is_named else matches_of(argument, found.faults) if glob.has_magic(argument) else []
     if not matches:
-        where = os.path.dirname(argument)
-        hint = f"ls {quoted(where if os.path.isdir(where) else '.')}"
-        found.faults.append(UserError(f"no such input: {argument}", hint=hint))
+        found.faults.append(UserError(f"no such input: {argument}", hint=listing(argument)))
     for path in matches:
         if is_pipe(path):
             found.repeated += [path] * (path in found.pipes)

@@ -34,13 +34,14 @@ class JsonText:
     """Finds the text under one or several keys in lines of JSON.
 
     A key may lead into objects, as `meta.text` does; one that is there as it is spelled wins. `num_replaced` counts the
-    texts in which lone surrogates were replaced by U+FFFD.
+    texts in which lone surrogates were replaced by U+FFFD; `is_first` is set by the caller: no line of the file was
+    read before.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = keys
         self._single = keys[0] if len(keys) == 1 else None
-        self.num_replaced = 0
+        self.num_replaced, self.is_first = 0, True
 
     def find(self, content: bytes) -> str | None:
         """Return the text of a line, those of several keys joined by blank lines; None for a blank line.
@@ -85,7 +86,8 @@ class JsonText:
         there = {key: other for key in self._keys if (other := _lookup(value, key)) is not _MISSING}
         found = {key: other for key, other in there.items() if other is not None}
         if not found:
-            raise null_text(self._keys[0]) if there and len(self._keys) == 1 else _no_key(value, self._keys)
+            is_null = there and len(self._keys) == 1
+            raise null_text(self._keys[0]) if is_null else _no_key(value, self._keys, after_others=not self.is_first)
         for key, other in found.items():
             if not isinstance(other, str):
                 raise Fault(f"{key!r} is not text but {type(other).__name__}")
@@ -135,11 +137,14 @@ def null_text(key: str) -> Fault:
     return Fault(f"no text: {key!r} is null", hint="--skip-invalid")
 
 
-def _no_key(value: dict[str, Any], keys: Sequence[str]) -> Fault:
+def _no_key(value: dict[str, Any], keys: Sequence[str], *, after_others: bool) -> Fault:
     asked = " or ".join(map(repr, keys)) + " with a text" * (len(keys) > 1)
     others = ", ".join(map(repr, value)) or "none"
     longest = max(_lengths(value), default=None)
-    return Fault(f"no key {asked}; its keys: {others}", hint=longest and f"--text-key {longest[1]}")
+    hint = longest and f"--text-key {longest[1]}"
+    if after_others:  # whose key that is not
+        hint = "--skip-invalid" + (f", or --text-key {','.join(keys)},{longest[1]}" if longest else "")
+    return Fault(f"no key {asked}; its keys: {others}", hint=hint)
 
 
 def _lengths(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[int, str]]:

@@ -12,7 +12,7 @@ from tests.datakit.conftest import Cli
 RUN = '[data]\nstores = ["{store}"]\n[train]\nseq_length = 2\ntrain_steps = 3\nglobal_batch_size = 1\n'
 STORE, OTHER, EMPTY, CONFIG = "a store", "no store", "empty's file.jsonl", "my run.toml"
 PASTED = {
-    f"inspect '{OTHER}'": ["ls", OTHER],
+    f"inspect '{OTHER}'": ["ls", "."],
     f"inspect '{STORE}' --document 9": ["datakit", "inspect", STORE, "--document", "2"],
     f"inspect '{STORE}' --packing pad --sample 0 --seq-length 4": [
         "datakit", "pack", STORE, "--seq-length", "4", "--packing", "pad",

@@ -92,7 +92,8 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
         found = steps_of(load)
         first = next(found, None)
         if first is None:
-            raise UserError(f"{load} holds no committed step to seed the run with", hint=f"ckptkit ls {quoted(load)}")
+            text = f"{load} holds no committed step to seed the run with"
+            raise UserError(text, hint="check the URL: a run's, or RUN/step-000000100")
     if first is not None:
         yield first
         yield from found

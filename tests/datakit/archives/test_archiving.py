@@ -100,6 +100,7 @@ def test_an_archive_killed_at_any_write_is_continued(
         for reader in (StoreSource.open, verify, lambda place: unarchive(place, tmp_path / "u")):
             with pytest.raises(UserError, match="is unfinished"):
                 reader(place)
+    if skip > 1:  # before, there is the plan alone
         with pytest.raises(UserError, match="begun from other sources or in another way"):
             archive(store, place, level=5)
     left = {name: os.stat(tmp_path / "a" / name).st_ino for name in files_of(tmp_path / "a") if name.endswith(".zst")}

@@ -141,8 +141,9 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, tokenizer_path: str, m
             patch.setattr(Output, "adopt", adopt_some)
             with pytest.raises(KeyboardInterrupt):
                 from_mds([source], output, Choices(tokenizer_path))
-            with pytest.raises(UserError, match="was begun from other sources"):
-                from_mds([source], output, Choices(tokenizer_path, documents="eod"))
+            if steps:
+                with pytest.raises(UserError, match="was begun from other sources"):
+                    from_mds([source], output, Choices(tokenizer_path, documents="eod"))
             left, steps_taken = 99, 0
             from_mds([source], output, Choices(tokenizer_path))
             assert steps_taken == 7 - steps // 2 * 2  # a group that was noted is not made again

@@ -152,8 +152,9 @@ def test_a_killed_conversion_is_continued(
             patch.setattr(Output, "adopt", adopt_some)
             with pytest.raises(KeyboardInterrupt):
                 from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
-        with pytest.raises(UserError, match="was begun from other sources"):
-            from_megatron(prefixes[:1], output, Choices(tokenizer_path), copy=copy)
+        if any(output.glob("*.bin")):  # before, nothing was made that another could spoil
+            with pytest.raises(UserError, match="was begun from other sources"):
+                from_megatron(prefixes[:1], output, Choices(tokenizer_path), copy=copy)
         from_megatron(prefixes, output, Choices(tokenizer_path), copy=copy)
         assert files_of(output) == whole
 

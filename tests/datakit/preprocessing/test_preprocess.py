@@ -406,6 +406,20 @@ def test_sealed_items_of_another_recipe_are_refused_where_only_the_manifest_is_m
     assert summary.num_items_done_before == summary.num_items
 
 
+@pytest.mark.parametrize("place", ["tmp_path", "s3_url"])
+def test_the_hint_of_a_key_that_is_missing_makes_the_store(
+    place: str, request: pytest.FixtureRequest, tmp_path: Path, tokenizer_path: str, cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    output = f"{request.getfixturevalue(place)}/s"
+    (tmp_path / "c.jsonl").write_text('{"body": "first"}\n{"body": "second"}\n')
+    command = ["preprocess", str(tmp_path / "c.jsonl"), "--output", output, "--tokenizer", tokenizer_path]
+    assert cli(*command, "--text-key", "txet") == 2
+    assert "hint: --text-key body" in capsys.readouterr().err
+    assert cli(*command, "--text-key", "body") == 0
+    assert "2 documents" in capsys.readouterr().out
+
+
 def test_one_run_at_a_time_writes_into_a_store(
     tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -107,6 +107,16 @@ def test_an_assembly_of_other_sources_is_refused(sources: Path, tmp_path: Path) 
         pass
 
 
+def test_a_claim_under_which_nothing_was_made_is_taken_over(sources: Path, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        assemble(sources, tmp_path / "o", copy=False, steps=0)
+    with claimed(tmp_path / "o", {"of": ("others",)}) as held:
+        assert held.begin({"of": ["others"]}).made_of == {"of": ["others"]}
+        held.place_file(sources / NAMES[0], NAMES[0], digest_file(sources / NAMES[0]), copy=False)
+    with pytest.raises(UserError, match="was begun from other sources"):
+        assemble(sources, tmp_path / "o", copy=False)
+
+
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with (
         claimed(tmp_path / "o"),

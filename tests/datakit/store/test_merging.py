@@ -101,8 +101,9 @@ def test_a_merge_killed_after_any_file_is_continued(
                 merge(stores, output, copy=copy)
         with pytest.raises(UserError, match="is unfinished"):
             TokenStore.open(output)
-        with pytest.raises(UserError, match="begun from other sources"):
-            merge(stores[::-1], output, copy=copy)
+        if steps:
+            with pytest.raises(UserError, match="begun from other sources"):
+                merge(stores[::-1], output, copy=copy)
         merge(stores, output, copy=copy)
         assert files_of(output) == whole
 
