@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from datakit import Blend, Loader, TokenStore, write_store
+from tests.datakit.support.waiting import wait_until
 
 ROWS, L = 16, 512
 
@@ -53,10 +54,7 @@ def test_the_next_step_is_asked_for_while_this_one_is_used(store: TokenStore) ->
     rows = blend.cut(range(ROWS))
     blend._table.ask_ahead(rows)
     first = rows.pieces[:, 1] // 4096
-    deadline = 200
-    while num_pages(store) < len(set(first.tolist())) and (deadline := deadline - 1):
-        os.sched_yield()
-    assert num_pages(store) >= len(set(first.tolist()))
+    wait_until(lambda: num_pages(store) >= len(set(first.tolist())))
 
 
 def test_a_loader_asks_for_the_step_after_the_one_it_makes(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
