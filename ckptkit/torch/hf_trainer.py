@@ -250,7 +250,7 @@ def _check(trainer: Any, options: CheckpointerOptions) -> None:
     folders = sorted(Path(args.output_dir).glob("checkpoint-*")) if at_one else []
     for is_meant, what, hint in (
         (args.save_on_each_node, "save_on_each_node=True writes to each node's own disk, and a run is one place",
-         "save_on_each_node=False; CheckpointerOptions(node=...) names places of nodes"),
+         "save_on_each_node=False; tiers=... names a slower place for the run's steps"),
         (args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end",
          f"push_to_hub=True with hub_strategy={args.hub_strategy!s} uploads folders that are not written",
          'hub_strategy="end"'),
