@@ -1,5 +1,6 @@
 """The errors a user can meet: one sentence with the values and the place, a hint that can be pasted, an exit code."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def _escaped(character: str) -> str:
 def listing(place: object) -> str:
     """Return a hint's command that lists a path, or the nearest folder above it that is there."""
     path = Path(str(place))
-    return f"ls {quoted(next(folder for folder in (path, *path.parents, Path('.')) if folder.exists()))}"
+    return f"ls {quoted(next(folder for folder in (path, *path.parents, Path('.')) if os.path.exists(folder)))}"
 
 
 def _rebuild(kind: type[UserError], message: str, hint: str | None) -> UserError:

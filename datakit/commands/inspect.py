@@ -91,10 +91,11 @@ def run(options: Options) -> None:
 
 def asks_for_excerpt(options: Options) -> bool:
     """Return whether `inspect` is to show a document or sample; UserError if its flags do not fit each other."""
+    hint = "--sample 0 --seq-length 4096" + " in place of --document" * (options.document is not None)
     if (options.sample is None) != (options.seq_length is None):
-        raise UserError("--sample and --seq-length go together", hint="--sample 0 --seq-length 4096")
+        raise UserError("--sample and --seq-length go together", hint=hint)
     if options.sample is None and (options.packing != "concat" or options.index):
-        raise UserError("--packing and --index are of a --sample", hint="--sample 0 --seq-length 4096")
+        raise UserError("--packing and --index are of a --sample", hint=hint)
     if options.index and options.packing == "concat":
         raise UserError(f"--index {options.index} is of packed rows", hint="--packing best_fit")
     found = options.document is not None or options.sample is not None

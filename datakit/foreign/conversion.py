@@ -24,7 +24,8 @@ def convert_to_store(
     """Make a store of datasets of one format, `source_format` or what they are; UserError if they are of several."""
     found = source_format or _common_format(sources)
     if choices.dtype is not None and choices.dtype not in TOKEN_DTYPES:
-        raise UserError(f"{choices.dtype!r} is not a dtype of tokens: {', '.join(TOKEN_DTYPES)}", hint="--dtype int32")
+        text = f"{choices.dtype!r} is not a dtype of tokens: {', '.join(TOKEN_DTYPES)}"
+        raise UserError(text, hint="choose one of these for raw bytes, else leave --dtype out")
     column_of = ("mds", "litdata")
     if choices.column is not None and found not in column_of:
         raise UserError(f"--column is for {' and '.join(column_of)}; the sources are {found}", hint="leave it out")

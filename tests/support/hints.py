@@ -20,7 +20,10 @@ from threefold.errors import UserError
 
 PROGRAMS = ("datakit", "ckptkit", "trainer")
 SHELL = ("ls", "head", "cat", "sed", "wc", "df", "mkdir", "iconv", "python")
-ENDS = re.compile(r"; |, of |, or |, if |, and |, to | if | names | reads | shows | writes | adds |  +# | \(")
+ENDS = re.compile(
+    r"; |, of |, or |, if |, and |, to | to | in place of | if | names | reads | shows | writes | adds |  +# | \("
+)
+IN_PLACE_OF = re.compile(r" in place of (--[a-z-]+)")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.")
 
 
@@ -33,6 +36,10 @@ class Met:
     folder: str
     message: str
     hint: str
+
+    def is_of(self, program: str, verb: str) -> bool:
+        """Whether the hint's command is of a program and verb."""
+        return (self.command or [])[:2] == [program, verb]
 
     @property
     def text(self) -> str:
@@ -52,19 +59,20 @@ class Met:
         if words[0] in SHELL or (words[0] in PROGRAMS and len(words) > 1):
             return words
         if words[0].startswith("--") and not any("://" in word for word in self.arguments):
-            return [self.program, *with_flags(self.arguments, words)]
+            replaced = IN_PLACE_OF.findall(self.hint)
+            return [self.program, *with_flags(self.arguments, words, replaced)]
         return None
 
 
-def with_flags(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Arguments in which flags have other values."""
-    flag, kept, skips = words[0].partition("=")[0], [], False
+def with_flags(arguments: Sequence[str], words: Sequence[str], replaced: Sequence[str]) -> list[str]:
+    """Arguments with flags in place of those of the same names, and of replaced ones."""
+    flags, kept, skips = {*(word.partition("=")[0] for word in words if word.startswith("--")), *replaced}, [], False
     for argument in arguments:
         if skips and not argument.startswith("--"):
             skips = False
             continue
-        skips = argument == flag
-        if not skips and not argument.startswith(f"{flag}="):
+        skips = argument in flags
+        if not skips and argument.partition("=")[0] not in flags:
             kept.append(argument)
     return [*kept, *words]
 
@@ -74,18 +82,22 @@ class Recorder:
 
     def __init__(self) -> None:
         self.met: list[Met] = []
-        self.called: list[list[str]] = []
+        self.served: list[tuple[int, str, str]] = []  # how many hints were met before, program and verb
         self._running: list[tuple[str, tuple[str, ...]]] = []
 
     def clear(self) -> None:
         """Forget what was noted."""
         self.met.clear()
-        self.called.clear()
+        self.served.clear()
 
     def faults(self) -> list[str]:
-        """What is wrong with each hint's command, except those that were called since."""
-        met, called = list(dict.fromkeys(self.met)), list(self.called)
-        left = [hint for hint in met if not any(set(hint.command or ["?"]) <= set(call) for call in called)]
+        """What is wrong with each hint's command; nothing is if the same verb served the test since."""
+        met, served = list(self.met), list(self.served)
+        left = {
+            hint: None
+            for number, hint in enumerate(met)
+            if not any(before > number and hint.is_of(*verb) for before, *verb in served)
+        }
         return [fault for hint in left if (fault := fault_of(hint))]
 
     def install(self) -> None:
@@ -93,15 +105,18 @@ class Recorder:
         call, report = threefold.cli._call, threefold.cli.report
 
         def noting_call(parser: Any, argv: Sequence[str] | None = None) -> int:
-            self._running.append((parser.prog, tuple(map(str, argv or ()))))
-            self.called.append([parser.prog, *map(str, argv or ())])
+            arguments = tuple(map(str, argv or ()))
+            self._running.append((parser.prog, arguments))
             try:
-                return call(parser, argv)
+                code = call(parser, argv)
             finally:
                 self._running.pop()
+            if code == 0 and arguments:
+                self.served.append((len(self.met), parser.prog, arguments[0]))
+            return code
 
         def noting_report(error: UserError) -> None:
-            if error.hint and self._running:
+            if getattr(error, "hint", None) and self._running:
                 self.met.append(Met(*self._running[-1], os.getcwd(), error.message, error.hint))
             report(error)
 

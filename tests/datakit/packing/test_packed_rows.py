@@ -50,6 +50,7 @@ def test_the_excerpt_of_a_row_is_what_its_batch_reads(
             assert ids.tolist() == store.document(part.document)[part.start :][: part.num_tokens].tolist()
 
 
+@pytest.mark.more_faults
 def test_inspect_shows_a_packed_row(tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     make_packed(tmp_path / "a", [5, 2, 3, 9], 8)
     row = ["inspect", tmp_path / "a", "--sample", "1", "--seq-length", "8", "--packing", "best_fit"]

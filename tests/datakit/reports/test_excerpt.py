@@ -152,6 +152,7 @@ def test_token_borders_are_coloured_on_a_terminal(
     assert abs(output.count(_COLOURS[0]) - output.count(_COLOURS[1])) <= 1
 
 
+@pytest.mark.more_faults
 @pytest.mark.parametrize(
     "flags",
     [["--sample", 1], ["--seq-length", 1], ["--tokenizer", "t.json"], ["--document", 1, "--sample", 1],

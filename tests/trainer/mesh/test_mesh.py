@@ -155,4 +155,4 @@ def test_collectives_go_through_groups() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"torch.*\bdistributed\b", ast.unparse(node))
     }
-    assert found == {"mesh/processes.py", "job/ranks.py"}
+    assert found == {"mesh/processes.py", "job/ranks.py", "job/rendezvous.py"}
