@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ckptkit import Run as AnyRun
-from ckptkit.torch import Run
+from ckptkit.torch import Run, boxes
 from ckptkit.torch.objects import rng_state, set_rng_state
 from threefold.errors import UserError
 
@@ -104,3 +104,11 @@ def test_random_states_of_all_gpus_in_use_come_back(monkeypatch: pytest.MonkeyPa
     assert [int(states[number][0]) for number in range(3)] == [0, 0, 2]
     saved.pop("cuda_by_number")  # of an earlier version
     set_rng_state(saved)
+
+
+def test_a_wrapper_inside_a_dtensor_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Halves(torch.ones(2, 3), torch.ones(2, 3))
+    monkeypatch.setattr(boxes, "is_dtensor", lambda tensor: True)
+    with pytest.raises(UserError, match="m/w is a DTensor of a Halves, which wraps other tensors") as caught:
+        boxes.held("m/w", halves, halves)
+    assert "save the model before quantize_(model, ...)" in str(caught.value.hint)
