@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import threefold.cli
@@ -23,6 +24,7 @@ SHELL = ("ls", "head", "cat", "sed", "wc", "df", "mkdir", "iconv", "python")
 ENDS = re.compile(
     r"; |, of |, or |, if |, and |, to | to | in place of | if | names | reads | shows | writes | adds |  +# | \("
 )
+ROOT, WRITES = str(Path(__file__).parents[2]), {"--plot", "--output", "--save", "--report"}
 IN_PLACE_OF = re.compile(r" in place of (--[a-z-]+)")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.")
 
@@ -126,7 +128,7 @@ class Recorder:
 def fault_of(met: Met) -> str:
     """What is wrong with the next command; nothing if it runs, or is not one to run."""
     command = met.command
-    if command is None or not os.path.isdir(met.folder):
+    if command is None or not os.path.isdir(met.folder) or (met.folder == ROOT and WRITES & set(command)):
         return ""
     program, *arguments = command
     with chdir(met.folder):

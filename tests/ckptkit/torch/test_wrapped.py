@@ -107,8 +107,8 @@ def test_random_states_of_all_gpus_in_use_come_back(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wrapper_inside_a_dtensor_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves = Halves(torch.ones(2, 3), torch.ones(2, 3))
-    monkeypatch.setattr(boxes, "is_dtensor", lambda tensor: True)
+    halves, outer = Halves(torch.ones(2, 3), torch.ones(2, 3)), torch.ones(2, 3)
+    monkeypatch.setattr(boxes, "is_dtensor", lambda tensor: tensor is outer)
     with pytest.raises(UserError, match="m/w is a DTensor of a Halves, which wraps other tensors") as caught:
-        boxes.held("m/w", halves, halves)
+        boxes.held("m/w", outer, halves)
     assert "save the model before quantize_(model, ...)" in str(caught.value.hint)
