@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.format.keys import check_step, step_folder
+from ckptkit.format.keys import check_step
 from ckptkit.format.state_tree import METADATA
 from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Exchange, agreed, on_all
@@ -143,16 +143,16 @@ class Run(AnyRun, Closing):
         exchange = self._opened_exchange()
         self._collect(wait=True)
         agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
-        places = [self._address() if step is None else self.url, *(place.url for place in self._slower)]
+        wanted, places = self.named if step is None else step, [self.url, *(place.url for place in self._slower)]
         say = log if exchange.rank == 0 else lambda line: None
         with paused_collection():
             _, report, damaged = first_sound(
-                committed_candidates(places, exchange, step),
+                committed_candidates(places, exchange, wanted),
                 lambda candidate: self._load(state, *candidate, exchange, strict=strict, certify=certify),
                 strict=False,
                 report=say,
             )
-        if sets_aside and exchange.rank == 0 and step is None:
+        if sets_aside and exchange.rank == 0 and wanted is None:
             set_aside(damaged, log)
         newest = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")[0]
         self._newest_at_load = json.loads(newest)
@@ -166,6 +166,8 @@ class Run(AnyRun, Closing):
         steps = super().newest_first()
         if not self._slower:
             return steps
+        if self.named is not None:
+            return iter([self.named] if any(run.is_committed(self.named) for run in (self, *self._slower)) else [])
         merged = heapq.merge(steps, *(place.newest_first() for place in self._slower), reverse=True)
         return (step for step, _ in itertools.groupby(merged))
 
@@ -272,9 +274,6 @@ class Run(AnyRun, Closing):
         """Keep the reports of the saves that ended, or with `wait` of all."""
         if self._checkpointer is not None:
             self._ended_saves.add(self._checkpointer.wait() if wait else self._checkpointer.poll())
-
-    def _address(self) -> str:
-        return self.url if self.named is None else f"{self.url}/{step_folder(self.named)}"
 
     def _check(self, step: int, state: State, *, overlap: bool) -> None:
         """Raise UserError for arguments that no save can have."""

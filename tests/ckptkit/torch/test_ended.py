@@ -157,3 +157,18 @@ def test_failures_in_a_row_are_counted_and_what_was_not_pruned_is_said(capsys: C
     assert "step 4 is saved, but step 1 was not pruned" in capsys.readouterr().err
     with pytest.raises(StorageError, match="2 of 4 saves failed"):
         saves.take()
+
+
+def test_of_a_named_step_no_newer_one_of_a_slower_tier_is_loaded(tmp_path: Path) -> None:
+    options, x = CheckpointerOptions(tiers=(Tier(str(tmp_path / "slow")),)), torch.zeros(2)
+    with Run(tmp_path / "run", options) as run:
+        for step in (1, 2):
+            run.save(step, {"x": x.fill_(step)})
+    named = Run(tmp_path / "run" / "step-000000001", options)
+    assert list(named.newest_first()) == [1]
+    assert named.load({"x": x}).step == 1
+    assert (x == 1).all()
+    shutil.rmtree(tmp_path / "run" / "step-000000001")  # the slower tier has it
+    assert list(named.newest_first()) == [1]
+    assert named.load({"x": x.zero_()}).step == 1
+    assert (x == 1).all()
