@@ -173,14 +173,17 @@ def is_of_kind(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
 
 
 def probed_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[Any, Any]:
-    """Return the state that an optimizer makes of a parameter in its first step; neither of them changes."""
+    """Return the state that an optimizer makes of a parameter in its first step; neither of them changes.
+
+    A scheduler puts a `step` on the optimizer that is bound to it, so the one of the class is called.
+    """
     probe = torch.zeros_like(parameter).requires_grad_()
     probe.grad = torch.zeros_like(parameter)
     copied: Any = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.state, copied.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
     copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    copied.step()
+    type(optimizer).step(copied)
     return dict(copied.state[probe])
 
 

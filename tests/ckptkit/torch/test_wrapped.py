@@ -77,6 +77,19 @@ def test_states_that_wrap_others_come_back_in_an_optimizer_that_did_not_step(tmp
     assert (moments.even == 3).all()
 
 
+def test_a_scheduler_of_the_optimizer_changes_nothing_of_that(tmp_path: Path) -> None:
+    module = nn.Linear(3, 4, bias=False)
+    optimizer, other = Halving(module.parameters()), Halving(module.parameters())
+    optimizer.step()
+    torch.optim.lr_scheduler.LambdaLR(other, lambda epoch: 1.0)
+    with Run(tmp_path) as run:
+        run.save(1, {"model": module, "optimizer": optimizer})
+        run.load({"model": module, "optimizer": other})
+    moments = other.state[module.weight]["moments"]
+    assert type(moments) is Halves
+    assert (moments.even == 1).all()
+
+
 def test_int8_weights_of_torchao_come_back(tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     models = [nn.Sequential(nn.Linear(32, 16)) for _ in range(2)]
