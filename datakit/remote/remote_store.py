@@ -212,9 +212,7 @@ class RemoteStore(TokenStore):
         tokens = self._tokens_of(number)
         block = block_at(tokens, start)
         while start < stop:
-            file = self._open_blocks.get(_key(number, block), self._open_block)
-            if not file.is_kept:
-                self._open_blocks.drop(_key(number, block))
+            file = self._open_blocks.get(_key(number, block), self._open_block, lambda file: file.is_kept)
             end = min(stop, tokens.bounds[block + 1])
             yield FilePiece(file, start - tokens.bounds[block], end - start)
             start, block = end, block + 1

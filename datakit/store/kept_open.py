@@ -63,8 +63,10 @@ class KeptOpen(Generic[Value]):
         self._bound, self._ref = bound, ref(self)
         self._values: dict[int, Value] = {}
 
-    def get(self, number: int, open_value: Callable[[int], Value]) -> Value:
-        """Return the value of a shard, opened if it is not kept.
+    def get(
+        self, number: int, open_value: Callable[[int], Value], keeps: Callable[[Value], bool] = lambda _: True
+    ) -> Value:
+        """Return the value of a shard, opened if it is not kept; one that `keeps` refuses is the caller's alone.
 
         If the address space is full, for instance by `ulimit -v`, or too many files are open, what is kept makes room
         for it.
@@ -72,10 +74,14 @@ class KeptOpen(Generic[Value]):
         value = self._values.get(number)
         while value is None:
             try:
-                value = self._values[number] = open_value(number)
+                value = open_value(number)
             except StorageError as error:
                 if getattr(error.__cause__, "errno", None) not in _LIMITS or not self._bound.halve():
                     raise
+            else:
+                if not keeps(value):
+                    return value
+                self._values[number] = value
         self._bound.used(self._ref, number)
         return value
 

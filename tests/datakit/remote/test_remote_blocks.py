@@ -2,6 +2,7 @@
 
 import ctypes
 from bisect import bisect_right
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,3 +81,22 @@ def test_blocks_end_where_stretches_do(store: TokenStore, remote: RemoteStore, s
             inside = (starts < stop) & (starts + 2 * lengths > start)
             assert sum(edges[block + 1] - edges[block] for block in blocks) == 2 * lengths[inside].sum()
         assert np.diff(edges).max() <= 1.5 * BLOCK_BYTES + 2 * lengths.max()
+
+
+def test_a_file_that_may_not_be_held_is_closed_by_no_other_reader(
+    remote: RemoteStore, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread reads the same block just after its file was opened."""
+    expected = store.tokens(0, 8)
+    remote._open_blocks._values.clear()
+    monkeypatch.setattr(remote.cache, "may_map", lambda num_bytes: False)
+    usual = remote.cache.opened.used
+
+    def used(owner: Any, number: int) -> None:
+        monkeypatch.setattr(remote.cache.opened, "used", usual)
+        usual(owner, number)
+        remote.read_tokens(0, 0, 8 * remote.itemsize)
+
+    monkeypatch.setattr(remote.cache.opened, "used", used)
+    assert np.array_equal(remote.read_tokens(0, 0, 8 * remote.itemsize), expected)
+    assert not len(remote._open_blocks)
