@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,9 @@ def absent_numbers(files: Sequence[Path]) -> str:
     Of `00000_a.ds`, `00001_a.ds` and `00003_a.ds` that is 2.
     """
     numbers = {int(match[1]) for path in files if (match := _NUMBERED.match(path.name))}
-    absent = [number for number in range(max(numbers, default=0)) if number not in numbers][: _MAX_NAMED + 1]
+    absent = list(
+        islice((number for number in range(max(numbers, default=0)) if number not in numbers), _MAX_NAMED + 1)
+    )
     if not absent or len(numbers) == 1:
         return ""
     named = ", ".join(map(str, absent[:_MAX_NAMED])) + (" and more" if len(absent) > _MAX_NAMED else "")

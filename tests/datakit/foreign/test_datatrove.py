@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datakit.foreign import datatrove
-from datakit.foreign.datatrove import from_datatrove
+from datakit.foreign.datatrove import absent_numbers, from_datatrove
 from datakit.foreign.foreign_store import Choices
 from tests.datakit.conftest import documents_of, files_of, mutate, named_or_sound
 from threefold.errors import CheckFailed, UserError
@@ -171,3 +171,9 @@ def test_numbers_that_are_left_out_are_named(
     write_ds(tmp_path / "in" / "00002_a.ds", [[2]])
     from_datatrove([tmp_path / "in"], tmp_path / "t", Choices(tokenizer_path))
     assert capsys.readouterr().err == ""
+
+
+def test_numbers_that_are_large_are_not_counted_through() -> None:
+    """As dates are; a list of all that are absent would take 36 GB."""
+    files = [Path("in") / f"{number}_a.ds" for number in (999999998, 999999999)]
+    assert absent_numbers(files) == "in has no .ds file of number 0, 1, 2, 3, 4 and more"
