@@ -146,14 +146,13 @@ class Loader(Closing):
         recorded = state.get("stream")
         blend = self._blend.following(cursor)
         blend.check(cursor, None if recorded is None else StreamRecord.from_json(recorded))
+        blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
+        self._drop_ahead()
         if blend is not self._blend:
-            self._drop_ahead()
             self._end_reading()
             self._blend = blend
             vars(self).pop("_record", None)
-        self._blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
         self._num_samples = cursor.num_samples
-        self._drop_ahead()
 
     def __len__(self) -> int:
         """Raise UserError, which says what torch's DataLoader takes: it asks for the length of what it is given."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from datakit import Blend, Cursor, Loader, MegatronBlend, MegatronOrder, Segment, StreamRecord, TokenStore, write_store
 from datakit.store.shard import Int64s
 from datakit.stream.epochs import Epochs
+from threefold.errors import UserError
 
 L, ROWS = 8, 50
 
@@ -117,6 +118,17 @@ def test_an_older_run_goes_on_in_its_order_with_a_line(stores: list[TokenStore],
             for step in steps[3:]:
                 assert (loader.next_step().tokens == step).all()
     begun.close()
+
+
+@pytest.mark.filterwarnings("ignore:the run goes on as it began")
+def test_a_cursor_that_is_refused_leaves_the_stream_as_it_is(stores: list[TokenStore]) -> None:
+    pair, later = [(stores[0], 1), (stores[1], 1)], [Segment(40, seq_length=L)]
+    newer = Blend(pair, seq_length=4, later=later)
+    inside = Cursor.start(Blend(pair, seq_length=4, later=later, orders_copies=False), 1)
+    with Loader(newer, 2, 1) as loader:
+        with pytest.raises(UserError, match="in the middle of the step"):
+            loader.load_state_dict(inside.to_json())
+        assert loader.blend is newer
 
 
 @pytest.mark.filterwarnings("error")
