@@ -30,6 +30,11 @@ class LastGood:
         """Note that a step counts."""
         self.progress, self.loss = progress, loss
 
+    @property
+    def _has_trained(self) -> bool:
+        """Whether a step was ever trained: before it the same command begins again, and finds nothing in its way."""
+        return self.progress.cursor is not None
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Enclose a step: what raises inside, from `begin_change` on, leaves a state that belongs to no step."""
@@ -46,6 +51,8 @@ class LastGood:
         """Save it on all ranks, which make this call at the same step, and report how that went."""
         self._is_over = True
         self._saver.wait()
+        if not self._has_trained:
+            return
         failure = self._saver.finish(self.progress, self.loss)
         if failure is not None:
             self._ranks.say(f"warning: step {self.progress.step}, the last good one, is not saved: {failure.message}")
@@ -58,7 +65,7 @@ class LastGood:
         if self._is_over or not self._saver.saves:
             return
         self._is_over, is_alone = True, self._ranks.world_size == 1
-        if self._is_changing or not self.progress.step:
+        if self._is_changing or not self._has_trained:
             if is_alone:
                 self._saver.wait()
             return

@@ -153,9 +153,10 @@ class Run:
             validation,
             self._record,
         )
-        self._report()
+        before, self._started = self._started, _Started(self.progress, stats, fault, data_wait_s, host.shape[-1])
+        if before is not None:  # whatever that raises, the state is that of the step that is started
+            self._report_step(before)
         self._announce_length(host.shape[-1])
-        self._started = _Started(self.progress, stats, fault, data_wait_s, host.shape[-1])
         if not self._reads_late:
             self._report()
         self._announce_epochs(host.epochs or self._epochs)
@@ -209,9 +210,11 @@ class Run:
 
         With `is_alone` the other ranks do not come to that.
         """
-        if self._started is None:
-            return
         started, self._started = self._started, None
+        if started is not None:
+            self._report_step(started, is_alone=is_alone)
+
+    def _report_step(self, started: "_Started", *, is_alone: bool = False) -> None:
         stats, ranks, train = self._read(started, is_alone=is_alone), self.ranks, self.config.train
         here = [
             stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.data_wait_s,

@@ -17,6 +17,7 @@ from datakit import Blend, Loader
 from tests.trainer.support.training import ROOT, call, curve, lines
 from threefold.errors import StorageError
 from threefold.storage import open_storage
+from trainer.checkpoint.saver import Saver
 from trainer.data import StepReader
 from trainer.engine import Engine
 from trainer.model.microbatch import Batch
@@ -114,6 +115,28 @@ def test_the_step_before_a_fault_is_saved_and_the_run_goes_on_from_it(
     whole = tmp_path / "whole.jsonl"
     assert call("train", job_config, "--train-steps", 8, "--metrics", whole) == 0
     assert curve(tmp_path / "m.jsonl") == curve(whole)  # the state that was saved is that after step 3
+
+
+def test_a_fault_in_the_first_step_leaves_nothing_in_the_way_of_the_same_command(
+    job_config: Path, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepReader, "next_step", raises(GONE))
+        assert train(job_config, tmp_path) == 3
+    assert committed_steps(open_storage(tmp_path / "run")) == []
+    assert train(job_config, tmp_path) == 0
+
+
+@pytest.mark.usefixtures("reads_late")
+def test_failed_saves_end_a_run_with_the_state_of_the_step_that_had_begun(job_config: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "check", at(3, Saver.check, raises(GONE)))
+        assert train(job_config, tmp_path) == 3
+    assert committed_steps(open_storage(tmp_path / "run")) == [4]
+    assert train(job_config, tmp_path) == 0
+    whole = tmp_path / "whole.jsonl"
+    assert call("train", job_config, "--train-steps", 8, "--metrics", whole) == 0
+    assert curve(tmp_path / "m.jsonl") == curve(whole)
 
 
 @pytest.mark.usefixtures("reads_late")
