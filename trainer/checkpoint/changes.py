@@ -13,7 +13,7 @@ from ckptkit import Root
 from threefold.options import Fault, leaves, walk
 from trainer.checkpoint.progress import environment
 from trainer.config import Config
-from trainer.config.resolve import resolve
+from trainer.config.resolve import resolve, settled
 from trainer.store.lr import learning_rate
 
 
@@ -27,8 +27,9 @@ def recorded_config(root: Root) -> Config:
 
 def changes_of_run(root: Root, before: Config, now: Config, device: torch.device) -> list[str]:
     """Return sentences on what differs from the run that saved a step."""
-    changes = [*changed_settings(before, now), *changed_environment(root, device)]
-    return [*not_bit_for_bit(changes), *changed_schedule(root, before, now), *kept_samples(before, now)]
+    was = settled(before, before)  # also what the run of that step took without recording it
+    changes = [*changed_settings(was, now), *changed_environment(root, device)]
+    return [*not_bit_for_bit(changes), *changed_schedule(root, was, now), *kept_samples(before, now)]
 
 
 def changes_of_model(root: Root, before: Config, now: Config) -> list[str]:
@@ -74,7 +75,8 @@ def changed_schedule(root: Root, before: Config, now: Config) -> list[str]:
 def kept_samples(before: Config, now: Config) -> list[str]:
     """Return a sentence if a run from before data.valid.seed was recorded keeps the validation samples that it had."""
     seed = now.data.valid.seed
-    if before.data.valid.seed is not None or not seed or not now.data.valid.stores:
+    is_kept = before.data.valid.seed is None and seed == before.train.seed
+    if not is_kept or not seed or not now.data.valid.stores:
         return []
     return [
         f"validation reads the samples of seed {seed}, as the run began; --data.valid.seed 0 reads those of new runs"

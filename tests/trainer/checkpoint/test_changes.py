@@ -11,7 +11,7 @@ import torch
 
 from tests.trainer.support.training import call, curve, lines
 from threefold.options import Leaf, leaves, without_none
-from trainer.checkpoint.changes import changed_settings, value_of
+from trainer.checkpoint.changes import changed_settings, kept_samples, value_of
 from trainer.checkpoint.progress import Progress
 from trainer.config import Config
 from trainer.config.resolve import resolve, settled
@@ -139,7 +139,17 @@ def test_a_run_from_before_that_keeps_the_validation_samples_it_had(
     assert losses_of(capsys, run) == losses_of(capsys, run, "--data.valid.seed", 5)
     assert losses_of(capsys, run) != losses_of(capsys, run, "--data.valid.seed", 0)
     assert train(job_config, tmp_path, "--train-steps", 3, "--seed", 5, "--train.eval-interval", 3) == 0
-    assert "validation reads the samples of seed 5, as the run began; --data.valid.seed 0" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "validation reads the samples of seed 5, as the run began; --data.valid.seed 0" in text
+    assert "not bit for bit" not in text
     assert lines(tmp_path / "m.jsonl", "eval")[0]["loss"] == losses_of(capsys, run)
     root = json.loads((run / "step-000000003" / "root.json").read_text())
     assert root["metadata"]["config"]["data"]["valid"]["seed"] == 5
+
+
+def test_validation_samples_that_an_older_run_did_not_have_are_a_change() -> None:
+    data = Config().data
+    before = replace(Config(), train=replace(Config().train, seed=5))
+    now = replace(before, data=replace(data, valid=replace(data.valid, seed=7, stores=("held-out",))))
+    assert changed_settings(settled(before, before), settled(now, before)) == ["data.valid.seed 5 -> 7"]
+    assert kept_samples(before, settled(now, before)) == []
