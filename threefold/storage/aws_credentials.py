@@ -53,11 +53,9 @@ class AwsCredentials:
 
     def __call__(self) -> Mapping[str, Any]:
         """Return credentials as obstore takes them, with when they expire; an exception where there are none."""
-        from botocore.exceptions import BotoCoreError
-
         try:
             frozen = self._found.get_frozen_credentials()
-        except (BotoCoreError, OSError) as error:
+        except Exception as error:  # botocore's and the system's; a role that is refused is of neither
             self.fault = f"the credentials of the profile {self.profile!r} cannot be had: {error}"
             raise
         self.fault = ""
