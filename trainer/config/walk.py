@@ -67,8 +67,15 @@ def model_of(url: str) -> dict[str, Any] | None:
         return dict(source.root(source.resolve()).metadata["config"]["model"])
     for step in source.newest_first():
         with suppress(CheckFailed):  # the run itself reports the damage
-            return dict(source.root(step).metadata.get("config", {}).get("model", {}))
+            return recorded_model(source.root(step).metadata)
     return None
+
+
+def recorded_model(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of the model in a step's metadata, which in steps of other programs may be anything."""
+    config = metadata.get("config")
+    model = config.get("model") if isinstance(config, Mapping) else None
+    return dict(model) if isinstance(model, Mapping) else {}
 
 
 def config_from(

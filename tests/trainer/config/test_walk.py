@@ -16,7 +16,7 @@ from trainer.cli import build_parser
 from trainer.config import Config
 from trainer.config.check import cross_faults
 from trainer.config.resolve import settled
-from trainer.config.walk import config_from, load_config, read_toml
+from trainer.config.walk import config_from, load_config, read_toml, recorded_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -279,3 +279,8 @@ def test_datakit_reads_of_a_runs_file_what_the_trainer_reads(example: Path) -> N
     for part, whole in ((run.data, config.data), (run.train, config.train)):
         assert dataclasses.asdict(part).items() <= dataclasses.asdict(whole).items()
     assert (run.data.stores, run.data.weights, run.data.max_epochs, run.train.seed) == (("a", "b"), (2.0, 1.0), 3, 7)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"config": "run.toml"}, {"config": {"model": "gpt"}}, {"config": None}])
+def test_a_step_of_another_program_says_nothing_of_the_model(metadata: dict[str, object]) -> None:
+    assert recorded_model(metadata) == {}
