@@ -115,8 +115,8 @@ def test_a_program_that_fails_is_named(home: Path, s3_url: str, monkeypatch: pyt
 def test_a_role_that_is_refused_is_named(home: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """STS refuses by an error of another kind than botocore's own; the endpoint of the tests knows no roles."""
     write_credentials(home, "default", ACCESS_KEY, SECRET_KEY)
-    role = "[profile cluster]\nrole_arn = arn:aws:iam::123456789012:role/cluster\nsource_profile = default\nregion = eu-test-1\n"
-    (home / ".aws" / "config").write_text(role)
+    role = "role_arn = arn:aws:iam::123456789012:role/cluster\nsource_profile = default\nregion = eu-test-1\n"
+    (home / ".aws" / "config").write_text(f"[profile cluster]\n{role}")
     monkeypatch.setenv("AWS_PROFILE", "cluster")
     with pytest.raises(StorageError, match=r"the credentials of the profile 'cluster' cannot be had: .*AssumeRole"):
         open_storage(s3_url).read("a")
