@@ -221,6 +221,7 @@ class Run:
             self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
             float(self._stop.number), float(self._saver.is_busy), float(self._saver.is_time),
         ]  # fmt: skip
+        ranks.note(self.progress.step, "agrees")
         comm_s, comm_tp_s, comm_dp_s, bubble_s, *found = here if is_alone else ranks.maximum(here)
         data_wait_s, stall_s, memory_gib, failed, stopped_by, is_any_busy, is_time = found
         self._saver.note_agreed(is_any_busy=bool(is_any_busy), is_time=bool(is_time))

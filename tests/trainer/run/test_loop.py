@@ -10,6 +10,8 @@ import pytest
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import Job, call, curve, last_step, lines
 from threefold.storage import open_storage
+from trainer.job.ranks import Ranks
+from trainer.job.whereabouts import STAGES
 
 WATCHED = ("loss", "grad_norm", "lr", "tokens")
 
@@ -121,3 +123,17 @@ def test_reading_late_changes_nothing_but_the_clock(
         assert all(line["step_s"] > 0 for line in lines(tmp_path / f"{name}.jsonl"))
     assert runs["late"] == runs["at_once"]
     assert committed_steps(open_storage(tmp_path / "late")) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_each_stage_of_a_step_is_noted_in_its_order(
+    when: str, job_config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if when == "late":
+        request.getfixturevalue("reads_late")
+    noted: list[tuple[int, int]] = []
+    monkeypatch.setattr(Ranks, "note", lambda _, step, stage: noted.append((step, STAGES.index(stage))))
+    flags = ["--train-steps", 4, "--train.eval-interval", 2, "--save", tmp_path / "run", "--save-interval", 2]
+    assert call("train", job_config, *flags) == 0
+    assert noted == sorted(noted)
+    assert {stage for _, stage in noted} == set(range(len(STAGES)))
