@@ -125,11 +125,12 @@ def commit_root(storage: Storage, root: Root) -> None:
     except AlreadyExists as error:
         raise committed_by_another(storage, root.step) from error
     except StorageError as error:
-        if (
-            is_out_of_room(error) and storage.info(key) is None
-        ):  # it may be there: its folder is synced after it was linked
+        if not is_out_of_room(error):
+            raise
+        if storage.info(key) is None:
             raise NotCommitted(error.message, hint=error.hint) from error
-        raise
+        # It has its name, and its folder could not be synced: such a step is saved nowhere else.
+        raise StorageError(error.message, hint=error.hint) from None
 
 
 def committed_by_another(storage: Storage, step: int) -> AlreadyExists:

@@ -1,5 +1,6 @@
 """Commit waits for every writer, refuses what is not whole, and happens once."""
 
+import errno
 import json
 import threading
 import time
@@ -31,6 +32,7 @@ from ckptkit.writer.commit import (
     wait_for_parts,
 )  # fmt: skip
 from ckptkit.writer.retries import Retries
+from ckptkit.writer.step import is_full
 from tests.ckptkit.support.model_tables import rank_chunks
 from tests.ckptkit.support.saves import NUM_LAYERS, SMALL
 from threefold.errors import CheckFailed, StorageError
@@ -150,6 +152,24 @@ def test_missing_and_failed_writers_are_named(storage: Storage) -> None:
 
 def root_of(attempt: str) -> Root:
     return Root(7, attempt, LAYOUT, NUM_LAYERS, {info.name: info for info in SMALL}, (), {"loss": 1.5})
+
+
+@pytest.mark.parametrize("is_put", [False, True], ids=["before its name", "after its name"])
+def test_a_root_that_may_be_there_is_no_want_of_room(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, *, is_put: bool
+) -> None:
+    write = storage.write
+
+    def full(key: str, data: bytes, *, if_absent: bool = False) -> None:
+        if is_put:
+            write(key, data, if_absent=if_absent)
+        raise StorageError("the disk is full") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "write", full)
+    with pytest.raises(StorageError, match="the disk is full") as caught:
+        commit_root(storage, root_of("b"))
+    assert (type(caught.value) is NotCommitted) is not is_put
+    assert is_full(caught.value) is not is_put, "else the step is saved a second time elsewhere"
 
 
 def test_every_writer_learns_how_a_save_ended(storage: Storage) -> None:
