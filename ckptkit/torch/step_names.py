@@ -11,6 +11,8 @@ from typing import Any
 
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import Storage
+from threefold.storage.folders import local_root
+from threefold.storage.second_look import read_checked
 
 NAMES_KEY, VERSION = "names.json", 1
 Parts = dict[str, Any]  # JSON by key of the state; None for a key that is not there
@@ -81,7 +83,10 @@ class StepNames:
     def _read(self) -> bytes:
         if self._storage.info(NAMES_KEY) is None:
             return b""
-        text, place = self._storage.read(NAMES_KEY), f"{self._storage.url}/{NAMES_KEY}"
+        return read_checked(self._storage, f"{self._storage.url}/{NAMES_KEY}", self._parsed)
+
+    def _parsed(self, storage: Storage) -> bytes:
+        text, place = storage.read(NAMES_KEY), f"{self._storage.url}/{NAMES_KEY}"
         try:
             document = json.loads(text)
             version = document["version"]
@@ -90,8 +95,8 @@ class StepNames:
                 self._meanings = {str(name): [(int(step), dict(parts)) for step, parts in of] for name, of in names}
                 self._dropped = {str(name): after for name, after in document["dropped"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            hint = f"rm {quote(place)} forgets the names, and no step"
-            raise CheckFailed(f"{place} is damaged", hint=hint) from None
+            hint = f"rm {quote(place)}" if local_root(storage) else f"remove {place}"
+            raise CheckFailed(f"{place} is damaged, and no step with it", hint=hint) from None
         if version != VERSION:
             text_of = f"{place} is of version {version!r}, this program reads {VERSION}"
             raise UserError(text_of, hint="pip install -U threefold")

@@ -1,6 +1,7 @@
 """NamedRun: a step has many names, is saved once, and goes with the last of them; Lightning is not needed for that."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,18 @@ def test_many_bytes_are_no_small_part() -> None:
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"version": 1}', b'{"version": 1, "names": {"a": 3}, "dropped": {}}'])
 def test_a_damaged_record_of_names_is_named(tmp_path: Path, text: bytes) -> None:
     (tmp_path / NAMES_KEY).write_bytes(text)
-    with pytest.raises(CheckFailed, match=r"names\.json is damaged"):
+    with pytest.raises(CheckFailed, match=r"names\.json is damaged") as caught:
         StepNames(open_storage(str(tmp_path)))
+    subprocess.run(str(caught.value.hint), shell=True, check=True)
+    assert StepNames(open_storage(str(tmp_path))).steps() == set()
+
+
+def test_a_record_of_names_is_read_once_more_behind_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, seen = open_storage(str(tmp_path)), open_storage(str(tmp_path))
+    (tmp_path / NAMES_KEY).write_text('{"version": 1, "names": {"a": [[3, {}]]}, "dropped": {}}')
+    monkeypatch.setattr(seen, "read", lambda key: b"{")
+    monkeypatch.setattr(seen, "afresh", lambda: sound)
+    assert StepNames(seen).steps() == {3}
 
 
 def test_a_record_of_a_newer_version_is_refused(tmp_path: Path) -> None:
