@@ -22,10 +22,11 @@ from ckptkit.model.chunk_table import cut
 from threefold.closing import Making
 from threefold.errors import UserError
 from threefold.storage import Buffer, Storage
+from threefold.storage.file_systems import is_remote
 from threefold.storage.folders import local_root
 from threefold.storage.local import local_failures
 from threefold.storage.new_file import NewFile
-from threefold.storage.second_look import is_networked, say_right
+from threefold.storage.second_look import say_right
 
 COPIED_BYTES, HELD_BYTES = 4 * GRANULE_BYTES, 8 * GRANULE_BYTES  # of an upload's buffers: copies, and the caller's own
 
@@ -71,7 +72,7 @@ def open_reader(
     if path is None:
         return RemoteReader(storage, key, size_bytes, expected)
     with local_failures("read", path):
-        return _LocalReader(path, size_bytes, expected, from_cache=from_cache, again=is_networked(path.parent))
+        return _LocalReader(path, size_bytes, expected, from_cache=from_cache, again=is_remote(path.parent))
 
 
 def open_writer(

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import numpy as np
 
 from datakit.files.durable import FileDigest, url_behind
-from datakit.files.file_system import is_remote
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
@@ -29,6 +28,7 @@ from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.tags import StoreTags
 from threefold.errors import CheckFailed, StorageError, UserError, quoted
+from threefold.storage.file_systems import is_remote
 
 NO_EOD = -1
 OPEN_SHARDS = Bound(8192)  # two mappings each; Linux allows a process 65,530

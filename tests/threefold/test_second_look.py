@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.flipped import FlippedStorage
 from threefold.errors import CheckFailed
-from threefold.storage import Storage, open_storage, second_look
+from threefold.storage import Storage, local, open_storage
 from threefold.storage.contract import CutShort
 from threefold.storage.fsspec import FsspecStorage
 from threefold.storage.memory import MemoryStorage
 from threefold.storage.object_store import ObjectStorage
 from threefold.storage.repeating import RepeatingStorage
-from threefold.storage.second_look import is_networked, read_checked
+from threefold.storage.second_look import read_checked
 
 
 def checked(storage: Storage) -> bytes:
@@ -46,7 +46,7 @@ def test_what_is_stored_wrong_is_damage(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_folder_is_read_again_past_the_cache_if_a_server_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_server: bool
 ) -> None:
-    monkeypatch.setattr(second_look, "is_networked", lambda folder: is_server)
+    monkeypatch.setattr(local, "is_remote", lambda folder: is_server)
     inner = open_storage(tmp_path)
     inner.write("key", b"right")
     storage = FlippedStorage(inner, 0)
@@ -60,12 +60,6 @@ def test_a_folder_is_read_again_past_the_cache_if_a_server_has_it(
     else:
         with pytest.raises(CheckFailed):
             read_checked(storage, "key", checked)
-
-
-def test_the_table_of_mounts_says_what_is_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_networked(tmp_path / "not/there")
-    monkeypatch.setattr(second_look, "_kind_of", lambda device: "lustre")
-    assert is_networked(tmp_path / "not/there")
 
 
 def test_a_second_look_has_a_connection_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from threefold.storage.contract import (
     check_key,
     is_temporary,
 )  # fmt: skip
+from threefold.storage.file_systems import is_remote
 from threefold.storage.folders import Folder, local_root, sync_folder, sync_way
 from threefold.storage.new_file import NewFile
 
@@ -98,9 +99,7 @@ class LocalStorage:
             self.write(target, iter(lambda: file.read(COPY_BYTES), b""))
 
     def afresh(self) -> "LocalStorage | None":
-        from threefold.storage.second_look import is_networked
-
-        return _PastCache(self.folder) if is_networked(self.folder) else None
+        return _PastCache(self.folder) if is_remote(self.folder) else None
 
     def local_path(self, key: str) -> Path | None:
         return self._path(key)

@@ -72,7 +72,7 @@ def test_files_of_servers_alone_are_looked_at_again(file: Path, monkeypatch: pyt
         seen.append(again)
         usual(reader, *args, again=again, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(data_files, "is_networked", lambda folder: kind)
+    monkeypatch.setattr(data_files, "is_remote", lambda folder: kind)
     monkeypatch.setattr(BlockReader, "__init__", noted)
     open_reader(open_storage(file.parent), file.name, os.path.getsize(file), None).close()
     assert seen == [kind]

@@ -1,7 +1,7 @@
 """The kind of file system that a path is on, which Linux lists by the number of its device."""
 
 import os
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -13,16 +13,22 @@ REMOTE = {
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is on a file system of another machine, or of a program; False if that is not known."""
+    """Return whether a path is on a file system of another machine, or of a program; False if that is not known.
+
+    What is not there yet is where the nearest folder above it is.
+    """
+    place = Path(path)
     try:
-        device = os.stat(path).st_dev
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        device = os.stat(place).st_dev
         mounts = _MOUNTS.read_text(errors="replace")
     except OSError:
         return False
     return _kind(mounts, f"{os.major(device)}:{os.minor(device)}") in REMOTE
 
 
-@cache
+@lru_cache(64)
 def _kind(mounts: str, device: str) -> str:
     """Return the kind of a device in a list of mounts, without what follows a dot; "" if it is not there.
 
@@ -30,6 +36,6 @@ def _kind(mounts: str, device: str) -> str:
     """
     for line in mounts.splitlines():
         place, _, kind = line.partition(" - ")
-        if kind and place.split()[2] == device:
+        if kind and place.split()[2:3] == [device]:
             return kind.split()[0].partition(".")[0]
     return ""
