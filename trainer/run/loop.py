@@ -24,7 +24,7 @@ from trainer.config.resolve import cuts_tokens, row_lengths
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
 from trainer.job.failure import is_launched
-from trainer.job.ranks import Ranks
+from trainer.job.ranks import RankLost, Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
 from trainer.model.stages import with_layers
@@ -193,6 +193,8 @@ class Run:
         try:
             yield
         except Exception as fault:
+            if isinstance(fault, RankLost) and self._started is not None:  # that step may wait for the rank for ever
+                raise
             try:
                 with suppress(UserError):  # of a step that does not count: the one before it does
                     self._report(is_alone=True)

@@ -20,6 +20,7 @@ from threefold.storage import open_storage
 from trainer.checkpoint.saver import Saver
 from trainer.data import StepReader
 from trainer.engine import Engine
+from trainer.job.ranks import RankLost
 from trainer.model.microbatch import Batch
 from trainer.run.evaluate import Evaluation
 from trainer.store.store import ParameterStore
@@ -137,6 +138,19 @@ def test_failed_saves_end_a_run_with_the_state_of_the_step_that_had_begun(job_co
     whole = tmp_path / "whole.jsonl"
     assert call("train", job_config, "--train-steps", 8, "--metrics", whole) == 0
     assert curve(tmp_path / "m.jsonl") == curve(whole)
+
+
+@pytest.mark.usefixtures("reads_late")
+def test_a_step_that_may_wait_for_a_lost_rank_is_not_waited_for(
+    job_config: Path, tmp_path: Path, monkeypatch: Patch, capsys: Console
+) -> None:
+    monkeypatch.setattr(PendingStats, "read", at(4, PendingStats.read, raises(AssertionError("waits for step 4"))))
+    monkeypatch.setattr(Saver, "note_agreed", at(3, Saver.note_agreed, raises(RankLost("rank 1 is gone"))))
+    assert train(job_config, tmp_path) == 3
+    text = capsys.readouterr().err
+    assert "rank 1 is gone" in text
+    assert "waits for step 4" not in text
+    assert committed_steps(open_storage(tmp_path / "run")) == []  # its state may be that of step 3 or of step 4
 
 
 @pytest.mark.usefixtures("reads_late")
