@@ -5,6 +5,7 @@ SIMULATION_SEED=N runs one seed alone, the one that a failure names; SIMULATION_
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -76,8 +77,14 @@ def looks_for_pins_only_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retention that keeps nothing."""
-    monkeypatch.setattr(pruning, "expired", lambda records, policy: [record.step for record in records])
+    """A prune that keeps nothing."""
+
+    def expire(self: pruning._Pruning, listed: Any, records: Any, policy: Any, *_: Any) -> Any:
+        found = pruning.judged(records.of(listed), records, policy)
+        self.delete(found, listed, max((record.step for record in found if record.is_good), default=-1))
+        return found
+
+    monkeypatch.setattr(pruning._Pruning, "expire", expire)
 
 
 def clears_after_a_lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +98,7 @@ def clears_after_a_lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             raise step_module.NotCommitted(error.message) from error
 
     monkeypatch.setattr(step_module, "commit_root", commit_root)
-    monkeypatch.setattr(step_module, "committed_attempt", lambda storage, step: None)
+    monkeypatch.setattr(step_module, "committed_attempt", lambda storage, step, *_: None)
 
 
 def removes_files_that_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
