@@ -24,7 +24,7 @@ from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, SumPlaces, shown_names, xxh3_64
 from ckptkit.io.data_files import DataReader, open_reader
 from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
-from ckptkit.loading.roots import is_medium_error, latest_step, read_root, root_info
+from ckptkit.loading.roots import committed_attempt, is_medium_error, latest_step, read_root
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.load_plan import LoadPlan, plan_load
@@ -293,8 +293,8 @@ class CheckpointReader(Closing):
             raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
 
     def check_still_there(self) -> None:
-        """StorageError where the step is not committed any more: its files are missing since it was pruned."""
-        if self._was_committed and root_info(self.storage, self.root.step) is None:
+        """StorageError where the step was pruned, so that its files are missing; it may have been saved again since."""
+        if self._was_committed and committed_attempt(self.storage, self.root.step) != self.root.attempt:
             newest = latest_step(self.storage)
             run = self.storage.url
             raise StorageError(
