@@ -108,7 +108,12 @@ def committed_attempt(storage: Storage, step: int, expected: str = "") -> str | 
     named = attempt_of_head(bytes(head))
     if named and (named == expected or storage.afresh() is None):
         return named
-    return read_root(storage, step).attempt
+    try:
+        return read_root(storage, step).attempt
+    except UserError:
+        if root_info(storage, step) is None:  # it was pruned meanwhile
+            return None
+        raise
 
 
 def _root_of(data: bytes, where: str, step: int) -> Root:
