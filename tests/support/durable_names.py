@@ -31,15 +31,15 @@ class DurableNames:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.fsyncs")
         self.num_fsyncs, self.kill_at, self.on_commit = 0, -1, list[str]()
         self._commits = commits
-        self._unlink = os.unlink
         patch.setattr(os, "fsync", self._noted)
-        patch.setattr(os, "unlink", self._forgotten)
+        for name in ("unlink", "rmdir"):
+            patch.setattr(os, name, self._forgetting(getattr(os, name)))
         for name in ("link", "replace"):
             patch.setattr(os, name, self._watched(getattr(os, name)))
 
     def forget(self) -> None:
         """Take nothing for durable any more, in this process either."""
-        folders._sync_above.cache_clear()
+        folders._durable.clear()
         self._log.write_text("")
         self.on_commit.clear()
 
@@ -97,11 +97,15 @@ class DurableNames:
             if folder.is_relative_to(self.folder):
                 self._note({str(entry): entry.lstat().st_ino for entry in folder.iterdir()})
 
-    def _forgotten(self, path: Any, *, dir_fd: int | None = None) -> None:
-        """Remove a name, whose inode the next file may have."""
-        self._unlink(path, dir_fd=dir_fd)
-        folder = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
-        self._note({os.path.join(folder, path): 0})
+    def _forgetting(self, remove: Callable[..., None]) -> Callable[..., None]:
+        """Return what removes a name, whose inode the next file may have."""
+
+        def act(path: Any, *, dir_fd: int | None = None) -> None:
+            remove(path, dir_fd=dir_fd)
+            folder = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+            self._note({os.path.join(folder, path): 0})
+
+        return act
 
     def _note(self, found: dict[str, int]) -> None:
         with self._log.open("a") as log:

@@ -268,12 +268,61 @@ def test_a_name_that_another_process_put_becomes_durable_with_its_way(
     assert names.lost() == []
 
 
+@pytest.mark.parametrize("has_handles", [True, False])
+@pytest.mark.parametrize("removed", ["runs", "runs/one", "runs/one/step", "runs/one/step/a"])
+def test_a_folder_that_another_made_again_is_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str, has_handles: bool
+) -> None:
+    """It has the same path, and mostly the same inode."""
+    names = DurableNames(tmp_path / "disk", monkeypatch)
+    if not has_handles:
+        monkeypatch.setattr(folders, "_handle", lambda _: None)
+    storage = open_storage(names.folder / "runs/one")
+    for name in ("b", "c"):
+        storage.write(f"step/a/{name}", b"x")
+        assert names.lost() == []
+        shutil.rmtree(names.folder / removed)
+        (names.folder / "runs/one/step/a").mkdir(parents=True, exist_ok=True)
+    storage.write("step/a/d", b"x")
+    assert names.lost() == []
+
+
+def test_the_way_to_a_folder_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, synced, fsync = open_storage(tmp_path / "runs/one"), list[str](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{tmp_path}/runs/"))
+        fsync(descriptor)
+
+    storage.write("step/a/b", b"x")
+    with folders._place(tmp_path) as folder:
+        if folders._handle(folder) is None:
+            pytest.skip("the file system has no handles")
+    monkeypatch.setattr(os, "fsync", noted)
+    storage.write("step/a/c", b"x")
+    assert [name for name in synced if ".tmp" not in name] == ["one/step/a"]
+    synced.clear()
+    storage.write("step/b/c", b"x")
+    sync_name(storage, "step/b/c")
+    assert [name for name in synced if ".tmp" not in name] == ["one/step", "one/step/b", "one/step/b"]
+
+
+def test_the_name_of_a_link_on_the_way_becomes_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = DurableNames(tmp_path / "disk", monkeypatch)
+    (names.folder / "run").mkdir(parents=True)
+    (names.folder / "other/step").mkdir(parents=True)
+    (names.folder / "other/step/part").write_bytes(b"x")
+    (names.folder / "run/step").symlink_to(names.folder / "other/step")
+    sync_name(open_storage(names.folder / "run"), "step/part")
+    assert names.lost() == []
+
+
 def test_a_folder_above_that_is_not_to_be_read_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     real = folders.sync_folder
 
     def refused(folder: Path | str, *, inside: int | None = None) -> None:
-        if str(folder) == str(tmp_path):
+        if inside is not None and os.readlink(f"/proc/self/fd/{inside}") == str(tmp_path):
             raise PermissionError(errno.EACCES, "Permission denied")
         real(folder, inside=inside)
 

@@ -5,7 +5,8 @@ lead to the files of somebody else, so whoever writes or deletes holds a Folder 
 Reading follows links.
 
 A name is visible before it is durable, and its maker may be killed in between. So nobody relies on a folder or file
-that is there already before the folders that name it were synced.
+that is there already before the folders that name it were synced. That a folder names another is synced once a process.
+It is remembered by the handles of both, which no folder that is made later has: inodes are used again at once.
 """
 
 import contextlib
@@ -13,19 +14,26 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from threefold.closing import Closing
 from threefold.errors import StorageError, quoted
 from threefold.storage.contract import Storage
 
+if TYPE_CHECKING:
+    import ctypes
+
 MAX_RACES = 5  # with deletions that leave a folder empty
-_MAX_REMEMBERED = 1024  # folders whose way is durable
+_MAX_REMEMBERED = 4096  # names of folders that are durable; then they are synced again
+_AT_EMPTY_PATH, _HEAD, _MAX_HANDLE_BYTES = 0x1000, struct.Struct("Ii"), 128  # of <fcntl.h>: a handle's size and kind
 _WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC  # costs a file system no more than the same component of a path
+Handle = tuple[int, int, bytes]  # mount, kind, and the inode with its generation
 T = TypeVar("T")
+_durable = set[tuple[Handle | None, ...]]()  # pairs of folders of which it is durable that the first names the second
 
 
 class Folder(Closing):
@@ -112,13 +120,19 @@ def make_folders(folder: Path) -> None:
     sync_way(folder)
 
 
-def sync_way(folder: Path) -> None:
+def sync_way(folder: Path, below: Path | None = None) -> None:
     """Make durable that a folder is there, which another process may have made a moment ago.
 
-    The names above it are synced, as far as its file system reaches; once for a folder that stays.
+    The folders that name it are synced, as far as its file system reaches; once for a folder that stays. So are those
+    of the links on its path `below` a folder of that path.
     """
-    status = os.stat(folder)
-    _sync_above(os.path.realpath(folder), status.st_dev, status.st_ino)
+    with _place(folder) as inner:
+        _sync_above(inner)
+        if below is None or folder == below:
+            return
+        with _place(folder.parent) as outer:
+            _sync_once(outer, inner, _sync_entries)
+    sync_way(folder.parent, below)
 
 
 def sync_folder(folder: Path | str, *, inside: int | None = None) -> None:
@@ -141,21 +155,75 @@ def surviving_races(work: Callable[[], T]) -> T:
     return work()
 
 
-@lru_cache(_MAX_REMEMBERED)
-def _sync_above(folder: str, device: int, inode: int) -> None:
-    """Sync the parents of one folder; another one that later has its path has another inode."""
-    parent = os.path.dirname(folder)
-    status = os.stat(parent)
-    if parent == folder or status.st_dev != device:
-        return
+def _sync_above(inner: int) -> None:
+    """Sync the folders above an open one, each of which names the one below."""
+    with _place("..", inner) as outer:
+        ours, above = os.fstat(inner), os.fstat(outer)
+        if ours.st_dev == above.st_dev and not os.path.samestat(ours, above):
+            _sync_once(outer, inner, _sync_up)
+
+
+def _sync_up(folder: int) -> None:
     with contextlib.suppress(PermissionError):  # of somebody else, so nothing in it was just made
-        sync_folder(parent)
-    _sync_above(parent, status.st_dev, status.st_ino)
+        _sync_entries(folder)
+    _sync_above(folder)
+
+
+def _sync_entries(folder: int) -> None:
+    sync_folder(".", inside=folder)
+
+
+def _sync_once(outer: int, inner: int, sync: Callable[[int], None]) -> None:
+    """Sync an open folder that names another, unless that was done for this very pair.
+
+    Where a file system has no handles it is done each time. Whoever renames a folder syncs that himself.
+    """
+    names = _handle(outer), _handle(inner)
+    if names in _durable:
+        return
+    sync(outer)
+    if None not in names:
+        if len(_durable) >= _MAX_REMEMBERED:
+            _durable.clear()
+        _durable.add(names)
+
+
+@contextlib.contextmanager
+def _place(path: Path | str, inside: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, _WAY, dir_fd=inside)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _handle(folder: int) -> Handle | None:
+    """Return what the file system knows an open folder by, None if it has nothing of the kind."""
+    import ctypes  # takes 5 ms
+
+    library = _library()
+    if not hasattr(library, "name_to_handle_at"):
+        return None
+    handle, mount = ctypes.create_string_buffer(_HEAD.size + _MAX_HANDLE_BYTES), ctypes.c_int()
+    _HEAD.pack_into(handle, 0, _MAX_HANDLE_BYTES, 0)
+    if library.name_to_handle_at(folder, b"", handle, ctypes.byref(mount), _AT_EMPTY_PATH):
+        return None
+    size, kind = _HEAD.unpack_from(handle)
+    return mount.value, kind, handle.raw[_HEAD.size : _HEAD.size + size]
+
+
+@lru_cache
+def _library() -> "ctypes.CDLL":
+    import ctypes
+
+    return ctypes.CDLL(None)
 
 
 def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
     descriptor, at = _open_root(root, make=make), root
     try:
+        if make:
+            _sync_above(descriptor)
         for part in parts:
             at /= part
             try:
@@ -169,7 +237,7 @@ def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
             outer, descriptor = descriptor, inner
             try:
                 if make:
-                    sync_folder(".", inside=outer)
+                    _sync_once(outer, inner, _sync_entries)
             finally:
                 os.close(outer)
     except BaseException:
@@ -179,8 +247,12 @@ def _open(root: Path, parts: tuple[str, ...], *, make: bool = False) -> int:
 
 
 def _open_root(root: Path, *, make: bool) -> int:
-    if make:
-        make_folders(root)
+    try:
+        return os.open(root, _WAY)
+    except (FileNotFoundError, NotADirectoryError):
+        if not make:
+            raise
+    make_folders(root)
     return os.open(root, _WAY)
 
 

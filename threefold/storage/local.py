@@ -212,9 +212,8 @@ def sync_name(storage: Storage, key: str) -> None:
     if root is None:
         return
     with local_failures("write", root / key):
-        for folder in (Path(inner), *Path(inner).parents) if inner else (Path(),):
-            sync_folder(root / folder)
-        sync_way(root)
+        sync_folder(root / inner)
+        sync_way(root / inner, below=root)
 
 
 @contextlib.contextmanager
