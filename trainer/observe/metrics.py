@@ -32,7 +32,9 @@ class StepMetrics:
     grad_norm: float  # before clipping
     lr: float
     tokens: int  # read since the start of training
+    loss_tokens: int  # of this step, those whose loss counts
     tokens_per_s: float
+    tokens_per_s_per_gpu: float  # of one rank: a GPU, or on a CPU a process
     samples_per_s: float
     tflops_per_gpu: float  # 6N + 12LdS operations a token, N without look-up tables
     mfu: float | None  # the same against the device's peak; None on CPU and on an unknown device
@@ -53,16 +55,18 @@ class StepMetrics:
         waits = {
             "data": self.data_wait_s, "comm": self.comm_s, "bubble": self.bubble_s, "save": self.checkpoint_stall_s
         }  # fmt: skip
+        several = f" ({self.tokens_per_s_per_gpu:,.0f} a rank)" if self.tokens_per_s_per_gpu < self.tokens_per_s else ""
         parts = [
             f"step {self.step:>{width}}/{train_steps}",
             f"loss {self.loss:.4f}",
             f"grad {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
-            f"{self.tokens_per_s:,.0f} tok/s",
+            f"{self.tokens_per_s:,.0f} tok/s{several}",
             f"eta {timedelta(seconds=round(left_s))}",
             *([f"mfu {self.mfu:.1%}"] if self.mfu is not None else []),
             f"{self.memory_gib:.2f} GiB",
             *(f"{name} {wait / self.step_s:.0%}" for name, wait in waits.items() if wait >= WAIT_SHOWN * self.step_s),
+            f"{self.loss_tokens:,} loss tok",
         ]
         return fitting(parts)
 
@@ -78,6 +82,7 @@ def throughput(
 
     return {
         "tokens_per_s": num_tokens / step_s,
+        "tokens_per_s_per_gpu": rank_tokens_per_s,
         "samples_per_s": num_samples / step_s,
         "tflops_per_gpu": rank_tokens_per_s * flops.standard / 1e12,
         "mfu": utilisation(flops.standard),

@@ -236,6 +236,7 @@ class Run:
                 grad_norm=stats.grad_norm,
                 lr=stats.lr,
                 tokens=started.progress.tokens,
+                loss_tokens=stats.num_tokens,
                 step_s=step_s,
                 data_wait_s=data_wait_s,
                 comm_s=comm_s,

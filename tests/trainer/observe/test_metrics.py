@@ -12,7 +12,8 @@ from trainer.observe.flops import TokenFlops
 from trainer.observe.metrics import Log, StepMetrics, cut_back, throughput
 
 KEYS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "samples_per_s", "tflops_per_gpu", "mfu", "step_s",
+    "step", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_s", "tokens_per_s_per_gpu",
+    "samples_per_s", "tflops_per_gpu", "mfu", "step_s",
     "data_wait_s", "comm_s", "comm_tp_s", "comm_dp_s", "bubble_s", "checkpoint_stall_s", "memory_gib",
 }  # fmt: skip
 
@@ -22,8 +23,9 @@ def metrics(step: int, *, peak: float | None = None) -> StepMetrics:
         num_tokens=4000, num_samples=4, step_s=2.0, world_size=2, flops=TokenFlops(1e6, 2e6, 5e5), peak=peak
     )
     return StepMetrics(
-        step=step, loss=3.5, grad_norm=1.0, lr=1e-3, tokens=4000 * step, step_s=2.0, data_wait_s=0.1, comm_s=0.2,
-        comm_tp_s=0.1, comm_dp_s=0.05, bubble_s=0.3, checkpoint_stall_s=0.0, memory_gib=1.0, **rates,
+        step=step, loss=3.5, grad_norm=1.0, lr=1e-3, tokens=4000 * step, loss_tokens=3900, step_s=2.0,
+        data_wait_s=0.1, comm_s=0.2, comm_tp_s=0.1, comm_dp_s=0.05, bubble_s=0.3, checkpoint_stall_s=0.0,
+        memory_gib=1.0, **rates,
     )  # fmt: skip
 
 
@@ -44,6 +46,8 @@ def test_a_line_holds_all_keys_and_its_rates(tmp_path: Path) -> None:
     lines = read(tmp_path / "m.jsonl")
     assert lines[0].keys() >= KEYS
     assert lines[0]["tokens_per_s"] == 2000
+    assert lines[0]["tokens_per_s_per_gpu"] == 1000
+    assert lines[0]["loss_tokens"] == 3900
     assert lines[0]["tflops_per_gpu"] == pytest.approx(1000 * 1e6 / 1e12)
     assert lines[0]["mfu"] is None
     assert lines[2] == {"event": "save", "step": 2, "ok": True, "stall_s": 0.1, "write_s": 0.2, "bytes": 7}
@@ -58,8 +62,12 @@ def test_utilisation_against_a_peak() -> None:
 
 
 def test_the_console_line_is_narrow_and_says_what_waits() -> None:
-    line = "step  1/10  loss 3.5000  grad 1.000  lr 1.00e-03  2,000 tok/s  eta 1:02:03  1.00 GiB  comm 10%"
-    assert metrics(1).console(10, 3723.4) == line  # the bubble's 15% would be too much
+    line = "step  1/10  loss 3.5000  grad 1.000  lr 1.00e-03  2,000 tok/s (1,000 a rank)  eta 1:02:03  1.00 GiB"
+    assert metrics(1).console(10, 3723.4) == line  # what waits would be too much
+    alone = replace(metrics(1), tokens_per_s_per_gpu=2000.0)
+    line = line.replace(" (1,000 a rank)", "")
+    assert alone.console(10, 3723.4) == f"{line}  comm 10%"  # the bubble's 15% would be too much
+    assert replace(alone, comm_s=0.0, bubble_s=0.0).console(10, 3723.4) == f"{line}  3,900 loss tok"
     wide = replace(metrics(1_000_000, peak=1e10), grad_norm=12345.678, tokens_per_s=123456789.0, loss=1234.5)
     assert len(wide.console(100_000_000, 1e7)) <= 100
     assert wide.console(100_000_000, 1e7).startswith("step   1000000/100000000  loss 1234.5000  grad 12345.678  lr")

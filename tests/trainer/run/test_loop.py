@@ -35,6 +35,8 @@ def test_a_run_logs_and_saves(whole: Path) -> None:
     assert steps[-1]["tokens"] == 12 * 16 * 32
     assert all(line["mfu"] is None and line["comm_s"] > 0 and line["bubble_s"] > 0 for line in steps)
     assert all(0 < line["comm_tp_s"] <= line["comm_s"] for line in steps)
+    assert all(line["tokens_per_s_per_gpu"] * 4 == pytest.approx(line["tokens_per_s"]) for line in steps)
+    assert all(0 < line["loss_tokens"] < 16 * 32 for line in steps)  # ends of documents are masked
     assert committed_steps(open_storage(whole / "run")) == [4, 8, 12]
     saves = lines(whole / "m.jsonl", "save")
     assert [(save["step"], save["ok"]) for save in saves] == [(4, True), (8, True), (12, True)]
