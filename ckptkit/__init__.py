@@ -7,7 +7,7 @@ Programs import these names and no submodule:
   node_name; what stays: Retention, prune, pin, unpin;
 - what a run holds: Run, Root, committed_steps, latest_step, resolve;
 - Hugging Face folders: HfFolder, and open_source for what an address means;
-- to load: restore, restore_newest, first_sound, set_aside; step by step: CheckpointReader, restore_from;
+- to load: restore, restore_newest, Candidate, identified, first_sound, set_aside; CheckpointReader, restore_from;
 - ranks that load together: Exchange, NodeExchange, Alone; how they agree: on_all, outcomes;
 - checkpoints as files: copy_step, reshard, Shard, hash_checkpoint, verify_checkpoint, diff_checkpoints, Tolerance,
   tensor_statistics;

@@ -41,7 +41,9 @@ from ckptkit.rewrite.copy import copy_step as copy_step
 from ckptkit.rewrite.reshard import reshard as reshard
 from ckptkit.rewrite.shard import Shard as Shard
 from ckptkit.runs.catalogue import committed_steps as committed_steps
+from ckptkit.runs.fallback import Candidate as Candidate
 from ckptkit.runs.fallback import first_sound as first_sound
+from ckptkit.runs.fallback import identified as identified
 from ckptkit.runs.fallback import restore_newest as restore_newest
 from ckptkit.runs.fallback import set_aside as set_aside
 from ckptkit.runs.pins import pin as pin

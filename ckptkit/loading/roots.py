@@ -100,20 +100,34 @@ def committed_attempt(storage: Storage, step: int, expected: str = "") -> str | 
     Two small requests if it is the `expected` one. On a disk of this machine they always suffice; behind a network any
     other name is read with the checksum of the root, since its bits may have been changed on the way.
     """
+    while (info := root_info(storage, step)) is not None:
+        try:
+            head = storage.read_ranges(root_key(step), [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0]
+            named = attempt_of_head(bytes(head))
+            if named and (named == expected or storage.afresh() is None):
+                return named
+            return read_root(storage, step).attempt
+        except UserError:
+            if root_info(storage, step) == info:
+                raise
+            # It was pruned meanwhile, and perhaps another attempt committed.
+    return None
+
+
+def attempt_seen(storage: Storage, step: int) -> str:
+    """Return the attempt in the first bytes of a step's root, whether these are sound or not.
+
+    It is "" if they name none, cannot be read, or if the root is gone. Two small requests.
+    """
     key = root_key(step)
-    info = storage.info(key)
-    if info is None:
-        return None
-    head = storage.read_ranges(key, [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0]
-    named = attempt_of_head(bytes(head))
-    if named and (named == expected or storage.afresh() is None):
-        return named
     try:
-        return read_root(storage, step).attempt
-    except UserError:
-        if root_info(storage, step) is None:  # it was pruned meanwhile
-            return None
+        info = storage.info(key)
+        head = storage.read_ranges(key, [(0, min(info.size_bytes, ROOT_HEAD_BYTES))])[0] if info else b""
+    except StorageError as error:
+        if is_medium_error(error) or root_info(storage, step) is None:
+            return ""
         raise
+    return attempt_of_head(bytes(head)) or ""
 
 
 def _root_of(data: bytes, where: str, step: int) -> Root:

@@ -1,18 +1,20 @@
 """Fallback: the newest step that can be restored, past those that are damaged; one of another model is refused.
 
 Damaged steps that were passed over are set aside once an older one is restored, so that the run can save them again.
+Only what was seen is: a step that another process set aside and saved again meanwhile is of another attempt, and stays.
 """
 
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from shlex import quote
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptkit.format.keys import DAMAGED_ROOT_KEY, step_folder
 from ckptkit.format.root import Root
 from ckptkit.loading.exchange import Alone, Exchange, agreed
 from ckptkit.loading.restore import restore
+from ckptkit.loading.roots import attempt_seen
 from ckptkit.model.box import Piece
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.catalogue import no_step
@@ -21,8 +23,18 @@ from threefold.cli import log
 from threefold.errors import CheckFailed, UserError
 from threefold.masking import masked
 
-Candidate = tuple[str, int]  # run URL and step
 T = TypeVar("T")
+
+
+class Candidate(NamedTuple):
+    """A step of a run, and the attempt that its root named before it was tried.
+
+    The attempt is "" if the root names none, and None if nobody looked, as of a run that is not to be changed.
+    """
+
+    url: str
+    step: int
+    attempt: str | None = None
 
 
 def restore_newest(
@@ -41,7 +53,7 @@ def restore_newest(
     say = report if together.rank == 0 else lambda line: None
     _, root, damaged = first_sound(
         committed_candidates([url], together),
-        lambda candidate: restore(*candidate, pieces, tensors=tensors, exchange=exchange, certify=certify),
+        lambda each: restore(each.url, each.step, pieces, tensors=tensors, exchange=exchange, certify=certify),
         strict=strict,
         report=say,
     )
@@ -63,7 +75,7 @@ def first_sound(
     assert candidate is not None, "at least one"
     damaged: list[Candidate] = []
     while True:
-        url, step = candidate
+        url, step = candidate.url, candidate.step
         try:
             return candidate, attempt(candidate), damaged
         except CheckFailed as damage:
@@ -72,7 +84,7 @@ def first_sound(
             candidate = next(found, None)
             if candidate is None:
                 raise CheckFailed(damage.message, hint=hint) from damage
-            other = f"step {candidate[1]}" + (f" of {candidate[0]}" if candidate[0] != url else "")
+            other = f"step {candidate.step}" + (f" of {candidate.url}" if candidate.url != url else "")
             if strict:
                 raise CheckFailed(f"{damage.message}; {other} is not tried: strict", hint=hint) from damage
             line = " ".join(damage.message.split())
@@ -80,11 +92,14 @@ def first_sound(
 
 
 def set_aside(damaged: Iterable[Candidate], report: Callable[[str], None]) -> None:
-    """Quarantine steps that were found damaged; where that cannot be, as where nothing may be written, report it."""
-    for url, step in damaged:
+    """Quarantine steps that were found damaged, and are still of the attempt that was.
+
+    If that cannot be, as where nothing may be written, report it.
+    """
+    for url, step, attempt in damaged:
         where = f"step {step} of {masked(url)}"
         try:
-            if Run(url).quarantine(step):
+            if Run(url).quarantine(step, attempt):
                 report(f"{where} is set aside: its root is {DAMAGED_ROOT_KEY} now, and the step can be saved again")
         except (UserError, OSError) as error:
             report(f"warning: {where} is damaged and cannot be set aside: {error}")
@@ -95,9 +110,14 @@ def committed_candidates(urls: Sequence[str], exchange: Exchange, step: int | No
 
     With a step only that one. The first rank looks, the others hear of each; UserError where there is none.
     """
-    found = _committed(urls, step) if exchange.rank == 0 else iter(())
+    found = map(identified, _committed(urls, step)) if exchange.rank == 0 else iter(())
     while candidate := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):
-        yield candidate[0], candidate[1]
+        yield Candidate(*candidate)
+
+
+def identified(candidate: Candidate) -> Candidate:
+    """Return a candidate with the attempt that its root names now."""
+    return candidate._replace(attempt=attempt_seen(Run(candidate.url).storage, candidate.step))
 
 
 def _committed(urls: Sequence[str], wanted: int | None) -> Iterator[Candidate]:
@@ -112,12 +132,12 @@ def _committed(urls: Sequence[str], wanted: int | None) -> Iterator[Candidate]:
 
 def newest_of_all(runs: Iterable[Run]) -> Iterator[Candidate]:
     """Yield the committed steps of several places, newest first."""
-    return heapq.merge(*(_newest_of(run) for run in runs), key=lambda candidate: -candidate[1])
+    return heapq.merge(*(_newest_of(run) for run in runs), key=lambda candidate: -candidate.step)
 
 
 def _newest_of(run: Run) -> Iterator[Candidate]:
-    return ((run.storage.address, step) for step in run.newest_first())
+    return (Candidate(run.storage.address, step) for step in run.newest_first())
 
 
 def _places_of(runs: Iterable[Run], step: int) -> Iterator[Candidate]:
-    return ((run.storage.address, step) for run in runs if run.is_committed(step))
+    return (Candidate(run.storage.address, step) for run in runs if run.is_committed(step))

@@ -93,12 +93,13 @@ class Run:
         """Fill pieces from a committed step and return its root, as `ckptkit.restore` does."""
         return restore(self.url, step, pieces, tensors=tensors, exchange=exchange)
 
-    def quarantine(self, step: int) -> bool:
+    def quarantine(self, step: int, attempt: str | None = None) -> bool:
         """Keep the root of a step as damaged-root.json, so that the step is not committed and can be saved again.
 
-        Its data files stay until `prune` takes them for debris. Returns False if the step was not committed.
+        Its data files stay until `prune` takes them for debris. Return False if the step was not committed, or with an
+        attempt if it is another one's by now.
         """
-        return quarantine(self.storage, step)
+        return quarantine(self.storage, step, attempt)
 
     def remove(self, *steps: int, newest_too: bool = False, dry_run: bool = False) -> PruneReport:
         """Delete committed steps, roots first; UserError for pinned ones, and for the newest unless `newest_too`."""

@@ -69,6 +69,8 @@ class LightningCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         if not {"global_step", "state_dict"} <= checkpoint.keys():
             text = "LightningCheckpointIO saves checkpoints of lightning.pytorch.Trainer, which have a global_step"
             raise UserError(text, hint="in a loop of Fabric, save by ckptkit.torch.Run")
+        for loaded in [*self._runs.values()]:
+            loaded.set_damaged_aside()
         step, name = int(checkpoint["global_step"]), _name_of(path)
         run = self._run_for("" if "optimizer_states" in checkpoint else WEIGHTS, step)
         callbacks = {CALLBACKS: _listed(checkpoint[CALLBACKS])} if CALLBACKS in checkpoint else {}

@@ -2,7 +2,8 @@
 
 A step is saved once, whatever the number of its names. What differs under a further name, such as the state of
 callbacks and loops, is kept with that name; weights and states of optimizers of one step are the same under all.
-A step goes when its last name goes, and after the save that takes its place is committed.
+A step goes when its last name goes, and after the save that takes its place is committed. Many processes may load; what
+they find damaged is set aside by the one that saves, before it does.
 """
 
 import base64
@@ -14,6 +15,7 @@ import torch
 
 from ckptkit.format.state_tree import Encoder, Node, decoded
 from ckptkit.loading.exchange import Alone
+from ckptkit.runs.fallback import Candidate, set_aside
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.torch.boxes import dtype_of
 from ckptkit.torch.run import Run
@@ -37,6 +39,7 @@ class NamedRun:
         self._parts: dict[int, Parts] = {}  # the small parts of the last of them
         self._committed: set[int] = set()  # steps that were, though they may be removed by now
         self._newest: int | None = None  # that this process saved
+        self._damaged: tuple[Candidate, ...] = ()  # the steps that a load passed over
 
     @property
     def run(self) -> Run:
@@ -52,8 +55,14 @@ class NamedRun:
             self._names = StepNames(self.run.storage)
         return self._names
 
+    def set_damaged_aside(self) -> None:
+        """Set the steps aside that a load passed over; the process that saves calls it before it does."""
+        damaged, self._damaged = self._damaged, ()
+        set_aside(damaged, log)
+
     def save(self, name: str, step: int, state: dict[str, Any]) -> list[str]:
         """Save a state as a step under a name, or add a name to the step; return names that stay as a save failed."""
+        self.set_damaged_aside()
         parts = small_parts(state)
         if step in self._own and (step == self._running() or self.run.is_committed(step)):
             known = self._parts.get(step, {})
@@ -86,9 +95,10 @@ class NamedRun:
     def load(self, step: int | None, parts: Parts | None = None) -> dict[str, Any]:
         """Return the state of a step, None for the newest sound one, with the parts of a name."""
         filled: dict[str, Any] = {KEY: {}}
-        step = self.run.load(filled, step, sets_aside=step is None).step
+        report = self.run.load(filled, step, sets_aside=False)
+        self._damaged = report.damaged if step is None else ()
         state = dict(filled[KEY])
-        self._remember(step, small_parts(state))
+        self._remember(report.step, small_parts(state))
         for key, part in (parts or {}).items():
             if part is None:
                 state.pop(key, None)

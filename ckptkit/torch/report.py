@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.runs.fallback import Candidate
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -15,6 +17,7 @@ class LoadReport:
     `num_certified` tensors were loaded whole, by all ranks together, and are equal to what was saved.
     `keys` are those of the state that was saved, also the ones that were not loaded.
     `ranks_without_rng` are those that had no random state in the checkpoint and keep their own.
+    `damaged` are the steps that were passed over, as `ckptkit.set_aside` takes them.
     """
 
     step: int
@@ -25,3 +28,4 @@ class LoadReport:
     num_certified: int = 0
     untied: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    damaged: tuple[Candidate, ...] = ()

@@ -148,7 +148,7 @@ class Run(AnyRun, Closing):
         with paused_collection():
             _, report, damaged = first_sound(
                 committed_candidates(places, exchange, wanted),
-                lambda candidate: self._load(state, *candidate, exchange, strict=strict, certify=certify),
+                lambda each: self._load(state, each.url, each.step, exchange, strict=strict, certify=certify),
                 strict=False,
                 report=say,
             )
@@ -159,7 +159,7 @@ class Run(AnyRun, Closing):
         if sets_aside and step is not None and self.named is None and step < (self._newest_at_load or 0):
             say(f"step {self._newest_at_load} is newer than {step}: run.rollback({step}) sets what is newer aside, "
                 "so that it can be saved again")  # fmt: skip
-        return report
+        return replace(report, damaged=tuple(damaged))
 
     def newest_first(self) -> Iterator[int]:
         """Return the committed steps, newest first, also those that only a slower tier holds."""

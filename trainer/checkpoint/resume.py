@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 
-from ckptkit import Exchange, Root, Run, Tiers, first_sound, open_source, set_aside
+from ckptkit import Candidate, Exchange, Root, Run, Tiers, first_sound, identified, open_source, set_aside
 from threefold.errors import CheckFailed, UserError, quoted
 from trainer.checkpoint.changes import changes_of_model, changes_of_run, recorded_config
 from trainer.checkpoint.load import has_optimizer, open_exchange, restore_step
@@ -23,15 +23,13 @@ from trainer.config.resolve import settled
 from trainer.engine import Engine
 from trainer.job.ranks import Ranks
 
-Candidate = tuple[str, int]  # run URL and step
-
 
 def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) -> Resumed:
     """Restore the newest step that all ranks can read; the start of a run if nothing was saved."""
     own = NodeLocalSteps(ranks, config, tiers)
     target = ranks.broadcast(ranks.on_all(lambda: rewind_target(config.checkpoint, tiers) if ranks.rank == 0 else None))
     if target is not None:
-        found: Iterator[Candidate] = iter([(target[0], target[1])])
+        found: Iterator[Candidate] = iter([Candidate(target[0], target[1])])
     else:
         found = candidates_heard(ranks, tiers, own.steps, load=config.checkpoint.load)
     first = next(found, None)
@@ -69,15 +67,17 @@ def resume(ranks: Ranks, engine: Engine, config: Config, tiers: Tiers | None) ->
 def candidates_heard(ranks: Ranks, tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
     """Yield the `candidates` on all ranks together.
 
-    The first rank looks for the next as it is taken, others hear of it.
+    The first rank looks for the next as it is taken, with its attempt if it is of the run; others hear of it.
     """
+    shared = {tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node} if tiers else set()
     found = candidates(tiers, of_nodes, load=load) if ranks.rank == 0 else iter(())
+    found = (identified(each) if each.url in shared else each for each in found)
     while candidate := ranks.broadcast(ranks.on_all(lambda: next(found, None))):
-        yield candidate[0], candidate[1]
+        yield Candidate(*candidate)
 
 
 def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> Iterator[Candidate]:
-    """Yield (run URL, step) of what may be resumed, newest first; nothing for a run that starts from nothing.
+    """Yield what may be resumed, newest first; nothing for a run that starts from nothing.
 
     Of one step the faster tier comes before the slower. `of_nodes` are the steps of a first tier that is each node's.
     """
@@ -86,7 +86,7 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
             text = f"--save {url} names one step, a run is saved to a folder of steps"
             raise UserError(text, hint=f"--save {quoted(run.url)}")
     places = steps_of_tiers(tiers, of_nodes).values()
-    found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each[1])  # of equal ones the first tier's first
+    found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each.step)  # of equal ones the first tier's
     first = next(found, None)
     if first is None and load:
         found = steps_of(load)
@@ -104,23 +104,24 @@ def steps_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int]) -> dict[str, It
     places = (tiers.first, *tiers.slower) if tiers else ()
     own = sorted(of_nodes, reverse=True)
     return {
-        tier.url: iter([(tier.url, step) for step in own]) if tier.of_node else steps_of(tier.url) for tier in places
+        tier.url: iter([Candidate(tier.url, step) for step in own]) if tier.of_node else steps_of(tier.url)
+        for tier in places
     }
 
 
 def newest_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int], last: int) -> dict[str, int]:
     """Return the newest step of each tier that holds any, none newer than `last`."""
     newest = {
-        url: next((step for _, step in steps if step <= last), None)
+        url: next((each.step for each in steps if each.step <= last), None)
         for url, steps in steps_of_tiers(tiers, of_nodes).items()
     }
     return {url: step for url, step in newest.items() if step is not None}
 
 
 def steps_of(url: str) -> Iterator[Candidate]:
-    """Return (run URL, step) of the committed steps of a run URL, newest first, or of the one that a step URL names."""
+    """Return the committed steps of a run URL, newest first, or the one that a step URL names."""
     run = open_source(url)
-    return ((run.url, step) for step in run.newest_first())
+    return (Candidate(run.url, step) for step in run.newest_first())
 
 
 def restore_any(
@@ -139,7 +140,7 @@ def restore_any(
     """
 
     def attempt(candidate: Candidate) -> Root | None:
-        url, step = candidate
+        url, step = candidate.url, candidate.step
         root: Root | None = None
         error: Exception | None = None
         try:
@@ -162,9 +163,9 @@ def restore_any(
         raise
     assert root is not None, "restored on every rank"
     engine.store.publish()
-    own_damaged = [each for each in damaged if each[0] in own.shared_urls and ranks.rank == 0]
+    own_damaged = [each for each in damaged if each.url in own.shared_urls and ranks.rank == 0]
     ranks.on_all(lambda: set_aside(own_damaged, ranks.say))
-    return taken[0], root
+    return taken.url, root
 
 
 def read_metadata(root: Root, url: str, config: Config, *, is_own: bool) -> Resumed:

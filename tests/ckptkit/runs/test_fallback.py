@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.loading.reader import CheckpointReader
-from ckptkit.runs.fallback import first_sound, restore_newest
+from ckptkit.runs.fallback import Candidate, first_sound, restore_newest
+from ckptkit.runs.run import Run
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import ONE, SMALL, assert_restored, pieces_of, save_whole, strace
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -84,8 +85,25 @@ def test_damage_that_was_passed_over_is_set_aside_and_saved_again(run: Path) -> 
     assert restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=pytest.fail).step == 3
 
 
+@pytest.mark.parametrize("name", ["part-00000.safetensors", "root.json"])
+def test_a_step_that_another_process_set_aside_and_saved_again_meanwhile_stays(run: Path, name: str) -> None:
+    """What was found damaged is gone: the step is sound, of another attempt."""
+    flip(next((run / "step-000000003").rglob(name)))
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if "falling back" in line:
+            assert Run(run).quarantine(3)
+            assert save_whole(run, 3, SMALL, scale=5, attempt="b").ok
+
+    assert restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=report).step == 2
+    assert len(lines) == 1
+    assert restore_newest(str(run), pieces_of(SMALL, ONE, 0), report=pytest.fail).step == 3
+
+
 def test_where_nothing_may_be_written_damage_stays_and_that_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, step: int) -> bool:
+    def refuse(self: object, step: int, attempt: str) -> bool:
         raise StorageError(f"cannot write: {step}")
 
     flip(next((run / "step-000000003").rglob("*.safetensors")))
@@ -149,12 +167,13 @@ def test_a_storage_that_is_away_is_no_damage(run: Path, monkeypatch: pytest.Monk
 def test_candidates_are_tried_in_their_order() -> None:
     tried: list[tuple[str, int]] = []
 
-    def attempt(candidate: tuple[str, int]) -> str:
-        tried.append(candidate)
-        if candidate[0] == "near":
+    def attempt(candidate: Candidate) -> str:
+        tried.append(candidate[:2])
+        if candidate.url == "near":
             raise CheckFailed("it is damaged")
         return "sound"
 
-    found = first_sound([("near", 9), ("far", 8), ("far", 7)], attempt, strict=False, report=lambda line: None)
-    assert found == (("far", 8), "sound", [("near", 9)])
+    near, far, older = Candidate("near", 9), Candidate("far", 8), Candidate("far", 7)
+    found = first_sound([near, far, older], attempt, strict=False, report=lambda line: None)
+    assert found == (far, "sound", [near])
     assert tried == [("near", 9), ("far", 8)]

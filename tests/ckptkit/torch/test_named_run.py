@@ -106,6 +106,24 @@ def test_a_pinned_step_stays_without_a_name(tmp_path: Path, capsys: pytest.Captu
     assert "step 1 has no name any more, and stays" in capsys.readouterr().err
 
 
+def test_of_processes_that_load_the_one_that_saves_sets_damage_aside(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.save("a", 4, state_at(4))
+    run.save("b", 8, state_at(8))
+    run.close()
+    path = next((tmp_path / "step-000000008").rglob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    ranks = [opened(tmp_path) for _ in range(2)]
+    for rank in ranks:
+        assert rank.load(None)["global_step"] == 4
+        assert Run(tmp_path).steps() == [4, 8], "another rank may be about to look at it"
+    ranks[0].save("b", 8, state_at(8))
+    for rank in ranks:
+        rank.close()
+    assert Run(tmp_path).steps() == [4, 8]
+    assert opened(tmp_path).load(None)["global_step"] == 8
+
+
 def test_a_step_of_another_training_is_seen(tmp_path: Path) -> None:
     run = opened(tmp_path)
     run.save("a", 4, state_at(4))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,6 +223,31 @@ def test_the_attempt_of_a_root_is_read_from_its_first_bytes(storage: Storage, in
         data = f'{body},\n"checksum": "{xxh3_64(body.encode()):016x}"\n}}\n'.encode()
     storage.write(f"{step_folder(7)}/root.json", data)
     assert committed_attempt(storage, 7) == "a-0001"
+
+
+@pytest.mark.parametrize("after", [None, "b"])
+def test_a_root_that_goes_between_two_looks_is_looked_for_again(after: str | None) -> None:
+    """Behind a network a root that names another attempt is read once more, whole."""
+    key = f"{step_folder(7)}/root.json"
+
+    class Changing(MemoryStorage):
+        """Its root is pruned after its head was read, and then another attempt commits."""
+
+        def read_ranges(self, *arguments: Any) -> list[Any]:
+            found = super().read_ranges(*arguments)
+            if b"a-0001" in bytes(found[0]):
+                self.delete([key])
+            return found
+
+        def info(self, key: str) -> ObjectInfo | None:
+            found = super().info(key)
+            if found is None and after:
+                commit_root(self, root_of(after))
+            return found
+
+    storage = Changing()
+    commit_root(storage, root_of("a-0001"))
+    assert committed_attempt(storage, 7, "other") == after
 
 
 def test_a_data_file_that_is_not_as_its_index_says_is_refused(storage: Storage) -> None:
