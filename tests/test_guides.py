@@ -167,6 +167,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Resume under another layout": write_config,
     "Read each byte once": write_config,
     "Bring a model into a run": write_model,
+    "Any other model": write_model,
     "Train from a model": write_model,
     "Evaluate a model, and let it speak": write_model,
     "Make a folder of a run": write_model,

@@ -1,38 +1,43 @@
-"""Families of Hugging Face models: what a config.json says of the model, and which tensor is which of the run's.
+"""Families of Hugging Face models: which tensor of a folder is which of the run's.
 
-A run has the trainer's names, whole and unfused; `Row` says where each of its tensors is in a folder. Anything of a
-config.json that changes logits and that `ModelTable` cannot hold is refused in one sentence. Pure.
+A run has the trainer's names, whole and unfused; `Row` says where each of its tensors is in a folder. Pure.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.foreign import config_reader as reader
+from ckptkit.foreign import config_writer as writer
+from ckptkit.foreign.config_reader import Config
 from ckptkit.foreign.model_table import ModelTable, Row, parameters
 from ckptkit.foreign.shown import shown
 from threefold.errors import UserError
 
-Config = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of config.json; `ignored` are ends of names of tensors that hold no parameters."""
+    """One `model_type` of config.json; `ignored` are ends of names of tensors that hold no parameters.
+
+    `config` makes the config.json of a run's model, where a run of the trainer may be of the family. If `is_turned` the
+    folder has linear layers with their dims in the other order.
+    """
 
     model_type: str
     architecture: str
     prefix: str
     model: Callable[[Config], ModelTable]
-    config: Callable[[ModelTable, int], dict[str, Any]]
     names: Mapping[str, str]
-    ignored: tuple[str, ...] = ()
+    config: Callable[[ModelTable, int], dict[str, Any]] | None = None
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    is_turned: bool = False
 
     def rows(self, model: ModelTable, prefix: str) -> Iterator[Row]:
-        """Yield the tensors of a model, those of GPT-2's fused ones in their order.
+        """Yield the tensors of a model, those that the folder fuses in their order there.
 
         All names in the folder but the head's begin with `prefix`.
         """
-        firsts: dict[str, int] = {}
+        firsts: dict[str, int] = {}  # q of 32 rows, k of 16: k is at 32, v at 48
         for name, shape, placement in parameters(model):
             number, _, inner = name.removeprefix("layers.").partition(".")
             layer, inner = (number, inner) if name.startswith("layers.") else ("", name)
@@ -43,176 +48,10 @@ class Family:
                     yield Row(name, template.format(layer, expert), shape, placement, expert=expert)
                 continue
             foreign = template.format(layer)
-            if self.model_type != "gpt2":
-                yield Row(name, foreign, shape, placement)
-                continue
-            is_linear = ".attn." in name or ".mlp." in name
             first = firsts.get(foreign, 0)
             firsts[foreign] = first + shape[0]
-            yield Row(name, foreign, shape, placement, is_transposed=is_linear and len(shape) == 2, first=first)
-
-
-# --- config.json to model
-
-
-def _llama_like(config: Config) -> ModelTable:
-    heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
-    _refuse_unless(config, "hidden_act", "silu", "swish")
-    _refuse_unless(config, "pretraining_tp", 1, None)
-    has_windows = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
-    window = config.get("sliding_window") if has_windows else None
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if window is not None or kinds:
-        raise UserError(f"sliding windows of attention ({window or min(kinds)}), which the model has not")
-    attention_bias, mlp_bias = (bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias"))
-    if attention_bias != mlp_bias:
-        raise UserError("biases in attention or in the MLP alone (attention_bias, mlp_bias), not in both or none")
-    model = ModelTable(
-        num_layers=_number(config, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=_number(config, "num_key_value_heads", heads),
-        head_size=_number(config, "head_dim", hidden // heads),
-        ffn_hidden_size=_number(config, "intermediate_size"),
-        vocab_size=_number(config, "vocab_size"),
-        norm_eps=_real(config, "rms_norm_eps", 1e-6),
-        bias=attention_bias,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-    )
-    return _with_rope(model, config)
-
-
-def _with_rope(model: ModelTable, config: Config) -> ModelTable:
-    """Return the model with its rotary frequencies, as either generation of config.json writes them."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = _real(rope, "rope_theta", _real(config, "rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if share != 1.0:
-        raise UserError(f"rotary positions on a share of each head (partial_rotary_factor {share})")
-    model = replace(model, rope_theta=theta)
-    if kind == "default":
-        return model
-    if kind == "linear":
-        return replace(model, rope_scaling="linear", rope_factor=_real(rope, "factor"))
-    if kind == "llama3":
-        return replace(
-            model,
-            rope_scaling="llama3",
-            rope_factor=_real(rope, "factor"),
-            rope_low_factor=_real(rope, "low_freq_factor"),
-            rope_high_factor=_real(rope, "high_freq_factor"),
-            rope_original_length=_number(rope, "original_max_position_embeddings"),
-        )
-    raise UserError(f"rope_scaling of type {shown(kind)}, known are linear and llama3")
-
-
-def _qwen2(config: Config) -> ModelTable:
-    return replace(_llama_like({**config, "attention_bias": False, "mlp_bias": False}), qkv_bias=True)
-
-
-def _qwen3(config: Config) -> ModelTable:
-    return replace(_llama_like({"head_dim": 128, **config}), qk_norm=True)
-
-
-def _mixtral(config: Config) -> ModelTable:
-    experts, per_token = _number(config, "num_local_experts"), _number(config, "num_experts_per_tok")
-    return replace(_llama_like(config), num_experts=experts, experts_per_token=per_token)
-
-
-def _gpt2(config: Config) -> ModelTable:
-    heads, hidden = _number(config, "n_head"), _number(config, "n_embd")
-    _refuse_unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
-    _refuse_unless(config, "scale_attn_weights", True)
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        _refuse_unless(config, name, False)
-    return ModelTable(
-        num_layers=_number(config, "n_layer"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=hidden // heads,
-        ffn_hidden_size=_number(config, "n_inner", 4 * hidden),
-        vocab_size=_number(config, "vocab_size"),
-        norm_eps=_real(config, "layer_norm_epsilon", 1e-5),
-        norm="layernorm",
-        position="learned",
-        num_positions=_number(config, "n_positions"),
-        activation="gelu",
-        bias=True,
-        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
-    )
-
-
-def _number(config: Config, name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
-        raise UserError(f"{name} must be a whole number above 0, got {shown(value)}")
-    return value
-
-
-def _real(config: Config, name: str, default: float | None = None) -> float:
-    value = config.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-        raise UserError(f"{name} must be a number above 0, got {shown(value)}")
-    return float(value)
-
-
-def _refuse_unless(config: Config, name: str, *allowed: object) -> None:
-    if name in config and config[name] not in allowed:
-        raise UserError(f"{name} {shown(config[name])}, which the model has not: known is {allowed[0]!r}")
-
-
-# --- model to config.json, for a run that was not imported
-
-
-def _llama_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default" if model.rope_scaling == "none" else model.rope_scaling}
-    if model.rope_scaling != "none":
-        rope["factor"] = model.rope_factor
-    if model.rope_scaling == "llama3":
-        rope |= {"low_freq_factor": model.rope_low_factor, "high_freq_factor": model.rope_high_factor,
-                 "original_max_position_embeddings": model.rope_original_length}  # fmt: skip
-    return {
-        "hidden_act": "silu",
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": max_positions,
-        "num_attention_heads": model.num_heads,
-        "num_hidden_layers": model.num_layers,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_size,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None if model.rope_scaling == "none" else rope,
-        "tie_word_embeddings": model.tie_embeddings,
-        "vocab_size": model.vocab_size,
-    }
-
-
-def _gpt2_config(model: ModelTable, _: int) -> dict[str, Any]:
-    return {
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": model.norm_eps,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_heads,
-        "n_inner": model.ffn_hidden_size,
-        "n_layer": model.num_layers,
-        "n_positions": model.num_positions,
-        "tie_word_embeddings": model.tie_embeddings,
-        "vocab_size": model.vocab_size,
-    }
-
-
-def _biased(model: ModelTable, max_positions: int) -> dict[str, Any]:
-    return _llama_config(model, max_positions) | {"attention_bias": model.bias, "mlp_bias": model.bias}
-
-
-def _mixtral_config(model: ModelTable, max_positions: int) -> dict[str, Any]:
-    experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
-    return _llama_config(model, max_positions) | experts
+            turned = self.is_turned and len(shape) == 2 and (".attn." in name or ".mlp." in name)
+            yield Row(name, foreign, shape, placement, is_transposed=turned, first=first)
 
 
 _LLAMA = {
@@ -232,6 +71,15 @@ _MIXTRAL = _LLAMA | {
     "mlp.experts.up": "layers.{}.block_sparse_moe.experts.{}.w3",
     "mlp.experts.down": "layers.{}.block_sparse_moe.experts.{}.w2",
 }
+_PHI3 = _LLAMA | {
+    **{f"attn.{name}": "layers.{}.self_attn.qkv_proj" for name in "qkv"},
+    **{f"mlp.{name}": "layers.{}.mlp.gate_up_proj" for name in ("gate", "up")},
+}
+_BOTH_NORMS = _LLAMA | {
+    "post_norm1": "layers.{}.post_attention_layernorm",
+    "norm2": "layers.{}.pre_feedforward_layernorm",
+    "post_norm2": "layers.{}.post_feedforward_layernorm",
+}
 _GPT2 = {
     "embed": "wte",
     "pos": "wpe",
@@ -245,16 +93,22 @@ _GPT2 = {
     "mlp.down": "h.{}.mlp.c_proj",
 }
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
-_INVERSE = (".rotary_emb.inv_freq",)
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM", "model.", _llama_like, _biased, _LLAMA, _INVERSE),
-        Family("mistral", "MistralForCausalLM", "model.", _llama_like, _llama_config, _LLAMA, _INVERSE),
-        Family("mixtral", "MixtralForCausalLM", "model.", _mixtral, _mixtral_config, _MIXTRAL, _INVERSE),
-        Family("qwen2", "Qwen2ForCausalLM", "model.", _qwen2, _llama_config, _LLAMA, _INVERSE),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", _qwen3, _llama_config, _LLAMA, _INVERSE),
-        Family("gpt2", "GPT2LMHeadModel", "transformer.", _gpt2, _gpt2_config, _GPT2, _BUFFERS),
+        Family("llama", "LlamaForCausalLM", "model.", reader.llama, _LLAMA, writer.biased_config),
+        Family("mistral", "MistralForCausalLM", "model.", reader.mistral, _LLAMA, writer.mistral_config),
+        Family("mixtral", "MixtralForCausalLM", "model.", reader.mixtral, _MIXTRAL, writer.mixtral_config),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", reader.qwen2, _LLAMA, writer.qwen_config),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", reader.qwen3, _LLAMA, writer.qwen_config),
+        Family("phi3", "Phi3ForCausalLM", "model.", reader.phi3, _PHI3),
+        Family("olmo2", "Olmo2ForCausalLM", "model.", reader.olmo2, _BOTH_NORMS),
+        Family("gemma", "GemmaForCausalLM", "model.", reader.gemma, _LLAMA),
+        Family("gemma2", "Gemma2ForCausalLM", "model.", reader.gemma2, _BOTH_NORMS),
+        Family("gemma3_text", "Gemma3ForCausalLM", "model.", reader.gemma3, _BOTH_NORMS),
+        Family(
+            "gpt2", "GPT2LMHeadModel", "transformer.", reader.gpt2, _GPT2, writer.gpt2_config, _BUFFERS, is_turned=True
+        ),
     )
 }
 
@@ -273,10 +127,10 @@ def family_of(config: Config) -> Family:
 
 def family_for(model: ModelTable) -> Family:
     """Return the family that a run's model is of; UserError if no family has such a model."""
-    for name in ("gpt2", "llama", "mixtral", "qwen2", "qwen3"):
+    for name in ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"):
         family = FAMILIES[name]
         try:
-            if family.model({"model_type": name, **family.config(model, 1)}) == model:
+            if family.config and family.model({"model_type": name, **family.config(model, 1)}) == model:
                 return family
         except UserError:
             continue

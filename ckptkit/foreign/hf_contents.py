@@ -6,6 +6,7 @@ Everything that needs no tensor data is checked: config.json, the index, the hea
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 from ckptkit.foreign.families import Family, family_of
@@ -21,31 +22,30 @@ CARRIED = (  # files beside the weights that a run keeps as they are, each a ten
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 BLOCK_BYTES = 16 << 20  # of tensors that are compared
+SEQ_LENGTH = 1024  # of an evaluation that says nothing else, or the model's own if that is shorter
 MAX_FILE_BYTES, MAX_JSON_BYTES, MAX_FILES = 256 << 20, 64 << 20, 10_000
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds: the family and the model that its config.json names, its tensors and other files.
+    """What a folder holds: its tensors and where they go, its files with their sizes, what a run records of it."""
 
-    `prefix` begins the names of tensors: GPT-2's are known with and without one.
-    """
-
-    family: Family
-    model: ModelTable
-    config: Mapping[str, Any]
-    prefix: str
     rows: tuple[Row, ...]
     tensors: Mapping[str, ForeignTensor]
     weights: Mapping[str, int]
     files: Mapping[str, int]
+    num_layers: int
+    metadata: Mapping[str, Any]
 
 
 def read_contents(storage: Storage) -> Contents:
-    """Return what a folder holds, checked."""
+    """Return what a folder of a known family holds, checked.
+
+    GPT-2's names are known with and without their prefix.
+    """
     config = read_json(storage, CONFIG)
-    family, model = model_of(config, f"{storage.url}/{CONFIG}")
+    family, model = model_of(config, f"{storage.url}/{CONFIG}", hint=by_own_names(storage))
     tensors, weights = _tensors(storage)
     if max(model.num_layers, model.num_experts) > len(tensors):
         said = f"{model.num_layers:,} layers" + (f" of {model.num_experts:,} experts" if model.num_experts else "")
@@ -59,16 +59,27 @@ def read_contents(storage: Storage) -> Contents:
         text = f"{storage.url} does not hold the model of its {CONFIG}:{listed(faults)}"
         raise UserError(text, hint="fetch the folder again, with all its files")
     _compare_tied(storage, rows, tensors)
-    return Contents(family, model, config, prefix, rows, tensors, weights, carried(storage))
+    positions = int(config.get("max_position_embeddings") or model.num_positions or SEQ_LENGTH)
+    seq_length = min(positions, model.attention_window or positions, SEQ_LENGTH)
+    metadata = {
+        "config": {"model": model.to_json(), "train": {"seq_length": seq_length}},
+        "hugging_face": {"model_type": family.model_type, "prefix": prefix},
+    }
+    return Contents(rows, tensors, weights, carried(storage), model.num_layers, metadata)
 
 
-def model_of(config: Mapping[str, Any], where: str) -> tuple[Family, ModelTable]:
+def by_own_names(storage: Storage) -> str:
+    """Return the command that takes a folder whatever its family."""
+    return f"take its tensors by their own names: ckptkit import {quote(storage.url)} RUN --family generic"
+
+
+def model_of(config: Mapping[str, Any], where: str, *, hint: str | None = None) -> tuple[Family, ModelTable]:
     """Return the family and the model that a config.json names; UserError if they are not known or cannot be held."""
     try:
         family = family_of(config)
         return family, family.model(config)
     except UserError as error:
-        raise UserError(f"{where}: {error.message}", hint=error.hint) from None
+        raise UserError(f"{where}: {error.message}", hint=error.hint or hint) from None
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{where} cannot be used: {error}") from None
 
@@ -146,7 +157,12 @@ def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]
         has = f" but {other}, which is not read" if other else ""
         hint = "save it as safetensors: model.save_pretrained(FOLDER)" if other else None
         raise CheckFailed(f"{storage.url} has no {WEIGHTS} and no {INDEX}{has}", hint=hint)
-    places, where = read_places(storage), f"{storage.url}/{INDEX}"
+    return indexed(storage, INDEX)
+
+
+def indexed(storage: Storage, index: str) -> tuple[dict[str, ForeignTensor], dict[str, int]]:
+    """Return the tensors of the files that an index names, and the size of each file."""
+    places, where = read_places(storage, index), f"{storage.url}/{index}"
     files = sorted(set(places.values()))
     found: dict[str, ForeignTensor] = {}
     sizes = {}
@@ -160,9 +176,9 @@ def _tensors(storage: Storage) -> tuple[dict[str, ForeignTensor], dict[str, int]
     return found, sizes
 
 
-def read_places(storage: Storage) -> dict[str, str]:
+def read_places(storage: Storage, index: str = INDEX) -> dict[str, str]:
     """Return the file of each tensor, as the index says; CheckFailed if it is not sound."""
-    places, where = read_json(storage, INDEX).get("weight_map"), f"{storage.url}/{INDEX}"
+    places, where = read_json(storage, index).get("weight_map"), f"{storage.url}/{index}"
     if not isinstance(places, dict) or not all(_is_weights(file) for file in places.values()):
         raise CheckFailed(f"{where} has no sound weight_map from tensors to .safetensors files beside it")
     if (num_files := len(set(places.values()))) > MAX_FILES:

@@ -16,8 +16,6 @@ from ckptkit.model.placement import Placement
 from ckptkit.model.tensor import TensorInfo
 from ckptkit.runs.run import Run
 
-SEQ_LENGTH = 1024  # of an evaluation that says nothing else, or the model's own if that is shorter
-
 
 class HfFolder(ForeignFolder):
     """One model folder, with the methods of a Run that holds one step, 0; nothing is read before the first of them."""
@@ -38,13 +36,8 @@ class HfFolder(ForeignFolder):
         contents = self.contents
         infos = [_info(row, contents) for row in contents.rows if not row.expert]
         infos += [TensorInfo(FILES + name, "U8", (size,), Placement("first")) for name, size in contents.files.items()]
-        positions = int(contents.config.get("max_position_embeddings") or contents.model.num_positions or SEQ_LENGTH)
-        metadata = {
-            "config": {"model": contents.model.to_json(), "train": {"seq_length": min(positions, SEQ_LENGTH)}},
-            "hugging_face": {"model_type": contents.family.model_type, "prefix": contents.prefix},
-        }
         tensors = {info.name: info for info in infos}
-        return Root(step, self.attempt, ParallelLayout(), contents.model.num_layers, tensors, (), metadata)
+        return Root(step, self.attempt, ParallelLayout(), contents.num_layers, tensors, (), dict(contents.metadata))
 
     @property
     def files(self) -> Collection[str]:

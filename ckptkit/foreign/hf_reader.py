@@ -1,5 +1,6 @@
 """HfReader: a model folder open for planned reads. What it holds with its dims in the other order is turned."""
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -52,7 +53,8 @@ class HfReader(FolderReader):
             self._turned.append(row)
             return len(self._names) + len(self._turned) - 1, 0
         tensor = self._tensors[row.foreign]
-        return self._names.index(tensor.file), tensor.offset + row.first * ITEMSIZE[tensor.dtype]
+        before = row.first * math.prod(row.shape[1:])
+        return self._names.index(tensor.file), tensor.offset + before * ITEMSIZE[tensor.dtype]
 
     def ordered(self, number: int) -> Bytes:
         """Return the bytes of a turned tensor."""

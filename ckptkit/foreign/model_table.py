@@ -1,19 +1,25 @@
 """The shape of a Hugging Face model in the trainer's words, and the tensors that a run has of it. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ckptkit.model.box import Box
 from ckptkit.model.placement import Cut, Placement
 
 ROUND_VOCAB_TO = 128  # as the trainer's default
-EXPERT_KEYS = ("num_experts", "experts_per_token")
+BEYOND_KEYS = (  # of a model that the trainer does not train
+    "num_experts", "experts_per_token", "attention_bias", "mlp_bias", "norms", "wide_qk_norm", "beyond",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """The shape of a model in the trainer's words: the fields are keys of its `[model]` table."""
+    """The shape of a model in the trainer's words: the fields are keys of its `[model]` table, or BEYOND_KEYS.
+
+    `norms` are before, after or on both sides of attention and MLP. `attention_bias` and `mlp_bias` are biases of one
+    of the two alone. `beyond` are phrases of what else has no place in a `[model]` table.
+    """
 
     num_layers: int
     hidden_size: int
@@ -37,21 +43,29 @@ class ModelTable:
     rope_low_factor: float = 1.0
     rope_high_factor: float = 4.0
     rope_original_length: int = 8192
+    attention_window: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norms: str = "before"
+    wide_qk_norm: bool = False
+    beyond: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keys of a `[model]` table; those of experts only if there are some."""
-        return {key: value for key, value in asdict(self).items() if self.num_experts or key not in EXPERT_KEYS}
+        """Return the keys of a `[model]` table; BEYOND_KEYS only if they say something."""
+        values = asdict(self) | {"beyond": list(self.beyond)}
+        silent = {field.name for field in fields(self) if getattr(self, field.name) == field.default}
+        return {key: value for key, value in values.items() if key not in BEYOND_KEYS or key not in silent}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One tensor of the run and its place in a folder, where its name is `foreign`.
 
-    If `is_transposed` the folder has it with its dims in the other order. `first` is its first element along the last
-    dim of a tensor there that holds several of the run's: q, k and v of GPT-2. With an `expert` the tensor there is
-    that one of the run's first dim.
+    If `is_transposed` the folder has it with its dims in the other order. `first` is where its first dim begins in a
+    tensor there that holds several of the run's one after the other, as q, k and v. With an `expert` the tensor there
+    is that one of the run's first dim.
     """
 
     name: str
@@ -99,16 +113,20 @@ def _layer(model: ModelTable, layer: int) -> Iterator[tuple[str, tuple[int, ...]
     q_size, kv_size = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     whole, column, row = Placement(layer), Placement(layer, (Cut(0),)), Placement(layer, (Cut(1),))
     kv_heads = Placement(layer, (Cut(0, max_parts=model.num_kv_heads),))
-    yield from _norm(model, "norm1", hidden, whole)
+    if model.norms != "after":
+        yield from _norm(model, "norm1", hidden, whole)
     for name, size, placement in (("q", q_size, column), ("k", kv_size, kv_heads), ("v", kv_size, kv_heads)):
         yield f"attn.{name}.weight", (size, hidden), placement
-        if model.bias or model.qkv_bias:
+        if model.bias or model.qkv_bias or model.attention_bias:
             yield f"attn.{name}.bias", (size,), placement
+        if model.wide_qk_norm and name != "v":
+            yield from _norm(model, f"attn.{name}_norm", size, placement)
     for name in ("attn.q_norm", "attn.k_norm") if model.qk_norm else ():
         yield from _norm(model, name, model.head_size, whole)
+    for name in ("norm2",) * (model.norms != "after") + ("post_norm1", "post_norm2") * (model.norms != "before"):
+        yield from _norm(model, name, hidden, whole)
     linears = [("attn.out", (hidden, q_size), row, whole)]
     if model.num_experts:
-        yield from _norm(model, "norm2", hidden, whole)
         yield "attn.out.weight", (hidden, q_size), row
         yield "mlp.router.weight", (model.num_experts, hidden), whole
         for name, shape, dim in (("gate", (ffn, hidden), 1), ("up", (ffn, hidden), 1), ("down", (hidden, ffn), 2)):
@@ -117,10 +135,9 @@ def _layer(model: ModelTable, layer: int) -> Iterator[tuple[str, tuple[int, ...]
         return
     linears += [("mlp.gate", (ffn, hidden), column, column)] * (model.activation == "swiglu")
     linears += [("mlp.up", (ffn, hidden), column, column), ("mlp.down", (hidden, ffn), row, whole)]
-    yield from _norm(model, "norm2", hidden, whole)
     for name, shape, weight, bias in linears:
         yield f"{name}.weight", shape, weight
-        if model.bias:
+        if model.bias or (model.attention_bias if name == "attn.out" else model.mlp_bias):
             yield f"{name}.bias", shape[:1], bias
 
 

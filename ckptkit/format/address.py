@@ -9,7 +9,8 @@ from ckptkit.format.keys import parse_step_folder, step_folder, step_like
 from threefold.errors import UserError
 from threefold.storage import Storage, open_storage
 
-FOREIGN = ("hf", "dcp", "torch_dist", "torch_checkpointing", "ucp", "tensorstore")  # what their addresses begin with
+# what addresses of other programs' folders begin with
+FOREIGN = ("hf", "safetensors", "dcp", "torch_dist", "torch_checkpointing", "ucp", "tensorstore")
 
 
 def foreign_kind(url: str) -> str | None:

@@ -83,17 +83,19 @@ class _Blocks(FileBlocks):
 
     def _load_part(self, tensor: Outgoing, first: int, last: int, buffer: Bytes) -> None:
         """Fill a buffer with bytes [first, last) of a tensor."""
-        if tensor.is_plain:
-            itemsize = ITEMSIZE[tensor.dtype]
-            start, stop = (tensor.first + at // itemsize for at in (first, last))
-            self._fill(tensor.sources[0][1], start, stop, tensor.dtype, buffer)
+        if not tensor.is_turned:
+            at, itemsize = 0, ITEMSIZE[tensor.dtype]
+            for info, start, stop in tensor.spans(first // itemsize, last // itemsize):
+                size = (stop - start) * itemsize
+                self._fill(info, start, stop, tensor.dtype, buffer[at : at + size])
+                at += size
             return
         if self._made[0] != tensor.name:
             self._made = tensor.name, self._whole(tensor)
         buffer[:] = self._made[1][first:last]
 
     def _whole(self, tensor: Outgoing) -> Bytes:
-        """Return all bytes of a tensor that is made of several, or has its dims in the other order."""
+        """Return all bytes of a tensor that has its dims in the other order, made of one or several of the run's."""
         made = np.empty(tensor.shape, f"u{ITEMSIZE[tensor.dtype]}")
         for row, info in tensor.sources:
             values = np.empty(info.numel, made.dtype)

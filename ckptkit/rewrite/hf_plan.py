@@ -3,7 +3,7 @@
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
@@ -12,15 +12,16 @@ import numpy as np
 
 from ckptkit.check.slabs import fill
 from ckptkit.foreign.families import Family, family_for
-from ckptkit.foreign.hf_contents import CONFIG, FILES, INDEX, WEIGHTS, carried, model_of, read_json
+from ckptkit.foreign.hf_contents import CONFIG, FILES, carried, model_of, read_json
 from ckptkit.foreign.model_table import ModelTable, Row
+from ckptkit.foreign.safetensors_folder import INDEX_SUFFIX, METADATA, SUFFIX
 from ckptkit.format.root import Root
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from threefold.errors import UserError, listed
 from threefold.storage import Storage
 
-MASTER = "optim.master/"
+MASTER, STEM = "optim.master/", "model"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -39,14 +40,23 @@ class Outgoing:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether its bytes are those of one tensor of the run, or one after the other among them."""
-        return len(self.sources) == 1 and not self.sources[0][0].is_transposed
+    def is_turned(self) -> bool:
+        """Whether the folder has it with its dims in the other order."""
+        return self.sources[0][0].is_transposed
 
-    @property
-    def first(self) -> int:
-        """Where its elements begin in the run's tensor, if it is plain."""
-        return (self.sources[0][0].expert or 0) * math.prod(self.shape)
+    def spans(self, start: int, stop: int) -> Iterator[tuple[TensorInfo, int, int]]:
+        """Yield which elements of which tensors of the run its elements [start, stop) are, if it is not turned.
+
+        Of q with 32 elements and k with 16 the elements [30, 40) are q's [30, 32) and k's [0, 8).
+        """
+        at = 0
+        for row, info in self.sources:
+            size = math.prod(row.box.shape)
+            before = (row.expert or 0) * size - at
+            first, last = max(start, at), min(stop, at + size)
+            if first < last:
+                yield info, first + before, last + before
+            at += size
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,8 @@ def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: i
     without both gets a config.json made of what the trainer recorded.
     """
     root, files = source.root, _files(source, like)
+    if METADATA in root.metadata:
+        return _export_of_own_names(root, files, max_shard_bytes, dtype)
     recorded = recorded_model(root)
     if CONFIG in files:
         where = f"{source.url if like is None else like.url}: {CONFIG}"
@@ -111,13 +123,35 @@ def export_of(source: CheckpointReader, like: Storage | None, max_shard_bytes: i
     tensors = outgoing(family.rows(model, str(prefix)), root, source.url, dtype)
     if CONFIG not in files:
         files[CONFIG] = _config(family, model, root, tensors[0].dtype)
-    elif dtype is not None:
+    return _laid_out(tensors, files, max_shard_bytes, dtype)
+
+
+def _export_of_own_names(root: Root, files: dict[str, bytes], max_shard_bytes: int, dtype: str | None) -> Export:
+    """Return a step whose tensors have the names that a folder had them under; other numbers than floats stay."""
+    tensors = [
+        Outgoing(
+            info.name,
+            dtype if dtype and info.dtype in DTYPES else info.dtype,
+            info.shape,
+            ((Row(info.name, info.name, info.shape, info.placement), info),),
+        )
+        for info in root.tensors.values()
+        if not info.name.startswith(FILES)
+    ]
+    return _laid_out(tensors, files, max_shard_bytes, dtype, str(root.metadata[METADATA].get("stem", STEM)))
+
+
+def _laid_out(
+    tensors: Sequence[Outgoing], files: dict[str, bytes], max_shard_bytes: int, dtype: str | None, stem: str = STEM
+) -> Export:
+    """Return tensors in shards, and the files beside them, whose config.json says to which dtype they were rounded."""
+    if dtype is not None and CONFIG in files:
         config = _parsed(files[CONFIG], CONFIG)
         names = [name for name in ("torch_dtype", "dtype") if name in config] or ["torch_dtype"]
         files[CONFIG] = _json(config | dict.fromkeys(names, DTYPES[dtype]))
-    shards = shards_of(tensors, max_shard_bytes)
+    shards = shards_of(tensors, max_shard_bytes, stem)
     if len(shards) > 1:
-        files[INDEX] = index_of(shards)
+        files[stem + INDEX_SUFFIX] = index_of(shards)
     return Export(shards, files)
 
 
@@ -144,8 +178,8 @@ def outgoing(rows: Iterable[Row], root: Root, url: str, dtype: str | None) -> li
     return found
 
 
-def shards_of(tensors: Sequence[Outgoing], max_bytes: int) -> tuple[Shard, ...]:
-    """Return tensors in files of at most so many bytes of them, or of one larger tensor."""
+def shards_of(tensors: Sequence[Outgoing], max_bytes: int, stem: str = STEM) -> tuple[Shard, ...]:
+    """Return tensors in files of at most so many bytes of them, or of one larger tensor; `stem` begins their names."""
     groups: list[list[Outgoing]] = []
     room = 0
     for tensor in tensors:
@@ -155,7 +189,7 @@ def shards_of(tensors: Sequence[Outgoing], max_bytes: int) -> tuple[Shard, ...]:
         groups[-1].append(tensor)
         room -= tensor.size_bytes
     count = len(groups)
-    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
+    names = [f"{stem}-{n:05d}-of-{count:05d}{SUFFIX}" for n in range(1, count + 1)] if count > 1 else [stem + SUFFIX]
     return tuple(_shard(name, group) for name, group in zip(names, groups, strict=True))
 
 
@@ -186,6 +220,7 @@ def recorded_model(root: Root) -> ModelTable | None:
             unused += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
         if not is_rope or values.get("rope_scaling", "none") == "none":
             unused.append("rope_factor")
+        values["beyond"] = tuple(values.get("beyond", ()))
         return ModelTable(**{name: value for name, value in values.items() if name not in unused})
     except (KeyError, TypeError, ZeroDivisionError):
         return None
@@ -234,6 +269,7 @@ def _parsed(text: bytes, where: str) -> dict[str, Any]:
 def _config(family: Family, model: ModelTable, root: Root, dtype: str) -> bytes:
     recorded = root.metadata.get("seq_length") or root.metadata.get("config", {}).get("train", {}).get("seq_length")
     head = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": DTYPES[dtype]}
+    assert family.config is not None, "family_for returns a family that has it"
     return _json(head | family.config(model, int(recorded or 1)))
 
 

@@ -40,6 +40,10 @@ def model_faults(config: Config) -> list[Fault]:
         low, high = model.rope_low_factor, model.rope_high_factor
         text = f"model.rope_high_factor {high:g} is not above model.rope_low_factor {low:g}"
         faults.append(({"model.rope_high_factor", "model.rope_low_factor", "model.rope_scaling"}, text))
+    if 0 < model.attention_window < longest_row(config):
+        text = f"model.attention_window {model.attention_window} is less than rows of {longest_row(config)} tokens"
+        text += ", and sliding windows are not computed: a shorter train.seq_length"
+        faults.append(({"model.attention_window", "train.seq_length"}, text))
     if heads % sizes["model.num_kv_heads"]:
         text = f"model.num_heads {heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}"
         faults.append(({"model.num_heads", "model.num_kv_heads"}, text))

@@ -32,6 +32,12 @@ class ModelConfig:
     rope_low_factor: float = option(1.0, "llama3 divides frequencies of fewer turns than this in full", above=0)
     rope_high_factor: float = option(4.0, "llama3 leaves frequencies of more turns than this as they are", above=0)
     rope_original_length: int = option(8192, "tokens that llama3 counts the turns of a frequency in", minimum=1)
+    attention_window: int = option(
+        0,
+        "sliding window of a loaded model's attention: rows may be no longer; 0 means none",
+        minimum=0,
+        keeps_bits=True,
+    )
     activation: Literal["swiglu", "gelu"] = option("swiglu", "the MLP's nonlinearity")
     bias: bool = option(False, "biases in linear layers and norms")
     qkv_bias: bool = option(False, "biases of queries, keys and values alone")

@@ -82,10 +82,7 @@ def config_from(
     tables: Mapping[str, Any], overrides: Settings | None = None, *, source: str, world_size: int | None = 1
 ) -> Config:
     """Return the checked configuration from nested tables; see load_config."""
-    model = tables.get("model")
-    if isinstance(model, Mapping) and model.get("num_experts"):
-        text = f"{source}: the model has {model['num_experts']} experts, which the trainer cannot train yet"
-        raise UserError(text, hint="take a dense model; ckptkit imports, reshards and exports this one")
+    refuse_beyond(tables.get("model"), source)
     found: list[Fault] = []
     config = walk(Config, merge(tables, overrides or {}), found)
     if world_size is None:
@@ -94,6 +91,18 @@ def config_from(
     found += [fault for fault in cross_faults(config, world_size) if not implied(fault, faulty)]
     raise_faults(source, found, hint=HINT)
     return resolve(config, world_size)
+
+
+def refuse_beyond(model: Any, source: str) -> None:
+    """Raise UserError if an imported model has parts that the trainer cannot train."""
+    if not isinstance(model, Mapping):
+        return
+    experts, beyond = model.get("num_experts"), model.get("beyond", ())
+    parts = [f"{experts} experts"] if experts else []
+    parts += map(str, beyond if isinstance(beyond, list | tuple) else [beyond])
+    if parts:
+        text = f"{source}: the model has what the trainer cannot train yet: {', '.join(parts)}"
+        raise UserError(text, hint="take a model without; ckptkit imports, reshards and exports this one")
 
 
 def implied(fault: Fault, faulty: set[str]) -> bool:

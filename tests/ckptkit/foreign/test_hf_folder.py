@@ -1,6 +1,7 @@
 """Hugging Face folders: their tensors under the trainer's names and placements, and what is refused in one sentence."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 from ckptkit.foreign.hf_folder import HfFolder
 from ckptkit.foreign.hf_reader import HfReader
-from ckptkit.foreign.model_table import EXPERT_KEYS, ModelTable
+from ckptkit.foreign.model_table import BEYOND_KEYS, ModelTable
 from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.layout import Coords, ParallelLayout
-from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, MODEL_TYPES, write_folder
+from tests.ckptkit.support.hf_folders import EXPERTS, HIDDEN, write_folder
 from threefold.errors import CheckFailed, UserError
 
 
@@ -43,7 +44,10 @@ def test_boxes_of_plain_fused_and_turned_tensors(tmp_path: Path) -> None:
         assert (down == tensors["transformer.h.0.mlp.c_proj.weight"].T).all()
 
 
-@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES.keys() - {"mixtral"}))
+TRAINED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("model_type", TRAINED)
 def test_names_shapes_and_placements_are_the_trainers(tmp_path: Path, model_type: str) -> None:
     from trainer.config.walk import config_from
     from trainer.model.table import parameter_table
@@ -53,7 +57,7 @@ def test_names_shapes_and_placements_are_the_trainers(tmp_path: Path, model_type
     config = config_from(root.metadata["config"], source="the folder")
     found = {name: (info.shape, info.placement) for name, info in root.tensors.items() if "/" not in name}
     assert found == {name: (row.shape, row.placement) for name, row in parameter_table(config).items()}
-    assert root.metadata["config"]["model"].keys() == ModelTable.__dataclass_fields__.keys() - set(EXPERT_KEYS)
+    assert root.metadata["config"]["model"].keys() == ModelTable.__dataclass_fields__.keys() - set(BEYOND_KEYS)
 
 
 def test_experts_are_one_tensor_cut_by_ep_and_tp_and_the_trainer_refuses_them(tmp_path: Path) -> None:
@@ -69,7 +73,7 @@ def test_experts_are_one_tensor_cut_by_ep_and_tp_and_the_trainer_refuses_them(tm
         box = info.placement.local_box(info.name, info.shape, ParallelLayout(tp=2, ep=4, dp=4), Coords(tp=1, dp=3))
         assert box == Box((9, 0, 24), (3, HIDDEN, 24))
     (tmp_path / "run.toml").write_text(f"[checkpoint]\nload = 'hf:{tmp_path}/model'\n")
-    with pytest.raises(UserError, match="the model has 12 experts, which the trainer cannot train yet"):
+    with pytest.raises(UserError, match="the model has what the trainer cannot train yet: 12 experts"):
         load_config(str(tmp_path / "run.toml"))
 
 
@@ -98,21 +102,13 @@ def test_names_without_the_prefix_and_buffers_are_known(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mistral", {"sliding_window": 4096}, r"sliding windows of attention \(4096\)"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, r"sliding windows of attention \(32\)"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"sliding windows .*sliding_attention"),
     ("llama", {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}, "model_type 'qwen2_moe'"),
-    ("mixtral", {"sliding_window": 4096}, r"sliding windows of attention \(4096\)"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type 'yarn', known are"),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "type 'dynamic'"),
-    ("llama", {"partial_rotary_factor": 0.5}, "rotary positions on a share of each head"),
-    ("llama", {"attention_bias": True}, "biases in attention or in the MLP alone"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', which the model has not"),
+    ("llama", {"attention_bias": True}, r"attn.o_proj.bias: missing"),
     ("llama", {"hidden_size": "wide"}, "hidden_size must be a whole number above 0, got 'wide'"),
     ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ("gpt2", {"add_cross_attention": True}, "attention to another model's states"),
+    ("gemma3_text", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
     ("llama", {"num_hidden_layers": 3}, r"does not hold the model(.|\n)*layers.2.input_layernorm.weight: missing"),
     ("llama", {"num_hidden_layers": 10**12}, r"1,000,000,000,000 layers, and \d+ tensors"),
     ("llama", {"intermediate_size": 64}, r"mlp.gate_proj.weight: \[48, 32\], wanted \[64, 32\]"),
@@ -131,6 +127,95 @@ def test_what_the_model_cannot_hold_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         HfFolder(str(folder)).resolve()
     assert str(folder) in caught.value.message
+
+
+BEYOND: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling of type 'yarn' (known are linear",
+    ),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "type 'dynamic'"),
+    ("phi3", {"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_scaling of type 'longrope'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "rotary positions on a share of each head (partial_rotary_factor 0.5)"),
+    ("llama", {"attention_bias": True}, "biases in attention alone"),
+    ("llama", {"mlp_bias": True}, "biases in the MLP alone"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("qwen3", {"layer_types": ["chunked_attention", "full_attention"]}, "layers of 'chunked_attention'"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ("olmo2", {}, "norms behind attention and MLP, norms of queries and keys over all heads"),
+    ("gemma", {}, "hidden_activation 'gelu_pytorch_tanh', norms by 1 + weight, embeddings times"),
+    (
+        "gemma2",
+        {},
+        "a soft cap of attention's scores (50.0), a soft cap of logits (30.0), queries divided by the square",
+    ),
+    (
+        "gemma2",
+        {"final_logit_softcapping": None, "query_pre_attn_scalar": 16},
+        "a soft cap of attention's scores (50.0)",
+    ),
+    ("gemma3_text", {"rope_parameters": None, "rope_theta": 1e6}, "layers that slide with rotary frequencies of their"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "part"), BEYOND)
+def test_what_the_trainer_cannot_train_is_imported_and_refused_there(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], part: str
+) -> None:
+    from trainer.config.walk import load_config
+
+    write_folder(tmp_path / "model", model_type, **changes)
+    assert HfFolder(str(tmp_path / "model")).resolve() == 0
+    (tmp_path / "run.toml").write_text(f"[checkpoint]\nload = 'hf:{tmp_path}/model'\n")
+    with pytest.raises(UserError, match=re.escape(part)) as caught:
+        load_config(str(tmp_path / "run.toml"))
+    assert "the model has what the trainer cannot train yet: " in caught.value.message
+    assert "ckptkit imports, reshards and exports this one" in str(caught.value.hint)
+
+
+WINDOWS: list[tuple[str, dict[str, Any], int]] = [
+    ("mistral", {}, 4096),
+    ("mistral", {"sliding_window": 32}, 32),
+    ("mistral", {"sliding_window": None}, 0),
+    ("phi3", {"sliding_window": 32}, 32),
+    ("llama", {"sliding_window": 32}, 0),
+    ("qwen2", {"sliding_window": 32}, 0),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, 32),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 2}, 0),
+    ("gemma2", {"sliding_window": 32}, 32),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "window"), WINDOWS)
+def test_a_window_is_known_and_rows_beyond_it_are_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], window: int
+) -> None:
+    from trainer.config.walk import load_config
+
+    write_folder(tmp_path / "model", model_type, **changes)
+    recorded = HfFolder(str(tmp_path / "model")).root(0).metadata["config"]
+    assert recorded["model"]["attention_window"] == window
+    assert recorded["train"]["seq_length"] == min(64, window or 64)
+    if window != 32 or model_type == "gemma2":
+        return
+    job = "[checkpoint]\nload = 'hf:{}/model'\n[train]\nseq_length = {}\n"
+    for seq_length in (32, 33):
+        (tmp_path / f"{seq_length}.toml").write_text(job.format(tmp_path, seq_length))
+    assert load_config(str(tmp_path / "32.toml")).model.attention_window == 32
+    with pytest.raises(UserError, match=r"model.attention_window 32 is less than rows of 33 tokens"):
+        load_config(str(tmp_path / "33.toml"))
+
+
+def test_parts_of_fused_rows_are_read_where_they_are(tmp_path: Path) -> None:
+    tensors = {name: each.numpy() for name, each in write_folder(tmp_path / "phi3", "phi3").items()}
+    fused, gate_up = (tensors[f"model.layers.1.{name}_proj.weight"] for name in ("self_attn.qkv", "mlp.gate_up"))
+    with HfFolder(str(tmp_path / "phi3")).open(0) as reader:
+        for name, first, size in (("q", 0, HIDDEN), ("k", HIDDEN, 16), ("v", HIDDEN + 16, 16)):
+            found = read(reader, f"layers.1.attn.{name}.weight", Box((3, 4), (size - 3, 20)))
+            assert (found == fused[first + 3 : first + size, 4:24]).all(), name
+        assert (read(reader, "layers.1.mlp.up.weight", Box((5, 0), (40, HIDDEN))) == gate_up[53:93]).all()
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])

@@ -17,7 +17,15 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
+BOTH_NORMS = ("gemma2", "gemma3_text")
+BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = {"olmo2": BEHIND, **dict.fromkeys(BOTH_NORMS, ("input_layernorm", "pre_feedforward_layernorm", *BEHIND))}
 TOKENIZER = json.dumps(
     {
         "version": "1.0",
@@ -37,10 +45,13 @@ def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
     else:
         config |= {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
                    "num_hidden_layers": 2, "intermediate_size": FFN, "vocab_size": VOCAB, "hidden_act": "silu",
-                   "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "tie_word_embeddings": model_type == "qwen2",
+                   "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+                   "tie_word_embeddings": model_type == "qwen2" or model_type.startswith("gemma"),
                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
-    if model_type == "qwen3":
+    if model_type == "qwen3" or model_type.startswith("gemma"):
         config["head_dim"] = 16
+    if model_type.startswith("gemma"):
+        config["hidden_activation"] = config.pop("hidden_act").replace("silu", "gelu_pytorch_tanh")
     if model_type == "mixtral":
         config |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
     return config | changes
@@ -65,7 +76,8 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
     shapes["model.embed_tokens.weight"] = [vocab, HIDDEN]
     for layer in range(2):
         at = f"model.layers.{layer}"
-        shapes |= {f"{at}.input_layernorm.weight": [HIDDEN], f"{at}.post_attention_layernorm.weight": [HIDDEN]}
+        norms = [*NORMS.get(config["model_type"], ("input_layernorm", "post_attention_layernorm"))]
+        shapes |= {f"{at}.{norm}.weight": [HIDDEN] for norm in norms}
         linears = {"self_attn.q_proj": (q, HIDDEN), "self_attn.k_proj": (kv, HIDDEN), "self_attn.v_proj": (kv, HIDDEN),
                    "self_attn.o_proj": (HIDDEN, q)}  # fmt: skip
         if config["model_type"] == "mixtral":
@@ -75,13 +87,20 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
                 linears |= {f"{expert}.w1": (FFN, HIDDEN), f"{expert}.w2": (HIDDEN, FFN), f"{expert}.w3": (FFN, HIDDEN)}
         else:
             linears |= {"mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN)}
+        if config["model_type"] == "phi3":
+            linears = {"self_attn.qkv_proj": (q + 2 * kv, HIDDEN), "self_attn.o_proj": (HIDDEN, q),
+                       "mlp.gate_up_proj": (2 * FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN)}  # fmt: skip
         shapes |= {f"{at}.{name}.weight": list(shape) for name, shape in linears.items()}
-        biased = [*linears] if config.get("attention_bias") else []
+        biased = [
+            name for name in linears if config.get(f"{name.split('.')[0].replace('self_attn', 'attention')}_bias")
+        ]
         if config["model_type"] == "qwen2":
             biased = [f"self_attn.{name}_proj" for name in "qkv"]
         shapes |= {f"{at}.{name}.bias": [linears[name][0]] for name in biased}
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             shapes |= {f"{at}.self_attn.{name}_norm.weight": [head] for name in "qk"}
+        if config["model_type"] == "olmo2":
+            shapes |= {f"{at}.self_attn.{name}_norm.weight": [size] for name, size in (("q", q), ("k", kv))}
     shapes["model.norm.weight"] = [HIDDEN]
     return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": [vocab, HIDDEN]}
 

@@ -18,6 +18,7 @@ from trainer.config.resolve import resolve, settled
 
 LEAVES = list(leaves(Config))
 KEEPS = {
+    "model": {"attention_window"},
     "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "timeout_s"},
     "optim": {"master"},
     "train": {"train_steps", "gradient_accumulation_steps", "recompute", "eval_interval", "max_time_s", "peak_tflops"},

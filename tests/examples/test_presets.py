@@ -1,0 +1,64 @@
+"""The presets: shapes and rotary frequencies of published models, and a dry run of each on this machine."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.foreign.families import FAMILIES, family_for
+from ckptkit.foreign.model_table import BEYOND_KEYS
+from datakit import write_store
+from trainer.cli import main
+from trainer.config.walk import load_config
+from trainer.model.table import parameter_table
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# config.json of the repositories meta-llama/Meta-Llama-3-8B and Qwen/Qwen3-8B on the Hugging Face hub, what shapes the
+# model in them; parameters as their model cards and the index of the weights (2 bytes each) say.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        "attention_bias": False, "pretraining_tp": 1, "max_position_embeddings": 8192,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False, "vocab_size": 151936,
+        "attention_bias": False, "use_sliding_window": False, "sliding_window": None, "max_position_embeddings": 40960,
+    },
+}  # fmt: skip
+PARAMETERS = {"llama-3-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_shape(name: str) -> None:
+    published = PUBLISHED[name]
+    family = FAMILIES[published["model_type"]]
+    expected, config = family.model(published), load_config(str(EXAMPLES / f"{name}.toml"))
+    wanted = {key: value for key, value in asdict(expected).items() if key not in BEYOND_KEYS}
+    assert {key: value for key, value in asdict(config.model).items() if key in wanted} == wanted
+    assert family_for(expected) is family
+    assert sum(math.prod(row.shape) for row in parameter_table(config).values()) == PARAMETERS[name]
+    assert config.train.seq_length <= published["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_dry_run_counts_a_presets_memory(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(tmp_path / "store", [[1, 2, 0]] * 4000, vocab_size=PUBLISHED[name]["vocab_size"], eod_id=0)
+    words = [
+        "train",
+        str(EXAMPLES / f"{name}.toml"),
+        "--data.stores",
+        str(tmp_path / "store"),
+        "--tp",
+        "8",
+        "--dry-run",
+    ]
+    assert main(words) == 0
+    shown = capsys.readouterr().err
+    assert f"{PARAMETERS[name]:,}" in shown
+    assert "nothing was started or written" in shown
