@@ -16,9 +16,10 @@ from types import FrameType
 
 from threefold.console import log as log
 from threefold.console import report as report
-from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError, is_utf8, quoted
+from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError, is_utf8, listed, quoted
 from threefold.masking import masked_values, printable
 from threefold.packages import explained
+from threefold.rewording import Foreign, Rewording, unknown
 from threefold.version import __version__
 
 SAME_WITHIN_S = 0.3
@@ -33,6 +34,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
         self._given: list[str] = []
         self._filler: Callable[[Parser], None] | None = None
+        self._foreign: tuple[Foreign | None] | None = None
 
     def fill_later(self, filler: "Callable[[Parser], None]") -> None:
         """Let a function add the arguments when the parser is first used."""
@@ -44,25 +46,39 @@ class Parser(argparse.ArgumentParser):
         if filler is not None:
             filler(self)
 
+    def reword(self, foreign: Foreign | None) -> None:
+        """Let flags do without their value, and, if something knows them, be those of other programs."""
+        self._foreign = (foreign,)
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse unknown flags here, in the verb's own parser, which knows what may have been meant."""
         self.fill()
         self._given = list(sys.argv[1:] if args is None else args)
-        parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self._refuse(unknown[0])
-        return parsed, unknown
+        words = None
+        if self._foreign is not None:
+            words = Rewording(self._option_string_actions, *self._foreign)
+            words.read(self._given)
+            self._refuse(words.faults)
+            args = words.arguments
+        parsed, left = super().parse_known_args(args, namespace)
+        flags = [text.partition("=")[0] for text in left if text.startswith("-")]  # what follows one may be its value
+        self._refuse([unknown(flag, self._option_string_actions) for flag in flags or left[:1]])
+        if words is not None:
+            words.put(parsed)
+        return parsed, left
 
     def has(self, flag: str) -> bool:
         """Return whether a flag was added."""
         return flag in self._option_string_actions
 
-    def _refuse(self, argument: str) -> None:
-        flag = argument.partition("=")[0]
-        close = difflib.get_close_matches(flag, self._option_string_actions, 1)
-        self.error(f"unknown argument {flag}" + (f", did you mean {close[0]}?" if close else ""))
+    def _refuse(self, faults: Sequence[str]) -> None:
+        """End with all that is not known of a command line, if there is anything."""
+        if len(faults) == 1:
+            self.error(faults[0])
+        if faults:
+            self.error(f"{len(faults)} arguments that {self.prog} does not have" + listed(faults, most=len(faults)))
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """Refuse a verb or a choice that does not exist, and say which may have been meant."""
@@ -77,9 +93,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> "None":  # type: ignore[override]
         if "are required" in message:  # argparse looks for these first, and a misspelt flag is why they are missing
             given, self._given = self._given, []
-            for argument in itertools.takewhile(lambda text: text != "--", given):
-                if argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions:
-                    self._refuse(argument)
+            flags = (text.partition("=")[0] for text in itertools.takewhile(lambda text: text != "--", given))
+            actions = self._option_string_actions
+            self._refuse([unknown(flag, actions) for flag in flags if flag.startswith("--") and flag not in actions])
         report(UserError(message, hint=f"{self.prog} --help"))
         raise SystemExit(EXIT_USAGE)
 

@@ -7,7 +7,7 @@ for the walker of `threefold.options` to report their faults together with those
 import argparse
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -18,12 +18,39 @@ PREFIX = "settings:"  # argparse destinations of a configuration's flags, apart 
 Settings = Mapping[str, FlagText]  # what was given of a configuration's flags, by dotted name
 
 
-def settings(cls: type, *, hidden: str = "") -> Any:
+class BareAction(argparse.Action):
+    """An argument that may do without its value: `bare` are the values of the flag alone and of its `--no-` form."""
+
+    def __init__(self, *, bare: tuple[str, str], words: Mapping[str, str], **described: Any) -> None:
+        """Take, beside what argparse wants, which word behind the flag is its value, and which value."""
+        super().__init__(**described)
+        self.bare, self.words = bare, words
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Keep the value."""
+        setattr(namespace, self.dest, values)
+
+
+def settings(cls: type, *, hidden: str = "", foreign: Callable[..., Any] | None = None) -> Any:
     """Return a field of a verb's options that gets what is given of a configuration's flags.
 
-    `hidden` says where their help is, for a verb whose own help leaves them out.
+    `hidden` says where their help is, for a verb whose own help leaves them out. `foreign` knows flags of other
+    programs: a `threefold.rewording.Foreign`.
     """
-    return dataclasses.field(default_factory=dict, metadata={"settings": cls, "hidden": hidden})
+    metadata = {"settings": cls, "hidden": hidden, "foreign": foreign}
+    return dataclasses.field(default_factory=dict, metadata=metadata)
+
+
+def foreign_of(cls: type) -> tuple[bool, Callable[..., Any] | None]:
+    """Return whether a verb's options have a configuration's flags, and what knows those of other programs."""
+    found = [field.metadata["foreign"] for field in dataclasses.fields(cls) if "settings" in field.metadata]
+    return bool(found), next(iter(found), None)
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -109,12 +136,14 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool =
         default = ",".join(map(str, leaf.default)) if isinstance(leaf.default, tuple) else leaf.default
         repeats = described.repeats or is_array(leaf.annotation)
         word: dict[str, Any] = {"dest": PREFIX + leaf.name, "default": argparse.SUPPRESS}
+        shown = described.metavar or metavar(leaf.kind, repeats)
+        bare = bare_of(leaf)
         groups[table].add_argument(
             *described.flags,
             leaf.flag,
-            metavar=described.metavar or metavar(leaf.kind, repeats),
-            action="append" if repeats else "store",
+            metavar=f"[{shown}]" if bare else shown,
             help=with_default(described.help, default) if is_shown else argparse.SUPPRESS,
+            **(bare or {"action": "append" if repeats else "store"}),
             **word,
         )
         for flag, value in described.shorthands.items():
@@ -124,6 +153,16 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, is_shown: bool =
             text = f"{leaf.flag} in units of {factor:g}" if is_shown else argparse.SUPPRESS
             kind = partial(scaled, factor=factor)
             groups[table].add_argument(flag, metavar=metavar(leaf.kind, False), type=kind, help=text, **word)
+
+
+def bare_of(leaf: Leaf) -> dict[str, Any]:
+    """Return what makes a BareAction of a flag that may do without its value; nothing for others."""
+    bare = ("true", "false") if leaf.kind is bool else leaf.option.bare
+    if bare is None:
+        return {}
+    choices = typing.get_args(leaf.kind) if typing.get_origin(leaf.kind) is Literal else ()
+    words = {str(choice): str(choice) for choice in choices} | {"true": bare[0], "false": bare[1]}
+    return {"action": BareAction, "bare": bare, "words": words}
 
 
 def scaled(text: str, *, factor: float) -> str:
@@ -158,6 +197,9 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, FlagText]:
     for key, value in vars(arguments).items():
         if key.startswith(PREFIX):
             name = key.removeprefix(PREFIX)
+            if isinstance(value, FlagText):
+                found[name] = value
+                continue
             text, *more = value if isinstance(value, list) else [str(value)]
             found[name] = FlagText(text, "--" + name.replace("_", "-"), tuple(more))
     return found

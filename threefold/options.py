@@ -34,8 +34,9 @@ BOUNDS = (
 class Option:
     """What one field says of itself: its help, its range (`above` and `below` exclude their bound) and its flags.
 
-    `flag` is the flag of the field, where it is not the field's name; `flags` are further spellings, and `shorthands`
-    flags without a value, each with the value it is short for; `scaled` are flags of another unit, each with the number
+    `flag` is the flag of the field, where it is not the field's name; `flags` are further spellings. `bare` are the
+    values of the flag without one and of its `--no-` form, which true and false have anyway. `shorthands` are flags
+    without a value, each with the value it is short for; `scaled` are flags of another unit, each with the number
     that its value is multiplied by. A tuple that `repeats` is given by repeating its flag,
     not by commas, and may be one text in TOML. `parse` reads a text where the type says too little; its ValueError says
     what is wrong. Of the fields that share an `exclusive` name one may be given. With `keeps_bits` a run that goes on
@@ -49,6 +50,7 @@ class Option:
     below: float | None = None
     flag: str = ""
     flags: Sequence[str] = ()
+    bare: tuple[str, str] | None = None
     shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scaled: Mapping[str, float] = dataclasses.field(default_factory=dict)
     repeats: bool = False

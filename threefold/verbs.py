@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from threefold.cli import Parser
-from threefold.flags import add_options, read_options
+from threefold.flags import add_options, foreign_of, read_options
 from threefold.packages import needed_for
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -51,6 +51,9 @@ def _fill(parser: Parser, module: str) -> None:
     verb = importlib.import_module(module)
     parser.description = verb.run.__doc__
     add_options(parser, verb.Options)
+    has_settings, foreign = foreign_of(verb.Options)
+    if has_settings:
+        parser.reword(foreign)
     parser.set_defaults(handler=lambda arguments: verb.run(read_options(verb.Options, arguments)))
 
 

@@ -80,6 +80,7 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
     """Yield what may be resumed, newest first; nothing for a run that starts from nothing.
 
     Of one step the faster tier comes before the slower. `of_nodes` are the steps of a first tier that is each node's.
+    A `load` that is the run itself seeds nothing.
     """
     for url in tiers.urls if tiers else ():
         if (run := Run(url)).named is not None:
@@ -88,7 +89,7 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
     places = steps_of_tiers(tiers, of_nodes).values()
     found: Iterator[Candidate] = heapq.merge(*places, key=lambda each: -each.step)  # of equal ones the first tier's
     first = next(found, None)
-    if first is None and load:
+    if first is None and load and load.rstrip("/") not in (tiers.urls if tiers else ()):
         found = steps_of(load)
         first = next(found, None)
         if first is None:

@@ -9,6 +9,7 @@ from threefold.errors import UserError
 from threefold.flags import Settings, settings
 from threefold.options import argument
 from trainer.config import Config
+from trainer.config.foreign.translate import translated
 from trainer.job.failure import let_first_speak
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class OfCheckpoint:
 
     checkpoint: str = argument("CKPT", "run URL (its newest committed step) or step URL, or hf:FOLDER")
     config: str | None = argument("CONFIG.toml", "default: the run's own, from the checkpoint", None)
-    flags: Settings = settings(Config, hidden=ELSEWHERE)
+    flags: Settings = settings(Config, hidden=ELSEWHERE, foreign=translated)
 
 
 def world_size() -> int:

@@ -7,6 +7,7 @@ from threefold.flags import Settings, settings
 from threefold.options import argument, option
 from trainer.commands.shared import before_ranks, is_first_rank, world_size
 from trainer.config import Config
+from trainer.config.foreign.translate import translated
 from trainer.job.failure import recorded
 
 
@@ -20,7 +21,7 @@ class Options:
         "check configuration, layout and stores, print the size of the model and the memory of a rank, start nothing; "
         "without torchrun as if all processes of the layout were there",
     )
-    flags: Settings = settings(Config)
+    flags: Settings = settings(Config, foreign=translated)
 
 
 @recorded

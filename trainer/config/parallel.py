@@ -14,8 +14,9 @@ class ParallelConfig:
     pp: int = option(1, "pipeline stages", minimum=1, flags=["--pp", "--pipeline-model-parallel-size"])
     dp: int = option(0, "data-parallel size; 0 means all ranks that tp and pp leave over", minimum=0, flags=["--dp"])
     sequence_parallel: Literal["auto", "on", "off"] = option(
-        "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"]
-    )
+        "auto", "cut tokens over tp between the cut linears; auto does if they divide", flags=["--sequence-parallel"],
+        bare=("on", "off"),
+    )  # fmt: skip
     tp_overlap_parts: int = option(
         1,
         "parts in which cut tokens are gathered and summed beside the products of cut linears; 1 does not overlap them",

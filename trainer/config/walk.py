@@ -12,9 +12,11 @@ from ckptkit import HfFolder, open_source, parse_tiers
 from threefold import options
 from threefold.errors import CheckFailed, UserError
 from threefold.flags import Settings
-from threefold.options import Fault, FlagText, merge, raise_faults, walk
+from threefold.options import Fault, FlagText, leaves, merge, raise_faults, walk
 from trainer.config import Config
 from trainer.config.check import cross_faults
+from trainer.config.foreign.derived import complete
+from trainer.config.foreign.translate import answers
 from trainer.config.resolve import resolve
 
 SAMPLE = "examples/gpt-small.toml"
@@ -84,7 +86,7 @@ def config_from(
     """Return the checked configuration from nested tables; see load_config."""
     refuse_beyond(tables.get("model"), source)
     found: list[Fault] = []
-    config = walk(Config, merge(tables, overrides or {}), found)
+    config = walk(Config, merged(tables, overrides or {}, found), found)
     if world_size is None:
         world_size = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
     faulty = {name for names, _ in found for name in names}  # these hold defaults: what they imply does not count
@@ -103,6 +105,15 @@ def refuse_beyond(model: Any, source: str) -> None:
     if parts:
         text = f"{source}: the model has what the trainer cannot train yet: {', '.join(parts)}"
         raise UserError(text, hint="take a model without; ckptkit imports, reshards and exports this one")
+
+
+def merged(tables: Mapping[str, Any], overrides: Settings, faults: list[Fault]) -> dict[str, Any]:
+    """Return tables with the flags put in; what other programs' keys are here goes into `faults`."""
+    names = [leaf.name for leaf in leaves(Config)]
+    known = {*names, *(name.rpartition(".")[0] for name in names)}
+    ours, found = answers(tables, known)
+    faults += found
+    return merge(ours, complete(ours, overrides, faults))
 
 
 def implied(fault: Fault, faulty: set[str]) -> bool:

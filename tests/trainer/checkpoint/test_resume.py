@@ -33,6 +33,13 @@ def train(config: Path, folder: Path, num_steps: int, *flags: object) -> None:
     assert code == 0
 
 
+@pytest.mark.slow
+def test_a_run_that_is_loaded_from_itself_begins_and_goes_on(tmp_path: Path, job_config: Path) -> None:
+    for num_steps in (2, 4):
+        train(job_config, tmp_path, num_steps, "--load", f"{tmp_path}/run/")
+    assert committed_steps(open_storage(tmp_path / "run")) == [2, 4]
+
+
 def test_a_root_records_losses_lr_tokens_and_cursor(whole: Path) -> None:
     steps = {line["step"]: line for line in lines(whole / "m.jsonl")}
     found = {step: metadata(whole / "run", step) for step in (2, 4, 6)}

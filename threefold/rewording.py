@@ -1,0 +1,123 @@
+"""Command lines as people write them, before argparse reads them: flags without their value, words of other programs.
+
+A flag that may do without its value gets one here, so that it never takes the argument behind it; `--no-FLAG` is its
+other value. A flag that is not ours may be another program's, which says what it is in our words. All that is neither
+is reported at once.
+"""
+
+import argparse
+import difflib
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from threefold.flags import PREFIX, BareAction
+from threefold.options import FlagText
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What another program's flag is here: our words, settings that no flag has, sentences on what does not exist.
+
+    `num_values` counts the arguments behind the flag that belong to it, `options` the names of what it sets.
+    """
+
+    num_values: int
+    words: Sequence[str] = ()
+    settings: Mapping[str, FlagText] = field(default_factory=dict)
+    faults: Sequence[str] = ()
+    options: Sequence[str] = ()
+
+
+Foreign = Callable[[str, str | None, Sequence[str]], Taken | None]  # a flag, its =VALUE, and what comes behind it
+
+
+class Rewording:
+    """A command line in our words; owned by the parser of a verb."""
+
+    def __init__(self, actions: Mapping[str, argparse.Action], foreign: Foreign | None) -> None:
+        """Take the flags of a parser, and what knows those of other programs."""
+        self._actions, self._foreign = actions, foreign
+        self.arguments: list[str] = []
+        self.settings: dict[str, FlagText] = {}
+        self.spelled: dict[str, str] = {}  # a dotted name, and the foreign flag that set it
+        self.faults: list[str] = []
+
+    def read(self, arguments: Sequence[str]) -> None:
+        """Add what a command line says."""
+        rest = deque(arguments)
+        while rest:
+            word = rest.popleft()
+            if word == "--":
+                self.arguments += [word, *rest]
+                return
+            if not word.startswith("--"):
+                self.arguments.append(word)
+                continue
+            flag, sign, text = word.partition("=")
+            value = text if sign else None
+            if not (self._read_own(flag, value, rest) or self._read_foreign(flag, value, rest)):
+                self.faults.append(unknown(flag, self._actions))
+
+    def _read_own(self, flag: str, value: str | None, rest: deque[str]) -> bool:
+        """Add a flag of ours, written with any dashes, with the value that follows it; return whether it is one."""
+        name = flag if flag in self._actions else flag.replace("_", "-")
+        action = self._actions.get(name)
+        if action is None:
+            base = self._actions.get("--" + name.removeprefix("--no-"))
+            if not (name.startswith("--no-") and isinstance(base, BareAction)) or value is not None:
+                return False
+            self.arguments.append(f"--{name.removeprefix('--no-')}={base.bare[1]}")
+        elif isinstance(action, BareAction):
+            if value is None:
+                value = rest.popleft() if rest and is_value(rest[0], action) else action.bare[0]
+            self.arguments.append(f"{name}={action.words.get(value.lower(), value)}")
+        elif action.nargs == 0:
+            if value is None and rest and rest[0].lower() in ("true", "false"):
+                value = rest.popleft()
+            if (value or "true").lower() == "true":
+                self.arguments.append(name)
+            else:
+                self.faults.append(f"{flag} {value}: it is a switch, leave it out")
+        elif value is not None:
+            self.arguments.append(f"{name}={value}")
+        else:
+            self.arguments.append(name)
+            if rest and not rest[0].startswith("--"):
+                self.arguments.append(rest.popleft())
+        return True
+
+    def _read_foreign(self, flag: str, value: str | None, rest: deque[str]) -> bool:
+        """Add what a flag of another program is here; return whether it is known."""
+        taken = self._foreign(flag, value, list(rest)) if self._foreign else None
+        if taken is None:
+            return False
+        for _ in range(taken.num_values):
+            rest.popleft()
+        self.arguments += taken.words
+        self.settings.update(taken.settings)
+        self.spelled.update(dict.fromkeys(taken.options, flag))
+        self.faults += taken.faults
+        return True
+
+    def put(self, arguments: argparse.Namespace) -> None:
+        """Put what no flag of ours says into what argparse read, for `threefold.flags.settings_of`."""
+        for name, setting in self.settings.items():
+            setattr(arguments, PREFIX + name, setting)
+        for name, flag in self.spelled.items():
+            text = getattr(arguments, PREFIX + name, None)
+            if isinstance(text, str):
+                setattr(arguments, PREFIX + name, FlagText(text, flag))
+
+
+def is_value(text: str, action: BareAction) -> bool:
+    """Return whether what follows a flag is its value, if a wrong one: not a path, a URL or another flag."""
+    return text.lower() in action.words or (text.isalnum() and not os.path.exists(text))
+
+
+def unknown(flag: str, actions: Mapping[str, argparse.Action]) -> str:
+    """Return the sentence on a flag that nobody knows, with the one that may have been meant."""
+    names = {name.removeprefix("--"): name for name in actions}
+    close = difflib.get_close_matches(flag.removeprefix("--"), names, 1)
+    return f"unknown argument {flag}" + (f", did you mean {names[close[0]]}?" if close else "")

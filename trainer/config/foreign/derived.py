@@ -1,0 +1,153 @@
+"""What a foreign flag is where that depends on other options: worked out when the configuration is complete.
+
+Command lines keep such a flag under its MARK and the name of a function here. Each takes the configuration as it is so
+far and the flag's text, and returns the options that it sets; ValueError says what is wrong with the text.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from threefold.flags import Settings
+from threefold.options import Fault, FlagText, merge, walk
+from trainer.config import Config
+
+MARK = "~"
+WHAT = "a number of {}, got {!r}"
+
+
+def complete(tables: Mapping[str, Any], given: Settings, faults: list[Fault]) -> dict[str, FlagText]:
+    """Return settings with what their marked ones set; faults of these go into `faults`."""
+    found = {name: text for name, text in given.items() if not name.startswith(MARK)}
+    for name, work_out in FUNCTIONS.items():  # in this order: later ones see what earlier ones set
+        text = given.get(MARK + name)
+        if text is None:
+            continue
+        draft = walk(Config, merge(tables, found), [])
+        try:
+            options = work_out(draft, text)
+        except ValueError as error:
+            faults.append((set(), f"{text.flag}: {error}"))
+            continue
+        found |= {option: FlagText(value, text.flag) for option, value in options.items()}
+    return found
+
+
+def whole(text: FlagText, what: str) -> int:
+    """Return the whole number that a flag has; ValueError if it has none of 0 or more."""
+    with suppress(ValueError):
+        if (number := int(text.text)) >= 0:
+            return number
+    raise ValueError(f"must be {WHAT.format(what, text.text)}")
+
+
+def steps_of_samples(config: Config, text: FlagText) -> str:
+    """Return the steps that so many samples are."""
+    return str(whole(text, "samples") // config.train.global_batch_size)
+
+
+def steps_of_tokens(config: Config, text: FlagText) -> str:
+    """Return the steps that so many tokens are."""
+    return str(whole(text, "tokens") // (config.train.global_batch_size * config.train.seq_length))
+
+
+def warmup_of_fraction(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the warm-up that is this fraction of the schedule."""
+    try:
+        fraction = float(text.text)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"must be a fraction from 0 to 1, got {text.text!r}")
+    return {"optim.warmup_steps": str(round(fraction * (config.optim.decay_steps or config.train.train_steps)))}
+
+
+def virtual_stages(config: Config, text: FlagText) -> dict[str, str]:
+    """Return how many stages a rank holds of so many layers each."""
+    size, layers, pp = whole(text, "layers"), config.model.num_layers, config.parallel.pp
+    if not size or layers % (size * pp):
+        raise ValueError(f"{layers} layers on --pp {pp} are not cut into stages of {text.text}: --vpp 1")
+    return {"parallel.virtual_stages": str(layers // (size * pp))}
+
+
+def llama3_scaling(config: Config, _text: FlagText) -> dict[str, str]:
+    """Return the frequencies of Llama 3.1, divided by 8 unless something else is said."""
+    factor = config.model.rope_factor
+    return {
+        "model.rope_scaling": "llama3",
+        "model.rope_factor": f"{factor if factor != 1 else 8.0}",
+        "model.rope_low_factor": "1.0",
+        "model.rope_high_factor": "4.0",
+        "model.rope_original_length": "8192",
+    }
+
+
+def least_rate(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the least rate that is this part of the largest."""
+    try:
+        return {"optim.min_lr": repr(float(text.text) * config.optim.lr)}
+    except ValueError:
+        raise ValueError(f"must be a number, got {text.text!r}") from None
+
+
+def evaluated(config: Config, text: FlagText) -> dict[str, str]:
+    """Return the samples of so many batches; without any nothing is evaluated."""
+    batches = whole(text, "batches")
+    if not batches:
+        return {"train.eval_interval": "0"}
+    return {"data.valid.num_samples": str(batches * config.train.global_batch_size)}
+
+
+def split(config: Config, text: FlagText) -> dict[str, str]:
+    """Return Megatron's datasets with these shares, of which the second validates where nothing else does."""
+    shares, found = [share.strip() for share in text.text.split(",")], {"data.order": "megatron"}
+    found["data.split"] = ",".join(shares)
+    interval, valid = config.train.eval_interval, config.data.valid
+    with suppress(ValueError):  # the walker reports a share that is not a number
+        if interval and not valid.stores and len(shares) > 1 and float(shares[1]) > 0:
+            times = config.train.train_steps // interval + 1
+            found |= {"data.valid.order": "megatron", "data.valid.order_samples": str(times * valid.num_samples)}
+    return found
+
+
+def stores(text: FlagText, table: str) -> dict[str, str]:
+    """Return stores, and weights where each has one before it; ValueError for what Megatron reads itself."""
+    words = " ".join([text.text, *text.more]).split()
+    weights, paths = words[0::2], words[1::2]
+    if len(words) % 2 or not all(map(is_number, weights)):
+        weights, paths = [], words
+    for path in paths:
+        if Path(f"{path}.idx").is_file():
+            raise ValueError(
+                f"{path} is a dataset of Megatron: datakit convert {path} --output STORE makes a store of it, "
+                "without tokenizing again"
+            )
+    return {f"{table}.stores": ",".join(paths), f"{table}.weights": ",".join(weights)}
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number."""
+    with suppress(ValueError):
+        return float(text) >= 0
+    return False
+
+
+FUNCTIONS: dict[str, Callable[[Config, FlagText], dict[str, str]]] = {
+    "train_samples": lambda config, text: {"train.train_steps": steps_of_samples(config, text)},
+    "train_tokens": lambda config, text: {"train.train_steps": steps_of_tokens(config, text)},
+    "lr_decay_samples": lambda config, text: {"optim.decay_steps": steps_of_samples(config, text)},
+    "lr_decay_tokens": lambda config, text: {"optim.decay_steps": steps_of_tokens(config, text)},
+    "lr_warmup_samples": lambda config, text: {"optim.warmup_steps": steps_of_samples(config, text)},
+    "lr_warmup_tokens": lambda config, text: {"optim.warmup_steps": steps_of_tokens(config, text)},
+    "lr_warmup_fraction": warmup_of_fraction,
+    "constant_lr": lambda config, _: {"optim.min_lr": repr(config.optim.lr)},
+    "min_lr_factor": least_rate,
+    "layers_per_virtual_stage": virtual_stages,
+    "llama3_scaling": llama3_scaling,
+    "data_path": lambda _, text: stores(text, "data"),
+    "valid_data_path": lambda _, text: stores(text, "data.valid"),
+    "eval_iters": evaluated,
+    "split": split,
+    "train_data_path": lambda _, text: stores(text, "data") | {"data.split": ""},
+}
