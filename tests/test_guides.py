@@ -183,6 +183,7 @@ TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, b
     "Suspect a kernel": write_config,
     "Cut a model over the GPUs of a node": write_config,
     "Several nodes": write_config,
+    "Two ranks of one machine": write_config,
     "Save to two places": write_config,
     "Memory as the first tier": write_config,
     "Each node's own disk": write_config,

@@ -35,6 +35,7 @@ class Parser(argparse.ArgumentParser):
         self._given: list[str] = []
         self._filler: Callable[[Parser], None] | None = None
         self._foreign: tuple[Foreign | None] | None = None
+        self._rest = ""
 
     def fill_later(self, filler: "Callable[[Parser], None]") -> None:
         """Let a function add the arguments when the parser is first used."""
@@ -50,12 +51,20 @@ class Parser(argparse.ArgumentParser):
         """Let flags do without their value, and, if something knows them, be those of other programs."""
         self._foreign = (foreign,)
 
+    def take_rest(self, name: str) -> None:
+        """Let one argument have all words as they are, flags too; but `-h` or `--help` as the first is the verb's."""
+        self._rest = name
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse unknown flags here, in the verb's own parser, which knows what may have been meant."""
         self.fill()
         self._given = list(sys.argv[1:] if args is None else args)
+        if self._rest and self._given[:1] not in (["-h"], ["--help"]):
+            parsed, _ = super().parse_known_args([], namespace)
+            setattr(parsed, self._rest, self._given)
+            return parsed, []
         words = None
         if self._foreign is not None:
             words = Rewording(self._option_string_actions, *self._foreign)

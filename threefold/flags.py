@@ -103,6 +103,8 @@ def add_option(target: Any, leaf: Leaf) -> None:
         if is_list or has_default:
             word["nargs"] = ("*" if has_default else "+") if is_list else "?"
         target.add_argument(leaf.name, **word)
+        if described.takes_rest:
+            target.take_rest(leaf.name)
         return
     if is_list:
         word["action"] = "append"

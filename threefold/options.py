@@ -38,7 +38,8 @@ class Option:
     values of the flag without one and of its `--no-` form, which true and false have anyway. `shorthands` are flags
     without a value, each with the value it is short for; `scaled` are flags of another unit, each with the number
     that its value is multiplied by. A tuple that `repeats` is given by repeating its flag,
-    not by commas, and may be one text in TOML. `parse` reads a text where the type says too little; its ValueError says
+    not by commas, and may be one text in TOML. An argument that `takes_rest` has all words of the command line as they
+    are, flags too. `parse` reads a text where the type says too little; its ValueError says
     what is wrong. Of the fields that share an `exclusive` name one may be given. With `keeps_bits` a run that goes on
     with another value repeats its bits, or is refused.
     """
@@ -56,6 +57,7 @@ class Option:
     repeats: bool = False
     metavar: str | None = None
     is_positional: bool = False
+    takes_rest: bool = False
     parse: Callable[[str], Any] | None = None
     exclusive: str = ""
     keeps_bits: bool = False

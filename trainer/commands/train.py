@@ -27,7 +27,7 @@ class Options:
 @recorded
 def run(options: Options) -> int:
     """Train a run; the same command resumes from the newest committed step under --save. With several processes:
-    torchrun --nproc-per-node 4 -m trainer train CONFIG.toml --tp 2 --pp 2 ..."""
+    trainer launch --nproc-per-node 4 train CONFIG.toml --tp 2 --pp 2 ...; torchrun takes -m trainer before train."""
     from trainer.config.walk import load_config
 
     num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()

@@ -9,10 +9,28 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are of each try to conn
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
+_PREPARED: set[str] = set()  # what was set here
+
+
 def prepare_torch() -> bool:
     """Set the variables that are not set; return False if torch is loaded already, which would not see them."""
     if "torch" in sys.modules:
         return False
     for name, value in {**QUIET, **PASSIVE}.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _PREPARED.add(name)
     return True
+
+
+def hush_torch() -> None:
+    """Let torch, which is not loaded yet, print nothing of its own to stderr, unless the user chose what it does."""
+    _PREPARED.update(name for name in QUIET if name not in os.environ)
+    os.environ.update({name: "FATAL" for name in QUIET if name in _PREPARED})
+
+
+def forget_prepared() -> None:
+    """Take out what was set: torch is loaded, and a program of another's that is started next decides by itself."""
+    for name in _PREPARED:
+        os.environ.pop(name, None)
+    _PREPARED.clear()

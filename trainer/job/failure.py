@@ -11,10 +11,11 @@ from functools import wraps
 from typing import NoReturn, TypeVar
 
 from threefold.cli import Parser
-from threefold.errors import UserError
+from threefold.errors import EXIT_OK, UserError
 from threefold.masking import masked_values
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank
+END_FILE = "TRAINER_END_FILE"  # of a node, which our launcher names: the code that a run ends with by itself
 OTHERS_SPEAK_AFTER_S = 5.0
 T = TypeVar("T")
 
@@ -50,9 +51,10 @@ def record(error: BaseException) -> None:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
-    text = f"{type(error).__name__}: {error}"
-    trace = text if isinstance(error, UserError | OSError) else "".join(traceback.format_exception(error))
-    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))}}
+    text, is_said = f"{type(error).__name__}: {error}", isinstance(error, UserError | OSError)
+    trace = text if is_said else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": trace, "timestamp": str(int(time.time())), **({"is_said": True} if is_said else {})}
+    message = {"message": text, "extraInfo": extra}
     with suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump(masked_values({"message": message}), file)
 
@@ -64,6 +66,18 @@ def let_first_speak() -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_SPEAK_AFTER_S)
+
+
+def code_of_rank(code: int) -> int:
+    """Return what a rank ends with in a run that ends by itself with a code: 0 under a launcher, to which it is left.
+
+    Only ours reads it.
+    """
+    path = os.environ.get(END_FILE)
+    if path and os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write(str(code))
+    return EXIT_OK if is_launched() else code
 
 
 def is_launched() -> bool:

@@ -5,7 +5,9 @@ Each rank notes that it is there, so that those who wait can name who is not.
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -17,6 +19,7 @@ from threefold.errors import StorageError, UserError
 from trainer.job.board import Board, Store
 
 RESOLVE_WITHIN_S = 60.0  # a new node's name may be known only after a while
+ANSWERS_WITHIN_S = 2.0  # beyond the time that torch has
 ALL_HERE, NUM_HERE = "all are here", "ranks here"
 MOST_NAMED = 8
 
@@ -57,9 +60,12 @@ class Rendezvous:
         if not self._is_host:
             self._reach()
         try:
-            store = TCPStore(
-                self.host, self.port, self.world_size, is_master=self._is_host, timeout=timeout, wait_for_workers=False,
-                multi_tenant=self._is_host,
+            store = opened_within(
+                lambda: TCPStore(
+                    self.host, self.port, self.world_size, is_master=self._is_host, timeout=timeout,
+                    wait_for_workers=False, multi_tenant=self._is_host,
+                ),
+                self.timeout_s,
             )  # fmt: skip
         except RuntimeError as error:
             self._refuse(error)
@@ -160,6 +166,30 @@ class Rendezvous:
 
     def _raise(self, what: str, hint: str, cause: Exception) -> NoReturn:
         raise StorageError(f"rank {self.rank} of {self.world_size}: {what}", hint=hint) from cause
+
+
+def opened_within(open_store: Callable[[], TCPStore], timeout_s: float) -> TCPStore:
+    """Return the store that a call opens; RuntimeError if that takes longer than `timeout_s` and a little more.
+
+    torch itself waits without an end for an answer of a program that has none.
+    """
+    stores: list[TCPStore] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            stores.append(open_store())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="open-store", daemon=True)
+    thread.start()
+    thread.join(timeout_s + ANSWERS_WITHIN_S)
+    if errors:
+        raise errors[0]
+    if not stores:
+        raise RuntimeError(f"no answer within {timeout_s:g} s")
+    return stores[0]
 
 
 _LOOK = "what ended rank 0, or the launcher that hosts it, is in its log; start all ranks again"

@@ -23,7 +23,7 @@ from trainer.config import Config
 from trainer.config.resolve import cuts_tokens, row_lengths
 from trainer.data import StepReader, open_blend, open_loader, token_fault, with_vocabulary
 from trainer.engine import Engine
-from trainer.job.failure import is_launched
+from trainer.job.failure import code_of_rank
 from trainer.job.ranks import RankLost, Ranks
 from trainer.mesh.clock import Moment
 from trainer.mesh.mesh import mesh_of
@@ -183,9 +183,9 @@ class Run:
         self._log.event("end", self.progress.step, complete=self._is_complete)
         self._log.close()
         if self._is_complete:
-            return EXIT_OK
+            return code_of_rank(EXIT_OK)
         self.ranks.maximum([0.0])  # a launcher ends all ranks when one exits with a code: none before all are done
-        return EXIT_OK if is_launched() else exit_code(self._stopped_by)
+        return code_of_rank(exit_code(self._stopped_by))
 
     @contextmanager
     def saving_at_faults(self) -> Iterator[None]:

@@ -44,6 +44,17 @@ def test_a_port_of_another_program() -> None:
         assert fault(0, "127.0.0.1", port) == f"rank 0 of 4: port {port} of this host is in use by another program"
 
 
+def test_a_program_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself would wait for it without an end."""
+    monkeypatch.setattr("trainer.job.rendezvous.ANSWERS_WITHIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        said = fault(1, "127.0.0.1", port)
+    assert said.startswith(
+        f"rank 1 of 4: 127.0.0.1:{port} does not answer as the place to meet: no answer within 0.4 s"
+    )
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,0 +1,111 @@
+"""Launcher: torch's elastic launcher in our voice. It starts the ranks of a node, and one line says what ended them.
+
+torch reads its flags, meets the other nodes, starts the ranks and watches them. Its log and its tracebacks become a
+line for each fault, signals are passed on, and the exit code is that of the rank which failed first.
+"""
+
+import argparse
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from threefold.cli import Stopped
+from threefold.debug import VARIABLE, is_debugging
+from threefold.errors import UserError
+from trainer.job.environment import forget_prepared, hush_torch
+from trainer.job.failure import END_FILE
+from trainer.job.launch_faults import FailedLaunch, report_ranks
+from trainer.job.passed_signals import PassedSignals
+
+SAMPLE = "trainer launch --nproc-per-node 2 train CONFIG.toml"
+
+
+def launch(arguments: Sequence[str], verbs: Collection[str]) -> int:
+    """Start a command on the ranks of this node, wait for them, and return the exit code of the node.
+
+    `arguments` are torchrun's flags and then a command: one of our `verbs`, a script, or `-m` and a module.
+    """
+    with _quiet(), tempfile.TemporaryDirectory(prefix="trainer-launch-") as folder:
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        from trainer.job import meeting
+
+        forget_prepared()
+        given = parse(arguments, verbs)
+        given.signals_to_handle = ""  # PassedSignals hears them
+        os.environ[END_FILE] = str(Path(folder) / "code")
+        place, started_s = meeting.Meeting.of(given), time.monotonic()
+        with PassedSignals() as signals:
+            try:
+                place.check()
+                run.run(given)
+            except ChildFailedError as error:
+                return report_ranks(error)
+            except SignalException as error:
+                raise Stopped(error.sigval) from error
+            except meeting.FAULTS as error:
+                raise place.fault(error, time.monotonic() - started_s) from error
+            except UserError:
+                raise
+            except (AssertionError, OSError, RuntimeError, ValueError) as error:
+                raise FailedLaunch(
+                    f"the launcher on {socket.gethostname()}: {str(error).partition(chr(10))[0]}",
+                    hint=f"torchrun --help explains its flags; {VARIABLE}=1 before the command prints a traceback",
+                ) from error
+        if (code := _code_of(Path(folder) / "code")) is not None:
+            return code
+        if signals.ended_by:
+            raise Stopped(signals.ended_by)
+        return 0
+
+
+def parse(arguments: Sequence[str], verbs: Collection[str]) -> argparse.Namespace:
+    """Return torchrun's flags and the command after them; UserError if torchrun would refuse them."""
+    from torch.distributed.run import get_args_parser
+
+    def refuse(message: str) -> None:
+        raise UserError(message, hint=SAMPLE)
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    given = parser.parse_args(list(arguments))
+    if given.module or given.no_python or given.run_path:
+        return given
+    verb = given.training_script
+    if verb in verbs:
+        given.module, given.training_script = True, "trainer"
+        given.training_script_args = [verb, *given.training_script_args]
+    elif not os.path.exists(verb):
+        raise UserError(
+            f"{verb} is neither a verb ({', '.join(verbs)}) nor a script that is there",
+            hint=f"{SAMPLE}, or ... SCRIPT.py, or ... -m MODULE",
+        )
+    return given
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave torch's log out, which is all that is logged here, unless debugging."""
+    before = logging.root.manager.disable
+    if not is_debugging():
+        logging.disable(logging.CRITICAL)
+        hush_torch()
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _code_of(path: Path) -> int | None:
+    """Return the exit code that a run of ours left, None if there is none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
