@@ -1,22 +1,29 @@
 """FolderClaim: the empty folder that an export fills, held by a note in it until all of it is there.
 
 The note is put before any file, once if two calls come together, and goes last. Killed, the same call goes on: files
-that are there in their full size under an equal note are kept, as a file has its name only once it is whole.
+that are there in their full size under an equal note are kept, as a file has its name only once it is whole. The note
+names the call that wrote it: the call that goes on puts its own in its place, and one that lost its note has not made
+the folder.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import secrets
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.foreign.folder import NOTE
 from ckptkit.loading.reader import CheckpointReader
-from threefold.errors import StorageError, UserError
+from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root
 from threefold.storage.new_file import NO_HARD_LINKS
+from threefold.storage.second_look import read_checked
+
+BY = "by"  # in a note: the machine, process and call that wrote it
 
 
 def note_of(source: CheckpointReader, sizes: Mapping[str, int], **options: Any) -> bytes:
@@ -35,10 +42,14 @@ class FolderClaim:
         self, target: Storage, note: bytes, sizes: Mapping[str, int], heads: Mapping[str, bytes],
         files: Mapping[str, bytes],
     ) -> None:  # fmt: skip
-        self._target, self._note, self._sizes, self._heads, self._files = target, note, sizes, heads, files
+        self._target, self._sizes, self._heads, self._files = target, sizes, heads, files
+        self._what = json.loads(note)
+        by = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._note = json.dumps(self._what | {BY: by}).encode()
         root = local_root(target)
         self._made = root if root is not None and not root.exists() else None
         self._is_begun = False  # by another call: one that was killed, or is at work
+        self._other = ""  # that call
 
     def check(self) -> dict[str, int]:
         """Return the files that are there whole, with their sizes; UserError if the folder is not free for this."""
@@ -49,7 +60,8 @@ class FolderClaim:
             found[info.key] = info.size_bytes
         self._is_begun = NOTE in found
         if self._is_begun:
-            if target.read(NOTE) != self._note:
+            what, self._other = _parsed(self._note_there() or b"")
+            if what != self._what:
                 raise self._refusal("was begun from another checkpoint or in another way")
             return {name: size for name, size in found.items() if name in self._heads and size == self._sizes[name]}
         if found and not self._is_complete(found):
@@ -58,11 +70,30 @@ class FolderClaim:
 
     def _is_complete(self, found: dict[str, int]) -> bool:
         """Return whether the folder is what the same call made: its small files, and the headers of the large ones."""
-        if found != self._sizes or any(self._target.read(name) != data for name, data in self._files.items()):
+        beginnings = {**self._files, **self._heads}
+        return found == self._sizes and all(self._begins(name, head) for name, head in beginnings.items() if head)
+
+    def _begins(self, name: str, head: bytes) -> bool:
+        """Return whether a file begins with some bytes; behind a network a second look decides that it does not."""
+
+        def read(storage: Storage) -> None:
+            [there] = storage.read_ranges(name, [(0, len(head))])
+            if bytes(there) != head:
+                raise CheckFailed(f"{self._target.url}/{name} is another file")
+
+        try:
+            read_checked(self._target, f"{self._target.url}/{name}", read)
+        except CheckFailed:
             return False
-        large = {name: head for name, head in self._heads.items() if head}
-        heads = ((head, self._target.read_ranges(name, [(0, len(head))])) for name, head in large.items())
-        return all(bytes(there) == head for head, [there] in heads)
+        return True
+
+    def _note_there(self) -> bytes | None:
+        """Return the note in the folder, None if it is gone; behind a network the second look's if it is another's."""
+        if self._target.info(NOTE) is None:
+            return None
+        note = self._target.read(NOTE)
+        again = None if note == self._note else self._target.afresh()
+        return note if again is None else again.read(NOTE)
 
     def _is_shared(self) -> bool:
         """Return whether an equal call of another machine may be at work; on a local disk it was killed."""
@@ -83,7 +114,8 @@ class FolderClaim:
 
     def _put_note(self) -> None:
         try:
-            self._target.write(NOTE, self._note, if_absent=self._target.supports_if_absent)
+            if_absent = self._target.supports_if_absent and not self._is_begun
+            self._target.write(NOTE, self._note, if_absent=if_absent)
         except StorageError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in NO_HARD_LINKS:
                 raise
@@ -91,11 +123,17 @@ class FolderClaim:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if kind is None:
-            if self._target.info(NOTE) and self._target.read(NOTE) != self._note:
-                raise StorageError(f"{self._target.url} was taken by another call", hint="export to another folder")
+            note = self._note_there()
+            if note != self._note:
+                by = self._other if note is None else _parsed(note)[1]
+                gone = ", and the note of this one is gone" if note is None else ""
+                lost = f"{self._target.url} was taken by another call{by and f' ({by})'}{gone}"
+                raise StorageError(lost, hint="repeat this call once the other has ended, or export to another folder")
             self._target.delete([NOTE])
         elif issubclass(kind, UserError) and not issubclass(kind, StorageError) and not self._is_shared():
             with contextlib.suppress(StorageError):  # the first failure is the one to report
+                if self._note_there() != self._note:
+                    return
                 self._target.delete([*self._sizes, NOTE])
                 for folder, _, _ in os.walk(self._made or "", topdown=False):
                     with contextlib.suppress(OSError):
@@ -115,3 +153,12 @@ class FolderClaim:
         if not dry_run:
             self._target.delete(sizes)
         return sum(sizes.values())
+
+
+def _parsed(note: bytes) -> tuple[dict[str, Any], str]:
+    """Return what a note says of an export, and the call that wrote it, "" if it is not known."""
+    try:
+        what = dict(json.loads(note))
+        return what, str(what.pop(BY, ""))
+    except (TypeError, ValueError, RecursionError):
+        return {}, ""

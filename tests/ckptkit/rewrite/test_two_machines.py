@@ -94,6 +94,57 @@ def test_where_nothing_is_exclusive_the_call_that_lost_its_note_fails(
         export_tensorstore(readers[0], target)
 
 
+def test_of_two_equal_exports_the_one_that_lost_its_note_fails_and_names_the_other(
+    readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second goes on as if the first had been killed; the first, at its end, has not made the folder."""
+    target, taken = MemoryStorage(), list[str]()
+
+    def other() -> None:
+        interrupted(monkeypatch, FolderClaim, "__exit__", first_ends)
+        export_tensorstore(readers[0], target)
+
+    def first_ends() -> None:
+        with pytest.raises(StorageError, match=r"was taken by another call \(.+:[0-9]+:[0-9a-f]+\)") as caught:
+            claims[0].__exit__(None, None, None)
+        taken.append(str(caught.value))
+
+    claims: list[FolderClaim] = []
+    enter = FolderClaim.__enter__
+    monkeypatch.setattr(FolderClaim, "__enter__", lambda claim: (claims.append(claim), enter(claim))[1])
+    interrupted(monkeypatch, FolderClaim, "__exit__", other)
+    with pytest.raises(StorageError, match="was taken by another call, and the note of this one is gone"):
+        export_tensorstore(readers[0], target)
+    assert taken
+    assert objects_of(target) == alone(export_tensorstore, readers[0])
+
+
+def test_an_export_does_not_delete_what_another_call_took_over(
+    readers: tuple[CheckpointReader, CheckpointReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first finds its source damaged, while the second writes the same."""
+    target, ended = MemoryStorage(), list[str]()
+    usual = FolderClaim.__exit__
+
+    def first_fails(claim: FolderClaim, *error: Any) -> None:
+        monkeypatch.setattr(FolderClaim, "__exit__", second_ends)
+        export_tensorstore(readers[0], target)
+        usual(claim, UserError, UserError("damaged"), None)
+
+    def second_ends(claim: FolderClaim, *error: Any) -> None:
+        usual(claims[0], UserError, UserError("damaged"), None)
+        usual(claim, *error)
+        ended.append("second")
+
+    claims: list[FolderClaim] = []
+    enter = FolderClaim.__enter__
+    monkeypatch.setattr(FolderClaim, "__enter__", lambda claim: (claims.append(claim), enter(claim))[1])
+    monkeypatch.setattr(FolderClaim, "__exit__", first_fails)
+    export_tensorstore(readers[0], target)
+    assert ended
+    assert objects_of(target) == alone(export_tensorstore, readers[0])
+
+
 VERBS: dict[str, Verb] = {
     "copy": copy_step,
     "reshard": lambda reader, storage: reshard(reader, storage, ParallelLayout()),
