@@ -127,9 +127,9 @@ class _TierThread:
                 maintenance.prune(tier_copy.target.step, tier_copy.retention)
             with self._changed:
                 self._current = None
-            if tier_copy.source.leads and may_prune:
-                self._hooks.on_copied(tier_copy)
             self._hooks.report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
+            if tier_copy.source.leads and may_prune:
+                self._make_room(tier_copy)
 
     def _next(self) -> TierCopy | None:
         """Return the next step to copy; None ends the thread."""
@@ -191,6 +191,13 @@ class _TierThread:
         if not tier_copy.target.leads:
             _tell_leader(tier_copy, error)
         return error
+
+    def _make_room(self, tier_copy: TierCopy) -> None:
+        """Let the first tier delete what it held for the copy; a fault in that ends neither this thread nor a report."""
+        try:
+            self._hooks.on_copied(tier_copy)
+        except Exception:
+            traceback.print_exc()
 
     def _report_passed_over(self, passed_over: Sequence[TierCopy], chosen: TierCopy) -> None:
         for tier_copy in passed_over:

@@ -5,6 +5,7 @@ are there once: a save of such goes elsewhere only if the lack of room is seen b
 """
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptkit.format.root import Root
@@ -12,12 +13,12 @@ from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOrder
 from ckptkit.loading.roots import newest_first
 from ckptkit.runs.catalogue import committed_steps
-from ckptkit.writer.commit import NoRoom, await_commit
+from ckptkit.writer.commit import NoRoom, NotCommitted, await_commit
 from ckptkit.writer.maintenance import Maintenance
 from ckptkit.writer.retries import Retries
-from ckptkit.writer.step import is_full
+from ckptkit.writer.step import is_full, report_failed
 from threefold.errors import StorageError, UserError
-from threefold.storage import open_storage
+from threefold.storage import AlreadyExists, open_storage
 
 SMALL_FILES_BYTES = 64 << 10  # the root, and the rest of the last block of each file
 DEADLINES_OF_DEBRIS = 2  # what broke off longer ago than so many deadlines is nobody's any more
@@ -68,6 +69,7 @@ def save_where_room_is(
             return write(seat), seat
         except StorageError as error:
             if not is_full(error):
+                _report_elsewhere(order, patience_s, retries, error)
                 raise
             failure = error
         room.make()
@@ -88,6 +90,17 @@ def save_where_room_is(
     except StorageError as error:
         what = f"{failure.message}; nor did the next tier take it: {error.message}"
         raise StorageError(what, hint=failure.hint or error.hint) from error
+
+
+def _report_elsewhere(
+    order: SaveOrder, patience_s: Callable[[], float], retries: Retries, error: StorageError
+) -> None:  # fmt: skip
+    """Report a failure that is no want of room where the others save, if the leader found no room before it."""
+    if order.overflow is None or order.seat.leads or isinstance(error, NotCommitted | AlreadyExists):
+        return
+    with suppress(StorageError):
+        _await_word(order.seat, patience_s, retries)
+        report_failed(open_storage(order.overflow.url), order.overflow, error.message)
 
 
 def _await_word(seat: Seat, patience_s: Callable[[], float], retries: Retries) -> None:

@@ -432,6 +432,21 @@ def test_a_choice_that_is_passed_over_meanwhile_ends_no_lane(tmp_path: Path, mon
     tier_copier.finish()
 
 
+def test_a_copy_is_reported_whatever_comes_of_the_room_that_is_made_for_it(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    def fail(tier_copy: TierCopy) -> None:
+        events.append(f"room after {tier_copy.target.step}")
+        raise RuntimeError("of a client library")
+
+    copying = TierCopier(lambda outcome: events.append(f"{outcome.step} {outcome.error or 'copied'}"), on_copied=fail)
+    for step in (1, 2):
+        assert save_whole(tmp_path / "fast", step, SMALL).ok
+        copying.offer([tier_copy_of(tmp_path / "fast", tmp_path / "slow", step)])
+        copying.finish()
+    assert events == ["1 copied", "room after 1", "2 copied", "room after 2"]
+
+
 def test_the_leader_aborts_stale_uploads_to_its_tiers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, asked = queue.SimpleQueue[SaveOutcome](), list[str]()
     monkeypatch.setattr("ckptkit.writer.maintenance.abort_uploads", lambda storage: asked.append(storage.url))

@@ -19,7 +19,7 @@ from ckptkit.runs.pins import pin
 from ckptkit.runs.retention import Retention
 from ckptkit.saving.checkpointer import Checkpointer, CheckpointerOptions
 from ckptkit.tiers.tier import Tier
-from ckptkit.writer.commit import NoRoom
+from ckptkit.writer.commit import NoRoom, wait_for_parts
 from ckptkit.writer.overflow import Room, save_where_room_is
 from ckptkit.writer.retries import Retries
 from tests.ckptkit.support.model_tables import gpt_tensors, values
@@ -242,3 +242,15 @@ def test_another_writer_prunes_nothing_and_follows_the_leader() -> None:
     place, writing = Place(), Writing(NoRoom("writer 0 failed: no room"))
     _, seat = save_where_room_is(room(place, num_writers=2, writer=1), writing, lambda: 1.0, Retries())
     assert (writing.urls, seat.url, place.num_pruned) == (["/fast", "/slow"], "/slow", 0)
+
+
+def test_a_writer_that_fails_otherwise_is_not_waited_for_where_the_others_go(tmp_path: Path) -> None:
+    """Its leader found no room, and had left before that writer failed."""
+    found = room(Place(), num_writers=3, writer=2)
+    seat, elsewhere = (replace(found.order.seat, url=str(tmp_path / name)) for name in ("fast", "slow"))
+    found = replace(found, order=replace(found.order, seat=seat, overflow=elsewhere))
+    open_storage(seat.url).write(replace(seat, writer=0).failed_key, b"no room: the disk is full")
+    with pytest.raises(StorageError, match=r"^refused"):
+        save_where_room_is(found, Writing(StorageError("refused")), lambda: 1.0, Retries())
+    with pytest.raises(StorageError, match="writer 2 failed: refused"):
+        wait_for_parts(open_storage(elsewhere.url), replace(elsewhere, writer=0), lambda: 30.0)
