@@ -177,6 +177,7 @@ def probed_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torc
 
     A scheduler puts a `step` on the optimizer that is bound to it, so the one of the class is called.
     """
+    optimizer = innermost(optimizer)
     probe = torch.zeros_like(parameter).requires_grad_()
     probe.grad = torch.zeros_like(parameter)
     copied: Any = object.__new__(type(optimizer))
@@ -185,6 +186,12 @@ def probed_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torc
     copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     type(optimizer).step(copied)
     return dict(copied.state[probe])
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose states and groups another one shows as its own, as AcceleratedOptimizer does."""
+    inner = (each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each.state is optimizer.state)
+    return next(map(innermost, inner), optimizer)
 
 
 def optimizers_in(state: Mapping[str, Any]) -> list[Optimizer]:

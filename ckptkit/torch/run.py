@@ -12,6 +12,7 @@ from dataclasses import replace
 from numbers import Real
 from shlex import quote
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -79,7 +80,7 @@ class Run(AnyRun, Closing):
         self._ended: EndedSaves | None = None
         self._num_known_failed = 0  # in a row, on any rank
         self._newest_at_load: int | None = None
-        self._hooks: dict[int, Any] = {}
+        self._hooks: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
     def save(
         self, step: int, state: State, metrics: Mapping[str, float] | None = None, *, overlap: bool = False
@@ -195,11 +196,13 @@ class Run(AnyRun, Closing):
         self._hooks.clear()
         checkpointer, self._checkpointer = self._checkpointer, None
         ended = self._ended
-        if checkpointer is not None and ended is not None:
-            ended.add(checkpointer.close(copies_last=True))
-        if isinstance(self._exchange, GroupExchange):
-            self._exchange.close()
-        self._exchange = self._planner = self._ended = None
+        try:
+            if checkpointer is not None and ended is not None:
+                ended.add(checkpointer.close(copies_last=True))
+        finally:
+            if isinstance(self._exchange, GroupExchange):
+                self._exchange.close()
+            self._exchange = self._planner = self._ended = None
         if ended is not None:
             ended.take()
 
@@ -296,8 +299,8 @@ class Run(AnyRun, Closing):
             self.wait_until_copied()
 
         for each in optimizers:
-            if id(each) not in self._hooks:
-                self._hooks[id(each)] = each.register_step_pre_hook(wait)
+            if each not in self._hooks:
+                self._hooks[each] = each.register_step_pre_hook(wait)
 
     def _load(
         self, state: State, url: str, step: int, exchange: Exchange, *, strict: bool, certify: bool

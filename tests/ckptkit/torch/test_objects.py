@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptkit.torch import Run
+from ckptkit.torch.objects import probed_state
 from tests.ckptkit.support.torch_program import make, train
 from threefold.errors import UserError
 
@@ -188,3 +189,33 @@ def test_an_optimizer_whose_states_another_one_has_is_refused_by_its_path(tmp_pa
                     call()
     finally:
         dist.destroy_process_group()
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that shows the states and groups of another one as its own, as AcceleratedOptimizer does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    state = property(lambda self: self.inner.state, lambda self, value: setattr(self.inner, "state", value))
+    param_groups = property(
+        lambda self: self.inner.param_groups, lambda self, value: setattr(self.inner, "param_groups", value)
+    )
+    defaults = property(lambda self: self.inner.defaults, lambda self, value: None)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_shows_another_ones_states_is_not_changed_by_what_is_made_of_them() -> None:
+    model = nn.Linear(3, 2)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    inner.step()
+    before = {key: dict(state) for key, state in inner.state.items()}
+    groups = inner.param_groups
+    probed = probed_state(Outer(inner), groups[0], model.weight)
+    assert probed.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert inner.param_groups is groups
+    assert {key: dict(state) for key, state in inner.state.items()} == before
+    assert inner.param_groups[0]["params"] == [*model.parameters()]
