@@ -104,11 +104,14 @@ class DcpFolder(ForeignFolder):
         files = {chunk.place.file for each in contents.tensors.values() for chunk in each.chunks}
         for place in contents.blobs.values():
             starts[place.file] = max(starts.get(place.file, 0), place.offset + place.length)
-        return {
-            file: read_parts(self.storage, file, starts.get(file, 0))
-            for file in files
-            if self._is_safetensors(file, starts.get(file, 0))
-        }
+
+        def parts_of(file: str) -> dict[str, Part] | None:
+            start = starts.get(file, 0)
+            return read_parts(self.storage, file, start) if self._is_safetensors(file, start) else None
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:  # two or three small requests a file
+            found = zip(files, pool.map(parts_of, files), strict=True)
+            return {file: parts for file, parts in found if parts is not None}
 
     def _is_safetensors(self, file: str, start: int) -> bool:
         """Whether a file's tensors begin with a header of safetensors, and not with a zip."""

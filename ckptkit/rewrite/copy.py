@@ -73,7 +73,7 @@ def copy_step(
     step = source.root.step
     [text, _], key = stored_root(source.storage, step), f"{step_folder(step)}/{ROOT_KEY}"
     is_there = target.info(key) is not None
-    if is_there and target.read(key) != text:
+    if is_there and stored_root(target, step)[0] != text:
         raise UserError(
             f"{target.url} already holds another checkpoint as step {step}",
             hint=f"ckptkit inspect {quote(target.url)}/{step_folder(step)}",

@@ -18,6 +18,7 @@ class FlippedStorage(WrappingStorage):
         super().__init__(storage)
         self.reads = list[str]()  # shared with the same storage seen afresh
         self._at, self._part, self._cuts = at, part, cuts
+        self.within = storage
 
     def _request(self, request: Request, work: Callable[[], T]) -> T:
         found = work()

@@ -44,6 +44,11 @@ def copied(storage: Storage) -> object:
     return hash_of(target, 2)
 
 
+def copied_again(storage: FlippedStorage) -> object:
+    with CheckpointReader(storage.within, 2) as reader:
+        return copy_step(reader, storage).bytes_copied
+
+
 def pruned(storage: Storage) -> object:
     return prune(storage, Retention(keep_last=2)).deleted
 
@@ -57,11 +62,12 @@ def cleared(storage: Storage) -> object:
     return restored_value(storage, 2, LAYOUT)
 
 
-ACTS: dict[str, Callable[[Storage], object]] = {
+ACTS: dict[str, Callable[[FlippedStorage], object]] = {
     "load": lambda storage: restored_value(storage, 2, ParallelLayout(dp=2)),
     "verify": verified,
     "reshard": resharded,
     "copy": copied,
+    "copy onto itself": copied_again,
     "prune": pruned,
     "who committed": lambda storage: committed_attempt(storage, 2),
     "wait for the commit": awaited,
@@ -80,7 +86,7 @@ def run() -> MemoryStorage:
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 def test_a_bit_that_flips_on_the_way_is_no_damage(
-    run: MemoryStorage, capsys: pytest.CaptureFixture[str], act: Callable[[Storage], object], part: float
+    run: MemoryStorage, capsys: pytest.CaptureFixture[str], act: Callable[[FlippedStorage], object], part: float
 ) -> None:
     clean = FlippedStorage(run)
     expected = act(clean)
@@ -93,7 +99,7 @@ def test_a_bit_that_flips_on_the_way_is_no_damage(
 
 
 @pytest.mark.parametrize("act", [ACTS["load"], ACTS["verify"], ACTS["reshard"]], ids=["load", "verify", "reshard"])
-def test_an_answer_that_ends_early_is_no_damage(run: MemoryStorage, act: Callable[[Storage], object]) -> None:
+def test_an_answer_that_ends_early_is_no_damage(run: MemoryStorage, act: Callable[[FlippedStorage], object]) -> None:
     clean = FlippedStorage(run)
     expected = act(clean)
     for number, key in enumerate(clean.reads):
