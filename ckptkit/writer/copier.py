@@ -193,7 +193,7 @@ class _TierThread:
         return error
 
     def _make_room(self, tier_copy: TierCopy) -> None:
-        """Let the first tier delete what it held for the copy; a fault in that ends neither this thread nor a report."""
+        """Let the first tier delete what it held for the copy; a fault in that does not end this thread."""
         try:
             self._hooks.on_copied(tier_copy)
         except Exception:
