@@ -74,7 +74,7 @@ class Checkpointer(Closing):
         self._abandoned: list[Seat] = []
         self._reports: list[SaveReport] = []
         self._template: SaveTemplate | None = None
-        self._copies = PendingCopies(tiers, world_size)
+        self.copies = PendingCopies(tiers, world_size)
         self._last_saved: SaveOrder | None = None
 
     def prepare(self, pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> None:
@@ -127,7 +127,7 @@ class Checkpointer(Closing):
             files, draft, ring = self._arena.hold(template, self._options.window_bytes)
         except OSError as error:
             running.stall_s = time.monotonic() - started
-            self._copies.skipped(step)
+            self.copies.skipped(step)
             self._finish(running, f"rank {self._seat.writer}: no memory to stage step {step}: {error.strerror}")
             return running.stall_s
         options = self._options
@@ -140,7 +140,7 @@ class Checkpointer(Closing):
         )  # fmt: skip
         staging = Staging(self._arena, template.block_layout, ring, [*(p.data for p in pieces), *template.headers])
         self._last_saved = order
-        line = self._copies.with_tiers(order, is_window=options.window_bytes > 0).to_line()
+        line = self.copies.with_tiers(order, is_window=options.window_bytes > 0).to_line()
         self._running = running  # from here on there is somebody to wait for
         running.order(line)
         if overlap:
@@ -166,14 +166,14 @@ class Checkpointer(Closing):
         self._await_running()
         if self._last_saved is not None and self._options.tiers:
             writer = self._running_writer()  # first: its successor is ordered what a dead one left
-            writer.send(CopyOrder(self._copies.all(self._last_saved)).to_line(), self._options.timeout_s)
+            writer.send(CopyOrder(self.copies.all(self._last_saved)).to_line(), self._options.timeout_s)
 
     def copy_next(self) -> None:
         """Let the next step be copied to the tiers that the last one was due at, as it failed on some rank.
 
         All ranks call it, as they all have to copy the same steps; a rank alone makes up for a failure by itself.
         """
-        self._copies.make_up()
+        self.copies.make_up()
 
     @property
     def is_busy(self) -> bool:
@@ -206,13 +206,13 @@ class Checkpointer(Closing):
                 self.copy_last()
             self._await_running()
             deadline = time.monotonic() + self._options.timeout_s
-            while self._copies or self._copies.has_left:
+            while self.copies or self.copies.has_left:
                 if (left_s := deadline - time.monotonic()) <= 0:
                     break
                 self._running_writer().end_orders()
                 self._collect_copies(left_s)
             late = f"the writer was not done after {self._options.timeout_s:g} s"
-            return [*self.poll(), *self._copies.lost(f"rank {self._seat.writer}: {late} while it copied step")]
+            return [*self.poll(), *self.copies.lost(f"rank {self._seat.writer}: {late} while it copied step")]
         finally:
             self._closed = True
             self._writer.close()
@@ -240,12 +240,12 @@ class Checkpointer(Closing):
         """Return the writer; a new one if the last one died."""
         if not self._writer.is_alive:
             self._writer.kill()  # dead already
-            while self._copies:  # what it reported, and at its end what it left undone
+            while self.copies:  # what it reported, and at its end what it left undone
                 self._collect_copies(0.0)
             self._writer.close()
             self._writer = WriterProcess(self._arena)
-            if self._copies.has_left:
-                self._writer.send(CopyOrder(self._copies.take_up()).to_line(), self._options.timeout_s)
+            if self.copies.has_left:
+                self._writer.send(CopyOrder(self.copies.take_up()).to_line(), self._options.timeout_s)
         return self._writer
 
     def _make_way(self, seat: Seat) -> bool:
@@ -260,7 +260,7 @@ class Checkpointer(Closing):
             reason = f"skipped: still saving step {running.seat.step}"
             self.join()
             self._send_skip(seat, reason)
-            self._copies.skipped(seat.step)
+            self.copies.skipped(seat.step)
             error = f"rank {self._seat.writer}: {reason}"
             self._report(SaveReport(seat.step, False, error, 0, 0.0, 0.0, skipped=True, url=self.url))
             return False
@@ -326,7 +326,7 @@ class Checkpointer(Closing):
         self._last_error = error
         if error:  # nothing to copy
             self._last_saved = None
-            self._copies.failed(running.seat.step)
+            self.copies.failed(running.seat.step)
         seconds = time.monotonic() - running.started if write_s is None else write_s
         self._report(
             SaveReport(running.seat.step, not error, error, running.data_bytes, seconds, running.stall_s, num_attempts,
@@ -340,11 +340,11 @@ class Checkpointer(Closing):
     def _collect_copies(self, timeout_s: float) -> None:
         """Take what the writer says of copies to other tiers, waiting for it if no save runs; its death ends all."""
         death = ""
-        if self._copies and self._running is None:
+        if self.copies and self._running is None:
             try:
                 self._writer.receive(timeout_s, until_copied=True)
             except EOFError as error:
                 death = f"rank {self._seat.writer}: {error} while it copied step"
-        self._reports += self._copies.ended(self._writer.take_copied())
+        self._reports += self.copies.ended(self._writer.take_copied())
         if death:
-            self._reports += self._copies.lost(death)
+            self._reports += self.copies.lost(death)

@@ -33,6 +33,11 @@ class PendingCopies:
         return bool(self._awaited)
 
     @property
+    def steps(self) -> set[int]:
+        """The steps that are under way or wait, or that a killed writer left undone; the first tier is to hold them."""
+        return {step for step, _ in self._awaited} | {tier_copy.target.step for tier_copy in self._left.values()}
+
+    @property
     def has_left(self) -> bool:
         """Whether there is anything for `take_up`."""
         return bool(self._left)

@@ -58,6 +58,7 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._best: str | None = None  # the best step at that time
         self._saved: set[int] = set()  # the steps that this process saved
         self._has_surplus = False  # the save that runs will leave more steps than are to stay
+        self._held: set[int] = set()  # steps that are to go, and that slower tiers still copy
 
     def resume(self, trainer: Any) -> str | None:
         """Return what `train` is to be called with so that it goes on; None if the run has no step."""
@@ -99,8 +100,11 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             log(f"save_total_limit={args.save_total_limit} is not used: the retention of the run decides what stays")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
-        """Remove what is not to stay, once the save that ran is done."""
-        if self._has_surplus and not self._opened().is_saving:
+        """Remove what is not to stay, once the save that ran is done and slower tiers have it."""
+        if not self._has_surplus:
+            return
+        run = self._opened()
+        if not run.is_saving and not self._held & run.copied_steps:
             self._remove_surplus()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
@@ -198,8 +202,10 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             surplus = beyond_limit(steps, limit, best)
             if at_end and limit == 1 and best in steps:
                 surplus = [step for step in steps if step != best]
-            if surplus:
-                run.remove(*surplus, newest_too=True)
+            self._held = run.copied_steps.intersection(surplus)
+            self._has_surplus = bool(self._held)
+            if going := [step for step in surplus if step not in self._held]:
+                run.remove(*going, newest_too=True)
         except (StorageError, UserError) as error:
             log(f"warning: older steps of {run.url} were not removed: {error}")
 

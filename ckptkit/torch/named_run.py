@@ -2,8 +2,8 @@
 
 A step is saved once, whatever the number of its names. What differs under a further name, such as the state of
 callbacks and loops, is kept with that name; weights and states of optimizers of one step are the same under all.
-A step goes when its last name goes, and after the save that takes its place is committed. Many processes may load; what
-they find damaged is set aside by the one that saves, before it does.
+A step goes when its last name goes, after the save that takes its place is committed and slower tiers have it. Many
+processes may load; what they find damaged is set aside by the one that saves, before it does.
 """
 
 import base64
@@ -40,6 +40,7 @@ class NamedRun:
         self._committed: set[int] = set()  # steps that were, though they may be removed by now
         self._newest: int | None = None  # that this process saved
         self._damaged: tuple[Candidate, ...] = ()  # the steps that a load passed over
+        self._nameless: set[int] = set()  # steps that slower tiers still copy
 
     @property
     def run(self) -> Run:
@@ -131,7 +132,10 @@ class NamedRun:
 
     def _settle(self) -> list[str]:
         steps, kept = self.names.settle(self._is_committed, self._running())
-        for step in steps:
+        copied = self.run.copied_steps
+        going = {*steps, *self._nameless} - self.names.steps()
+        self._nameless = going & copied
+        for step in sorted(going - copied):
             self._remove(step)
         self.names.write()
         return kept

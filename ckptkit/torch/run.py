@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from numbers import Real
 from shlex import quote
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ckptkit.format.keys import check_step
-from ckptkit.format.state_tree import METADATA
 from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
@@ -36,6 +34,7 @@ from ckptkit.torch.ended import EndedSaves
 from ckptkit.torch.exchange import GroupExchange, open_exchange
 from ckptkit.torch.late import LateTensors, swaps_weights
 from ckptkit.torch.loading import Match
+from ckptkit.torch.metrics import as_numbers
 from ckptkit.torch.objects import optimizers_in
 from ckptkit.torch.report import LoadReport
 from ckptkit.torch.saved import Saved
@@ -104,7 +103,7 @@ class Run(AnyRun, Closing):
 
         def check() -> None:
             self._check(step, state, overlap=overlap)
-            recorded.update(_recorded(metrics or {}))
+            recorded.update(as_numbers(metrics or {}))
 
         with paused_collection():
             plan = self._planner.plan(step, state, secrets.token_hex(8), check, self._status())
@@ -176,6 +175,12 @@ class Run(AnyRun, Closing):
     def is_saving(self) -> bool:
         """Whether this rank's save still runs; does not wait."""
         return self._checkpointer is not None and self._checkpointer.is_busy
+
+    @property
+    def copied_steps(self) -> set[int]:
+        """The steps that this rank copies to slower tiers, or has to: one that is removed before does not get there."""
+        self._collect()
+        return set() if self._checkpointer is None else self._checkpointer.copies.steps
 
     def wait_until_copied(self) -> float:
         """Wait until the copies of a save with `overlap` are made; return the seconds that took."""
@@ -324,22 +329,6 @@ class Run(AnyRun, Closing):
             log(f"warning: ranks {numbers} have no random state in step {step} of {storage.url} and keep their own: "
                 f"{saved.world_size} ranks saved it")  # fmt: skip
         return replace(report, num_certified=num_certified)
-
-
-def _recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as plain numbers; UserError for what is not a number."""
-    found: dict[str, Any] = {}
-    if not isinstance(metrics, Mapping):
-        raise UserError(f"metrics are a dict of numbers, not {metrics!r}", hint='metrics={"val_loss": 2.1}')
-    for name, value in metrics.items():
-        if type(value) is int and value.bit_length() > 1023:
-            raise UserError(f"the metric {name!r} is an int of {value.bit_length():,} bits", hint="float(value)")
-        number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
-        if type(name) is not str or name == METADATA or not isinstance(number, Real):
-            text = f"the metric {name!r} is {value!r}, not a number under a name of its own"
-            raise UserError(text, hint='metrics={"val_loss": 2.1}')
-        found[name] = number if isinstance(number, bool | int) else float(number)
-    return found
 
 
 def _copied(piece: Piece) -> Piece:

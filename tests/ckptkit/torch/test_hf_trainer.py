@@ -17,6 +17,7 @@ from ckptkit.tiers.tier import Tier
 from ckptkit.torch import Run
 from tests.ckptkit.support.small_model import Samples, Small, damage, parameters_of
 from threefold.errors import UserError
+from tools.fault_proxy import Fault, FaultProxy
 
 NEEDED = "needs transformers and accelerate: pip install transformers accelerate"
 transformers = pytest.importorskip("transformers", reason=NEEDED)
@@ -248,6 +249,16 @@ def test_a_slower_tier_is_gone_on_from(tmp_path: Path) -> None:
     trained(tmp_path, ours=True, resumes=True, options=options, max_steps=12)
     assert Run(tmp_path / "run").steps() == [12]
     assert Run(tmp_path / "slow").steps() == [4, 8, 12]
+
+
+def test_a_step_beyond_the_limit_stays_until_slower_tiers_have_it(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
+) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    options = CheckpointerOptions(tiers=(Tier(s3_url),))
+    trained(tmp_path, ours=True, options=options, max_steps=12, save_total_limit=1)
+    assert Run(tmp_path / "run").steps() == [12]
+    assert {4, 12} <= {*Run(s3_url).steps()}
 
 
 def test_a_callback_of_another_trainer_is_named(tmp_path: Path) -> None:

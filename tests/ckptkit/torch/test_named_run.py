@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from ckptkit.saving.options import CheckpointerOptions
+from ckptkit.tiers.tier import Tier
 from ckptkit.torch import Run
 from ckptkit.torch.named_run import NamedRun, packed, unpacked
 from ckptkit.torch.step_names import NAMES_KEY, StepNames
 from threefold.errors import CheckFailed, UserError
 from threefold.storage import open_storage
+from tools.fault_proxy import Fault, FaultProxy
 
 
 def state_at(step: int, **more: Any) -> dict[str, Any]:
@@ -90,6 +92,20 @@ def test_a_step_that_is_gone_is_no_error(tmp_path: Path) -> None:
     run.drop("a")
     assert run.find("a") is None
     run.close()
+
+
+def test_a_step_without_a_name_stays_until_slower_tiers_have_it(
+    tmp_path: Path, s3_proxy: FaultProxy, s3_url: str
+) -> None:
+    s3_proxy.fault = Fault("delay", method="PUT", delay_s=0.5)
+    run = NamedRun(tmp_path, CheckpointerOptions(tiers=(Tier(s3_url, newest=0),)))
+    for step in (1, 2):
+        run.save("last", step, state_at(step))
+        run.run.wait()
+    run.save("other", 2, state_at(2))  # the name of step 1 is over by now
+    run.close()
+    assert Run(tmp_path).steps() == [2]
+    assert Run(s3_url).steps() == [1, 2]
 
 
 def test_a_pinned_step_stays_without_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
