@@ -2,12 +2,9 @@
 
 import os
 import pickle
-import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.cli import main
-from ckptkit.foreign.dcp_folder import DcpFolder
 from ckptkit.foreign.pickle_writer import Call, External, Global, Made, pickled
 from ckptkit.foreign.restricted_pickle import parsed
 from ckptkit.foreign.shown import said, shown
@@ -25,7 +21,6 @@ from ckptkit.torch import DcpReader
 from tests.ckptkit.support.saves import ROOT
 from threefold.errors import CheckFailed
 from threefold.storage import open_storage
-from threefold.storage.local import LocalStorage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -222,27 +217,6 @@ def test_pickled_values_before_safetensors_are_kept(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=safetensors_writer("files", tmp_path / "save"))
     assert call("import", tmp_path / "save", tmp_path / "run", "--from", "dcp") == 0
     assert read_root(open_storage(tmp_path / "run"), 0).metadata["dcp"]["bytes"] == ["lr"]
-
-
-def test_the_heads_of_files_are_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a network a folder of many files is not opened request by request."""
-    dcp.save({f"w{number}": torch.ones(2) for number in range(4)}, checkpoint_id=tmp_path / "save", no_dist=True)
-    for number in range(1, 4):
-        shutil.copy(tmp_path / "save" / "__0_0.distcp", tmp_path / "save" / f"__{number}_0.distcp")
-    folder = DcpFolder(f"dcp:{tmp_path / 'save'}")
-    for number, tensor in enumerate(folder.contents.tensors.values()):
-        tensor.chunks[:] = [replace(each, place=replace(each.place, file=f"__{number}_0.distcp"))
-                            for each in tensor.chunks]  # fmt: skip
-    together, read = threading.Barrier(4), LocalStorage.read_ranges
-
-    def read_ranges(storage: Any, key: str, ranges: Any) -> Any:
-        if ranges == [(0, 9)]:
-            together.wait(timeout=20)
-        return read(storage, key, ranges)
-
-    monkeypatch.setattr(LocalStorage, "read_ranges", read_ranges)
-    with folder.open(0) as reader:
-        assert len(reader.root.tensors) == 4
 
 
 def drop_a_file(folder: Path) -> None:

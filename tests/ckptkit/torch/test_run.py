@@ -1,7 +1,6 @@
 """ckptkit.torch.Run in one process: any state comes back as it was, or is refused by name before anything changes."""
 
 import dataclasses
-import gc
 import random
 import re
 import subprocess
@@ -18,8 +17,7 @@ from torch import nn
 
 from ckptkit import CheckpointerOptions, Retention
 from ckptkit import Run as AnyRun
-from ckptkit.saving.checkpointer import Checkpointer
-from ckptkit.torch import GroupExchange, Run
+from ckptkit.torch import Run
 from tests.ckptkit.support.forged import forge
 from tests.ckptkit.support.torch_program import load_at, save_at
 from tests.test_guides import ROOT
@@ -350,47 +348,3 @@ def test_a_load_is_compared_with_the_certificate_by_default(tmp_path: Path) -> N
         run.load({"model": model}, certify=False)
         with pytest.raises(CheckFailed, match="is not equal to what was saved, by the certificate"):
             run.load({"model": model})
-
-
-def test_an_error_of_closing_closes_the_group_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group(GroupExchange):
-        """One rank, and whether its group is open."""
-
-        rank, size, is_open = 0, 1, True
-
-        def __init__(self) -> None: ...
-
-        def all_gather(self, data: bytes) -> list[bytes]:
-            return [data]
-
-        def close(self) -> None:
-            self.is_open = False
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise StorageError("the writer takes no order")
-
-    group = Group()
-    run = Run(tmp_path, exchange=group)
-    run.save(1, {"weight": torch.ones(2)})
-    run.wait()
-    close = Checkpointer.close
-    monkeypatch.setattr(Checkpointer, "close", fail)
-    checkpointer = run._checkpointer
-    with pytest.raises(StorageError, match="takes no order"):
-        run.close()
-    assert not group.is_open
-    close(checkpointer)
-
-
-def test_an_optimizer_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """Another one may be made where it was, and has to wait for the copies too."""
-    with Run(tmp_path) as run:
-        for step in range(1, 4):
-            parameter = torch.nn.Parameter(torch.zeros(4))
-            optimizer = torch.optim.SGD([parameter], lr=1.0)
-            run.save(step, {"weight": parameter, "optimizer": optimizer}, overlap=True)
-            run.wait()
-            assert len(optimizer._optimizer_step_pre_hooks) == 1
-            del parameter, optimizer
-            gc.collect()
-            assert not run._hooks
