@@ -95,7 +95,7 @@ def save_where_room_is(
 def _report_elsewhere(
     order: SaveOrder, patience_s: Callable[[], float], retries: Retries, error: StorageError
 ) -> None:  # fmt: skip
-    """Report a failure that is no want of room where the others save, if the leader found no room before it."""
+    """Report another failure than want of room where the others save, if the leader found no room before it."""
     if order.overflow is None or order.seat.leads or isinstance(error, NotCommitted | AlreadyExists):
         return
     with suppress(StorageError):
