@@ -10,7 +10,7 @@ tensor of bytes `@state/@3`.
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -216,14 +216,19 @@ def items_of(node: Node) -> list[Node] | None:
     return node if isinstance(node, list) else None
 
 
-def leaves(path: str, node: Node) -> Iterator[str]:
-    """Yield the paths at which a tree has values, dicts alone opened."""
+def leaves(path: str, node: Node) -> list[str]:
+    """Return the paths at which a tree has values, dicts alone opened."""
     items = fields(node)
     if items is None:
-        yield path
-    else:
-        for key, each in items.items():
-            yield from leaves(f"{path}/{part(key)}", each)
+        return [path]
+    paths: list[str] = []
+    for key, each in items.items():
+        inner = f"{path}/{part(key)}"
+        if isinstance(each, dict) and "dict" in each:
+            paths += leaves(inner, each)
+        else:
+            paths.append(inner)
+    return paths
 
 
 def merged(path: str, nodes: list[Node], conflicts: list[str]) -> Node:

@@ -1,6 +1,7 @@
 """Tensor rows: the lines of a root's tensor table; those of version 1 and 2 are read and checked, of 2 written."""
 
 import json
+import marshal
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -31,9 +32,9 @@ def read_tensors(rows: list[Any], version: int) -> dict[str, TensorInfo]:
     """Return the table of a root's rows; KeyError, TypeError or ValueError if one is not possible."""
     placed = _placed_in_version_1 if version == 1 else _placed
     tensors: dict[str, TensorInfo] = {}
-    like: dict[str, TensorInfo] = {}  # by what a row says after the name, which many share
+    like: dict[bytes, TensorInfo] = {}  # by what a row says after the name, which many share; 1 and true differ
     for row in rows:
-        key = f"{row['dtype']!r} {row['shape']!r} {row['placement']!r}"
+        key = marshal.dumps((row["dtype"], row["shape"], row["placement"]), 2)
         known = like.get(key)
         if known is None:
             known = TensorInfo(row["name"], row["dtype"], tuple(row["shape"]), placed(**row["placement"]))

@@ -13,8 +13,7 @@ from ckptkit.io.sums import ChunkSums
 from ckptkit.loading.exchange import Exchange, agreed
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.targets import Read
-from ckptkit.model.box import Box
-from ckptkit.model.chunk_table import ChunkTable, Ints
+from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.tensor import MAX_DIMS
 from ckptkit.plan.certificate import digest, is_readable
 from ckptkit.plan.cover import box_weights, weights
@@ -37,8 +36,7 @@ class LoadSums:
         self._sums = ChunkSums(wanted, 0)
         numbers = {info.name: number for number, info in enumerate(self._tensors)}
         self._numbers = np.array([numbers[name] for name in wanted.names], np.int64)
-        boxes = [(info, Box((0,) * len(info.shape), info.shape), 0, info.numel) for info in self._tensors]
-        whole = ChunkTable.of(boxes)
+        whole = ChunkTable.whole(wanted.tensors if is_alone else TensorColumns.of(self._tensors))
         num_dims = max(whole.offset.shape[1], 1)
         # elements and weight of each tensor: of all of it, and of what is held here
         weight = box_weights(whole.with_dims(num_dims), KEYS[:num_dims])
@@ -72,19 +70,18 @@ class LoadSums:
         np.add.at(total, numbers, held[:, 1:])
         np.bitwise_xor.at(sums, numbers, rows[first, 3])
         is_whole = (total == self._whole).all(axis=1)
-        num_certified = 0
-        for number in np.unique(numbers[is_whole[numbers]]).tolist():
-            info = self._tensors[number]
-            is_equal = saved["tensors"].get(info.name) == digest(info, int(sums[number]))
-            is_wrong[number] |= not is_equal
-            num_certified += is_equal
+        whole = np.unique(numbers[is_whole[numbers]])
+        tensors = [self._tensors[number] for number in whole.tolist()]
+        digests = map(digest, tensors, sums[whole].tolist())
+        are_equal = [saved["tensors"].get(info.name) == found for info, found in zip(tensors, digests, strict=True)]
+        is_wrong[whole] |= ~np.array(are_equal, bool)
         if is_wrong.any():
             names = [self._tensors[number].name for number in np.flatnonzero(is_wrong).tolist()]
             text = (
                 f"what was read of {url} is not equal to what was saved, by the certificate of the save:{listed(names)}"
             )
             raise CheckFailed(text, hint=f"ckptkit verify {quoted(url)}")
-        return num_certified
+        return sum(are_equal)
 
 
 def fetching(reader: CheckpointReader, sums: LoadSums | None) -> Read:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ckptkit.format.address import open_address
 from ckptkit.format.root import Root
 from ckptkit.io.piece_memory import are_plain, memory_misfit, way_out
@@ -22,7 +24,6 @@ from ckptkit.model.box import Piece
 from ckptkit.model.chunk_table import ChunkTable
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.plan.certificate import is_readable
-from ckptkit.plan.save_plan import storage_rows
 from threefold.errors import UserError, listed, quoted
 
 
@@ -82,17 +83,25 @@ def fill_from(
 def _wanted(
     reader: CheckpointReader, pieces: Sequence[Piece], tensors: Sequence[TensorInfo] | None
 ) -> tuple[ChunkTable, list[Any]]:
-    """Return the chunks that pieces want and their memory, in storage order: each file is read from begin to end."""
+    """Return the chunks that pieces want, but those without elements, and their memory."""
     table = reader.root.tensors
-    faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
-    if faults:
-        hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(reader.url)}")
-        raise UserError(f"{reader.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
-    stored = [_untied(piece, table) for piece in pieces]
-    named = dict.fromkeys(piece.name for piece in stored)
-    wanted = ChunkTable.of_pieces(stored, [table[name] for name in named])
-    order = storage_rows(wanted, [table[name] for name in wanted.names])
-    return wanted.take(order), [stored[row].data for row in order.tolist()]
+    wanted = _fitting(table, pieces)
+    if wanted is None or tensors is not None:
+        faults = [f"{name}: {fault}" for name, fault in misfits(table, pieces, tensors).items()]
+        if faults:
+            hint = next(filter(None, map(way_out, pieces)), f"ckptkit inspect {quoted(reader.url)}")
+            raise UserError(f"{reader.url} does not fit what is restored from it:{listed(faults)}", hint=hint)
+    if wanted is None:
+        wanted = ChunkTable.of_pieces([_untied(piece, table) for piece in pieces], table.values())
+    rows = np.flatnonzero(wanted.start < wanted.stop)
+    return wanted.take(rows), [pieces[row].data for row in rows.tolist()]
+
+
+def _fitting(table: Mapping[str, TensorInfo], pieces: Sequence[Piece]) -> ChunkTable | None:
+    """Return the chunks of pieces, None if one may not fit: all are compared at once."""
+    if not _are_sound(table, pieces):
+        return None
+    return ChunkTable.fitting([_untied(piece, table) for piece in pieces], table)
 
 
 def misfits(
@@ -121,9 +130,10 @@ def misfits(
 
 def _are_sound(table: Mapping[str, TensorInfo], pieces: Sequence[Piece]) -> bool:
     """Return whether the memory of all pieces is what it should be, found out for all at once."""
-    if not all(piece.name in table for piece in pieces):
+    infos = [table.get(piece.name) for piece in pieces]
+    dtypes = [info.dtype for info in infos if info is not None]
+    if len(dtypes) < len(pieces):
         return False
-    dtypes = [table[piece.name].dtype for piece in pieces]
     sizes = [(piece.stop - piece.start) * ITEMSIZE[dtype] for piece, dtype in zip(pieces, dtypes, strict=True)]
     data = [piece.data for piece in pieces]
     return are_plain(data, sizes, dtypes) and all(map(is_writable, data))

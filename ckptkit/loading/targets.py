@@ -35,11 +35,12 @@ class Targets(Closing):
 
     def __init__(self, data: Sequence[Any], num_threads: int) -> None:
         self._most_lanes, self._lanes = max(num_threads // LANE_THREADS, 1), list[_Lane]()
-        self._on_host = np.array([is_on_host(each) for each in data], bool)
+        are_here = [is_on_host(each) for each in data]
+        self._on_host = np.array(are_here, bool)
         self._addresses = host_addresses(data)
         self._there = device_addresses(data)
-        self._devices = [None if is_on_host(each) else each.device for each in data]
-        self._away = [each for each in data if not is_on_host(each)]
+        self._devices = [None if is_here else each.device for each, is_here in zip(data, are_here, strict=True)]
+        self._away = [each for each, is_here in zip(data, are_here, strict=True) if not is_here]
         self._pool = ThreadPoolExecutor(self._most_lanes, thread_name_prefix="ckptkit-targets")
 
     def fill(self, copies: LoadPlan, read: Read) -> None:

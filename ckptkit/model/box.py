@@ -25,8 +25,8 @@ class Box:
 class Piece:
     """A chunk with its elements in memory: what a rank saves, or the place a restore fills.
 
-    `data` is a contiguous 1-D array or tensor of stop - start elements: numpy, or torch on CPU or CUDA (bfloat16
-    included). A save reads it, a restore writes into it.
+    `data` is a contiguous array or tensor of stop - start elements, of one dim or as many as the box has: numpy, or
+    torch on CPU or CUDA (bfloat16 included). A save reads it, a restore writes into it.
     """
 
     name: str

@@ -4,7 +4,7 @@ Boxes are left-padded to one number of dims (offset 0, shape 1), which changes n
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,9 +52,7 @@ class TensorColumns:
 
     def padded_shapes(self, num_dims: int) -> Ints:
         """Return the shapes, [T, D], left-padded as boxes are."""
-        shapes = self.shapes or ()
-        padded = [(1,) * (num_dims - len(shape)) + shape for shape in shapes]
-        return np.array(padded, np.int64).reshape(len(shapes), num_dims)
+        return _padded(self.shapes or (), num_dims, 1)
 
     @cached_property
     def json_names(self) -> list[str]:
@@ -91,33 +89,58 @@ class ChunkTable:
         """Make the table of (tensor, box, start, stop); rows keep their order."""
         tensors = TensorColumns.of(list({info.name: info for info, *_ in chunks}.values()))
         num_dims = max(tensors.ndims, default=0)
-        boxes = [box for _, box, _, _ in chunks]
-        offset = [(0,) * (num_dims - len(box.offset)) + box.offset for box in boxes]
-        shape = [(1,) * (num_dims - len(box.shape)) + box.shape for box in boxes]
         return cls(
             tensors,
             np.array([tensors.numbers[info.name] for info, *_ in chunks], np.int64),
-            np.array(offset, np.int64).reshape(len(chunks), num_dims),
-            np.array(shape, np.int64).reshape(len(chunks), num_dims),
+            _padded([box.offset for _, box, _, _ in chunks], num_dims, 0),
+            _padded([box.shape for _, box, _, _ in chunks], num_dims, 1),
             np.array([start for _, _, start, _ in chunks], np.int64),
             np.array([stop for *_, stop in chunks], np.int64),
         )
 
     @classmethod
+    def whole(cls, tensors: TensorColumns) -> "ChunkTable":
+        """Make the table of all tensors of known shapes, each a chunk."""
+        shape = tensors.padded_shapes(max(tensors.ndims, default=0))
+        zeros, stop = np.zeros(len(shape), np.int64), np.prod(shape, axis=1, dtype=np.int64)
+        return cls(tensors, np.arange(len(shape)), np.zeros_like(shape), shape, zeros, stop)
+
+    @classmethod
     def of_pieces(cls, pieces: Iterable[Piece], tensors: Iterable[TensorInfo]) -> "ChunkTable":
         """Make the table of pieces in their order; refuse, in one report, pieces that do not fit the tensor table."""
-        infos = {info.name: info for info in tensors}
-        chunks, faults = [], []
-        for piece in pieces:
-            info = infos.get(piece.name)
-            fault = _misfit(piece, info)
-            if fault or info is None:
-                faults.append(f"{piece.name}: {fault}")
-            else:
-                chunks.append((info, piece.box, piece.start, piece.stop))
-        if faults:
-            raise UserError(f"pieces do not fit the checkpoint's tensor table:{listed(faults)}")
-        return cls.of(chunks)
+        infos, pieces = {info.name: info for info in tensors}, list(pieces)
+        table = cls.fitting(pieces, infos)
+        if table is not None:
+            return table
+        faults = [(piece.name, _misfit(piece, infos.get(piece.name))) for piece in pieces]
+        if lines := [f"{name}: {fault}" for name, fault in faults if fault]:
+            raise UserError(f"pieces do not fit the checkpoint's tensor table:{listed(lines)}")
+        return cls.of([(infos[piece.name], piece.box, piece.start, piece.stop) for piece in pieces])
+
+    @classmethod
+    def fitting(cls, pieces: Sequence[Piece], infos: Mapping[str, TensorInfo]) -> "ChunkTable | None":
+        """Make the table of pieces in their order, None if one may not fit its tensor: all are compared at once."""
+        known = [(infos.get(piece.name), piece) for piece in pieces]
+        chunks = [(info, piece.box, piece.start, piece.stop) for info, piece in known if info is not None]
+        have_dims = all(len(box.offset) == len(box.shape) == len(info.shape) for info, box, *_ in chunks)
+        if len(chunks) < len(pieces) or not have_dims:
+            return None
+        try:
+            table = cls.of(chunks)
+        except OverflowError:
+            return None
+        return table if table.fits() else None
+
+    def fits(self) -> bool:
+        """Return whether boxes are inside of their tensors, whose shapes are known, and ranges inside of boxes.
+
+        False also for more elements than an int64 counts.
+        """
+        shapes = self.tensors.padded_shapes(self.offset.shape[1])[self.tensor]
+        are_inside = (self.offset >= 0) & (self.shape >= 0) & (self.shape <= shapes)
+        are_inside &= self.offset <= shapes - self.shape
+        numel = np.prod(self.shape, axis=1, dtype=np.int64)
+        return bool(are_inside.all() and ((self.start >= 0) & (self.start <= self.stop) & (self.stop <= numel)).all())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,6 +225,16 @@ def row_major_strides(shape: Ints) -> Ints:
     for dim in range(shape.shape[1] - 2, -1, -1):
         strides[:, dim] = np.maximum(strides[:, dim + 1] * shape[:, dim + 1], 1)
     return strides
+
+
+def _padded(rows: Sequence[tuple[int, ...]], num_dims: int, value: int) -> Ints:
+    """Return boxes' offsets (value 0) or shapes (value 1) as an array; equal ones, which are many, are made once."""
+    kinds = dict.fromkeys(rows)
+    array = np.array([(value,) * (num_dims - len(row)) + row for row in kinds], np.int64).reshape(len(kinds), num_dims)
+    if len(kinds) == len(rows):
+        return array
+    place = {row: number for number, row in enumerate(kinds)}
+    return array[[place[row] for row in rows]]
 
 
 def left_padded(columns: Ints, num_dims: int, value: int) -> Ints:

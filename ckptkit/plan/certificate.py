@@ -6,6 +6,7 @@ sum 16 hex digits. So it changes if an element, the order of elements, a dtype, 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -47,9 +48,12 @@ class TensorSums:
 
 def digest(info: TensorInfo, value: int) -> str:
     """Return the digest of a tensor whose elements have a sum."""
-    shape = ",".join(map(str, info.shape))
-    said = "\0".join((info.name, info.dtype, shape, f"{value:016x}"))
-    return xxhash.xxh3_64_hexdigest(said.encode())
+    return xxhash.xxh3_64_hexdigest(f"{info.name}{_kind(info.dtype, info.shape)}{value:016x}".encode())
+
+
+@lru_cache(1 << 14)
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"\0{dtype}\0{','.join(map(str, shape))}\0"
 
 
 def is_readable(certificate: Certificate | None) -> TypeGuard[Certificate]:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from ckptkit.format.keys import named_writers
 from ckptkit.format.part_index import PartIndex
-from ckptkit.model.box import Box
 from ckptkit.model.chunk_table import ChunkTable, Ints, ramps, row_major_strides
 from ckptkit.model.tensor import ITEMSIZE, TensorInfo
 from ckptkit.plan.certificate import Certificate, TensorSums
@@ -54,7 +53,7 @@ class Cover:
     def __init__(self, tensors: Sequence[TensorInfo], *, is_share: bool = False) -> None:
         self._tensors, self._is_share = tensors, is_share
         self._join = PartJoin(tensors)
-        whole = ChunkTable.of([(info, Box((0,) * len(info.shape), info.shape), 0, info.numel) for info in tensors])
+        whole = ChunkTable.whole(self._join.tensors)
         self._whole = whole.with_dims(max(whole.offset.shape[1], 1))
         self._is_tied = np.array([info.placement.tied_to is not None for info in tensors], bool)
         self._keys = [np.uint64(secrets.randbits(64)) for _ in range(self._whole.offset.shape[1])]

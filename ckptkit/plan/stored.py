@@ -108,13 +108,22 @@ def _numbers(columns: TensorColumns, table: TensorColumns, where: str) -> Ints:
 
     CheckFailed where it is not there as it should be.
     """
-    numbers: list[int] = []
-    for name, dtype, ndim in zip(columns.names, columns.dtypes, columns.ndims, strict=True):
-        number = table.numbers.get(name, -1)
-        if number < 0 or table.dtypes[number] != dtype or table.ndims[number] != ndim:
+    places = [table.numbers.get(name, -1) for name in columns.names]
+    described = [(columns.dtypes, table.dtypes), (columns.ndims, table.ndims)]
+    if columns.shapes and table.shapes:
+        described.append((columns.shapes, table.shapes))
+    if -1 in places or any(list(own) != [others[place] for place in places] for own, others in described):
+        _refuse(columns, places, table, where)
+    return np.array(places, np.int64)
+
+
+def _refuse(columns: TensorColumns, places: Sequence[int], table: TensorColumns, where: str) -> None:
+    """Raise CheckFailed for the first tensor of columns that is not in a table as it should be."""
+    for number, (name, dtype, ndim, place) in enumerate(
+        zip(columns.names, columns.dtypes, columns.ndims, places, strict=True)
+    ):
+        if place < 0 or table.dtypes[place] != dtype or table.ndims[place] != ndim:
             raise CheckFailed(f"{where} holds {name} ({dtype}, {ndim} dims) unlike the tensor table")
-        if columns.shapes and table.shapes and columns.shapes[len(numbers)] != table.shapes[number]:
-            shapes = f"{list(columns.shapes[len(numbers)])}, the tensor table says {list(table.shapes[number])}"
+        if columns.shapes and table.shapes and columns.shapes[number] != table.shapes[place]:
+            shapes = f"{list(columns.shapes[number])}, the tensor table says {list(table.shapes[place])}"
             raise CheckFailed(f"{where} holds {name} of shape {shapes}")
-        numbers.append(number)
-    return np.array(numbers, np.int64)

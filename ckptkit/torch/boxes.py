@@ -13,6 +13,8 @@ from ckptkit.model.box import Box
 from ckptkit.model.mesh_cut import Part, mesh_cut
 from threefold.errors import UserError
 
+PLAIN: frozenset[type] = frozenset((torch.Tensor, nn.Parameter))  # which wrap nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -32,7 +34,7 @@ def is_dtensor(tensor: Any) -> bool:
 def dtype_of(value: Any) -> str | None:
     """Return the name of a tensor's dtype, None for what is not a tensor, or one of several that it wraps."""
     is_one = isinstance(value, torch.Tensor) and inner_tensors(value) is None
-    return str(value.dtype).removeprefix("torch.") if is_one else None
+    return name_of(value.dtype) if is_one else None
 
 
 def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
@@ -41,7 +43,7 @@ def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
     Filling them in place fills it.
     """
     kind: Any = type(value)
-    if kind in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor) or is_dtensor(value):
+    if kind in PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value):
         return None
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not hasattr(kind, "__tensor_flatten__"):
         return None
@@ -51,13 +53,19 @@ def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
 @cache
 def stored_dtype(dtype: torch.dtype) -> str | None:
     """Return what a checkpoint calls a dtype, None for one whose elements are stored as bytes."""
-    return STORED.get(str(dtype).removeprefix("torch."))
+    return STORED.get(name_of(dtype))
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor on this rank, without its gradient."""
     local: Any = tensor.detach()
-    return local.to_local() if is_dtensor(local) else local  # type: ignore[no-any-return]
+    return local if type(tensor) in PLAIN or not is_dtensor(local) else local.to_local()  # type: ignore[no-any-return]
 
 
 def held(path: str, tensor: torch.Tensor, local: Any) -> Held:
@@ -67,15 +75,20 @@ def held(path: str, tensor: torch.Tensor, local: Any) -> Held:
             f"{path} is a DTensor of a {type(local).__name__}, which wraps other tensors",
             hint="save the model before quantize_(model, ...); optimizers of plain states are those of torch.optim",
         )
-    if absent := no_memory(local):
+    if not _is_common(local) and (absent := no_memory(local)):
         raise UserError(f"{path} is {absent[0]}", hint=absent[1])
-    shape = tuple(tensor.shape)
-    parts = _dtensor_parts(path, tensor, local) if is_dtensor(tensor) else _whole(shape)
-    if stored := stored_dtype(tensor.dtype):
-        return Held(stored, shape, parts)
-    size = tensor.element_size()
-    wide = [Part(Box((*p.box.offset, 0), (*p.box.shape, size)), (*p.at, 0)) for p in parts]
-    return Held("U8", (*shape, size), tuple(wide))
+    if not is_dtensor(tensor):
+        return _held_whole(tensor.dtype, tensor.shape)
+    return _as_held(tensor.dtype, tensor.shape, _dtensor_parts(path, tensor, local))
+
+
+def _is_common(local: Any) -> bool:
+    """Return whether a tensor surely has its elements in memory, seen at few looks: a load has very many tensors."""
+    return (
+        type(local) in PLAIN and not local.is_nested and local.layout is torch.strided
+        and (local.is_cpu or local.is_cuda) and stored_dtype(local.dtype) is not None
+        and not local.is_neg() and local.data_ptr() != 0
+    )  # fmt: skip
 
 
 def as_stored(local: torch.Tensor) -> torch.Tensor:
@@ -94,6 +107,8 @@ def flat_of(local: torch.Tensor) -> torch.Tensor:
 
 def region(local: torch.Tensor, part: Part) -> torch.Tensor:
     """Return the view of local memory that a part is."""
+    if local.shape == part.box.shape:
+        return local
     for dim, (at, size) in enumerate(zip(part.at, part.box.shape, strict=True)):
         if size != local.shape[dim]:
             local = local.narrow(dim, at, size)
@@ -101,9 +116,17 @@ def region(local: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 @lru_cache(1 << 14)
-def _whole(shape: tuple[int, ...]) -> tuple[Part, ...]:
+def _held_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
     zero = (0,) * len(shape)
-    return (Part(Box(zero, shape), zero),)
+    return _as_held(dtype, shape, (Part(Box(zero, tuple(shape)), zero),))
+
+
+def _as_held(dtype: torch.dtype, shape: tuple[int, ...], parts: tuple[Part, ...]) -> Held:
+    if stored := stored_dtype(dtype):
+        return Held(stored, tuple(shape), parts)
+    size = dtype.itemsize
+    wide = [Part(Box((*p.box.offset, 0), (*p.box.shape, size)), (*p.at, 0)) for p in parts]
+    return Held("U8", (*shape, size), tuple(wide))
 
 
 def _dtensor_parts(path: str, tensor: Any, local: torch.Tensor) -> tuple[Part, ...]:

@@ -18,7 +18,7 @@ from ckptkit.format.state_tree import Node, decoded, fields, items_of, leaves, m
 from ckptkit.io.torch_tensors import NAMES, STORED
 from ckptkit.model.box import Box, Piece
 from ckptkit.model.mesh_cut import Part
-from ckptkit.torch.boxes import Held, as_stored, held, inner_tensors, local_of, region, stored_dtype
+from ckptkit.torch.boxes import Held, as_stored, held, inner_tensors, local_of, name_of, region, stored_dtype
 from ckptkit.torch.capture import shown_tensors
 from ckptkit.torch.objects import (
     RNG,
@@ -80,7 +80,7 @@ class Match:
         self._base, self._path = found.base, (path := part(key))
         if found.fault:
             self.held_back.append(found.fault)
-        self.available |= set(leaves(path, found.node))
+        self.available.update(leaves(path, found.node))
         value = self._fill(path, target, found.node)
         if value is not target:
             self._after.append(lambda: self._state.__setitem__(key, value()))
@@ -270,15 +270,16 @@ class Match:
 
     def _fits(self, path: str, tensor: torch.Tensor, node: Node) -> bool:
         dtype = node.get("tensor") if isinstance(node, dict) else None
-        is_same = dtype == str(tensor.dtype).removeprefix("torch.")
-        return is_same and self._shape(path, str(dtype)) == tuple(tensor.shape)
+        return dtype == name_of(tensor.dtype) and self._shape(path, str(dtype)) == tensor.shape
 
     def _fill_tensor(self, path: str, tensor: torch.Tensor, node: Node) -> None:
         """Note what of a tensor is here to be filled; one that is tied to another is filled once."""
         if (parts := inner_tensors(tensor)) is not None:
             self._fill_dict(path, parts, node)
             return
-        self.wanted.update((path, *leaves(path, node)))
+        self.wanted.add(path)
+        if isinstance(node, dict) and "dict" in node:
+            self.wanted.update(leaves(path, node))
         local = local_of(tensor)
         stored = held(path, tensor, local)
         strides = local.stride()
@@ -289,7 +290,7 @@ class Match:
             dtype = node.get("tensor") if isinstance(node, dict) else None
             shape = None if dtype is None else self._shape(path, dtype)
             found = "not a tensor" if shape is None else f"{dtype} {list(shape)}"
-            wanted = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            wanted = f"{name_of(tensor.dtype)} {list(tensor.shape)}"
             self.faults.append(f"{path}: {found} in the checkpoint, {wanted} here")
             return
         memory = (local.data_ptr(), strides, stored.dtype, stored.shape) if local.numel() else id(tensor)
@@ -312,7 +313,7 @@ class Match:
                 data = torch.empty_like(region(shown, each), memory_format=torch.contiguous_format)
                 narrow = region(local.unsqueeze(-1), _but_last(each))
                 self._copies.append((narrow, data.view(local.dtype)))
-            self.pieces.append(Piece.whole(name, each.box, data.view(-1)))
+            self.pieces.append(Piece(name, each.box, 0, data.numel(), data))
 
     def _new(self, path: str, node: Node) -> Callable[[], Any]:
         """Return a function that makes the tensor or array that a path holds, once it is read."""
