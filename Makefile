@@ -58,8 +58,8 @@ native:  ## the native libraries, rebuilt into the source tree in a second: for 
 # The site's tools have a virtual environment of their own: they need nothing of the project, and the tests need none of them.
 DOCS_VENV := build/docs-venv
 DOCS_TOOLS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
-docs: $(DOCS_VENV)/.ready  ## the site of all pages, in build/site; fails on a dead link
-	$(DOCS_VENV)/bin/python tools/make_site.py
+docs: $(DOCS_VENV)/.ready  ## the site of all pages, in build/site; fails on a dead link and raw Markdown
+	$(DOCS_VENV)/bin/python -m tools.make_site
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)

@@ -1,48 +1,33 @@
 """Build the documentation site from all pages and the docstrings of public names; `make docs` calls it.
 
-    python tools/make_site.py       # into build/site
+    python -m tools.make_site       # into build/site
 
-Nothing is fetched. A link to a page or a heading that does not exist ends the build with exit code 1.
+Nothing is fetched. A link to a page or a heading that does not exist, a page that the contents miss, or Markdown that
+stays raw ends the build with exit code 1.
 """
 
-import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools.site.check import faults_of_site
+from tools.site.pages import ROOT, gather_pages
+
 PAGES = ROOT / "build" / "pages"
-FRONT = "README.md"  # the site's first page
-KITS = ("datakit", "ckptkit", "trainer", "threefold")
-PUBLIC = re.compile(r"^from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
+SITE = ROOT / "build" / "site"
 
 
 def main() -> int:
-    gather_pages(PAGES)
+    try:
+        gather_pages(PAGES)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     build = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
-    return subprocess.run(build, cwd=ROOT, check=False).returncode
-
-
-def gather_pages(folder: Path) -> None:
-    """Write all pages into a folder: those of the root, those of docs/, and one of each kit's public names."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", folder / "docs")
-    for page in ROOT.glob("*.md"):
-        (folder / page.name).write_text(page.read_text())
-    (folder / FRONT).rename(folder / "index.md")
-    for page in folder.rglob("*.md"):
-        page.write_text(re.sub(rf"\]\(((?:\.\./)*){FRONT}", r"](\1index.md", page.read_text()))
-    (folder / "docs" / "api").mkdir()
-    for kit in KITS:
-        (folder / "docs" / "api" / f"{kit}.md").write_text(reference(kit))
-
-
-def reference(kit: str) -> str:
-    """Return the page of a kit's public names, each to be filled in from its docstring."""
-    names = PUBLIC.findall((ROOT / kit / "__init__.pyi").read_text())
-    entries = [f"## `{name}`\n\n::: {module}.{name}\n" for module, name in sorted(names, key=lambda found: found[1])]
-    return "\n".join([f"# {kit}: public names\n", *entries])
+    code = subprocess.run(build, cwd=ROOT, check=False).returncode
+    faults = faults_of_site(SITE) if not code else []
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return code or bool(faults)
 
 
 if __name__ == "__main__":
