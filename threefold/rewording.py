@@ -36,12 +36,14 @@ Foreign = Callable[[str, str | None, Sequence[str]], Taken | None]  # a flag, it
 class Rewording:
     """A command line in our words; owned by the parser of a verb."""
 
-    def __init__(self, actions: Mapping[str, argparse.Action], foreign: Foreign | None) -> None:
-        """Take the flags of a parser, and what knows those of other programs."""
-        self._actions, self._foreign = actions, foreign
+    def __init__(
+        self, actions: Mapping[str, argparse.Action], foreign: Foreign | None, *, is_flags_alone: bool = False
+    ) -> None:
+        """Take the flags of a parser, what knows those of other programs, and whether there is nothing but flags."""
+        self._actions, self._foreign, self._is_flags_alone = actions, foreign, is_flags_alone
         self.arguments: list[str] = []
         self.settings: dict[str, FlagText] = {}
-        self.spelled: dict[str, str] = {}  # a dotted name, and the foreign flag that set it
+        self.spelled: dict[str, str] = {}  # a setting's dotted name, and the flag as it was typed
         self.faults: list[str] = []
 
     def read(self, arguments: Sequence[str]) -> None:
@@ -53,17 +55,21 @@ class Rewording:
                 self.arguments += [word, *rest]
                 return
             if not word.startswith("--"):
-                self.arguments.append(word)
+                (self.faults if self._is_flags_alone else self.arguments).append(word)
                 continue
             flag, sign, text = word.partition("=")
             value = text if sign else None
             if not (self._read_own(flag, value, rest) or self._read_foreign(flag, value, rest)):
                 self.faults.append(unknown(flag, self._actions))
+                while rest and not rest[0].startswith("--") and not rest[0].endswith(".toml"):
+                    rest.popleft()  # its values, or it is an error all the same
 
     def _read_own(self, flag: str, value: str | None, rest: deque[str]) -> bool:
         """Add a flag of ours, written with any dashes, with the value that follows it; return whether it is one."""
         name = flag if flag in self._actions else flag.replace("_", "-")
         action = self._actions.get(name)
+        if action is not None and action.dest.startswith(PREFIX):
+            self.spelled[action.dest.removeprefix(PREFIX)] = flag
         if action is None:
             base = self._actions.get("--" + name.removeprefix("--no-"))
             if not (name.startswith("--no-") and isinstance(base, BareAction)) or value is not None:
@@ -84,7 +90,7 @@ class Rewording:
             self.arguments.append(f"{name}={value}")
         else:
             self.arguments.append(name)
-            if rest and not rest[0].startswith("--"):
+            if rest and (not rest[0].startswith("--") or " " in rest[0]):
                 self.arguments.append(rest.popleft())
         return True
 
@@ -107,8 +113,9 @@ class Rewording:
             setattr(arguments, PREFIX + name, setting)
         for name, flag in self.spelled.items():
             text = getattr(arguments, PREFIX + name, None)
-            if isinstance(text, str):
-                setattr(arguments, PREFIX + name, FlagText(text, flag))
+            if text is not None and not isinstance(text, FlagText):
+                first, *more = text if isinstance(text, list) else [str(text)]
+                setattr(arguments, PREFIX + name, FlagText(first, flag, tuple(more)))
 
 
 def is_value(text: str, action: BareAction) -> bool:

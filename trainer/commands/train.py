@@ -3,6 +3,9 @@
 import os
 from dataclasses import dataclass
 
+from threefold.cli import print_line
+from threefold.console import log
+from threefold.errors import UserError
 from threefold.flags import Settings, settings
 from threefold.options import argument, option
 from trainer.commands.shared import before_ranks, is_first_rank, world_size
@@ -15,7 +18,13 @@ from trainer.job.failure import recorded
 class Options:
     """Options of `trainer train`."""
 
-    config: str = argument("CONFIG.toml", "configuration; every key is also a flag, below")
+    config: str = argument("CONFIG.toml", "configuration; every key is also a flag, below", "")
+    from_megatron: str = option(
+        "",
+        "print the configuration that says the same as a command line of Megatron-LM, or as the script that holds it; "
+        "start nothing",
+        metavar="COMMAND",
+    )
     dry_run: bool = option(
         False,
         "check configuration, layout and stores, print the size of the model and the memory of a rank, start nothing; "
@@ -30,8 +39,10 @@ def run(options: Options) -> int:
     trainer launch --nproc-per-node 4 train CONFIG.toml --tp 2 --pp 2 ...; torchrun takes -m trainer before train."""
     from trainer.config.walk import load_config
 
+    if options.from_megatron:
+        return print_converted(options.from_megatron)
     num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()
-    config = before_ranks(lambda: load_config(options.config, options.flags, world_size=num_ranks))
+    config = before_ranks(lambda: load_config(named(options.config), options.flags, world_size=num_ranks))
     if options.dry_run:
         from trainer.run.dry_run import print_plan
 
@@ -39,3 +50,29 @@ def run(options: Options) -> int:
     from trainer.run.loop import train
 
     return train(config)
+
+
+def named(config: str) -> str:
+    """Return the path of the configuration; UserError if none was given."""
+    if not config:
+        raise UserError("the following arguments are required: CONFIG.toml", hint="trainer train --help")
+    return config
+
+
+def print_converted(text: str) -> int:
+    """Print the TOML of a command line of Megatron-LM, and to stderr what cannot be said here."""
+    from trainer.config.foreign.conversion import Conversion, source_of
+    from trainer.config.walk import config_from
+
+    source, command = source_of(text)
+    found = Conversion.of(command)
+    config_from(found.tables, source=source, world_size=None)
+    for line in found.lines(source):
+        print_line(line)
+    for title, texts in (
+        ("what does not exist here, and was left out:", found.missing),
+        ("what only the shell knows, and is to be filled in:", found.open),
+    ):
+        if texts:
+            log("\n  ".join([title, *texts]))
+    return 0

@@ -123,7 +123,8 @@ def stores(text: FlagText, table: str) -> dict[str, str]:
                 f"{path} is a dataset of Megatron: datakit convert {path} --output STORE makes a store of it, "
                 "without tokenizing again"
             )
-    return {f"{table}.stores": ",".join(paths), f"{table}.weights": ",".join(weights)}
+    weighed = {f"{table}.weights": ",".join(weights)} if weights else {}
+    return {f"{table}.stores": ",".join(paths), **weighed}
 
 
 def is_number(text: str) -> bool:

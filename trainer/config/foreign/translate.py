@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Any
 
 from threefold.options import FlagText
@@ -45,6 +46,8 @@ class Translator:
             return None
         values = ([value] if value is not None else []) + list(values_behind(entry, value, following))
         num_values = len(values) - (value is not None)
+        if entry.meaning(values).kind == "no" and entry.metavar:
+            num_values = max(num_values, len(list(open_values(following))))
         found = Found()
         if not entry.metavar and not entry.is_family and values:
             is_negated = is_negated != (values.pop().lower() == "false")
@@ -129,13 +132,21 @@ def values_behind(entry: Entry, value: str | None, following: Sequence[str]) -> 
     if not metavar and not entry.is_family:
         if value is None and following and following[0].lower() in SWITCHED:
             yield following[0]
-    elif is_open or value is None:
-        for text in following:
-            if text.startswith("--") or (text.endswith(".toml") and (is_open or metavar.endswith("?"))):
-                return
-            yield text
-            if not is_open:
-                return
+    elif is_open:
+        yield from open_values(following)
+    elif value is None:
+        may_be_missing = metavar.endswith("?")
+        yield from islice(open_values(following) if may_be_missing else closed_values(following), 1)
+
+
+def closed_values(following: Sequence[str]) -> Iterator[str]:
+    """Yield arguments up to the next flag."""
+    return takewhile(lambda text: not text.startswith("--"), following)
+
+
+def open_values(following: Sequence[str]) -> Iterator[str]:
+    """Yield arguments up to the next flag, or what may be the configuration."""
+    return takewhile(lambda text: not text.endswith(".toml"), closed_values(following))
 
 
 def keys_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, list[str]]]:

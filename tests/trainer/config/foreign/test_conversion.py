@@ -1,0 +1,168 @@
+"""A command line of Megatron-LM becomes a TOML file that says the same, defaults included, and loads."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.support.training import call
+from threefold.flags import settings_of
+from trainer.cli import build_parser
+from trainer.config.foreign.script import Script
+from trainer.config.walk import load_config
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope --rotary-base 500000 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 500 --lr 3e-4 --min-lr 3e-5 "
+    "--lr-decay-style cosine --lr-warmup-fraction .01 --clip-grad 1.0 --adam-beta2 0.95 --weight-decay 0.1 --bf16 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--use-distributed-optimizer --overlap-grad-reduce --sequence-parallel --log-interval 10 --eval-interval 100 "
+    "--eval-iters 10 --data-path 0.3 one 0.7 two --split 98,2,0 --save run --save-interval 100 --seed 7"
+)
+SCRIPT = """#!/bin/bash
+# a launcher as published ones are
+GPUS_PER_NODE=${GPUS:-4}   # of each machine
+NODES=2
+export WORLD_SIZE=$(($GPUS_PER_NODE*$NODES))
+CHECKPOINTS=$1
+DTYPE="bf16"
+MODEL_ARGS=(
+    --num-layers $((2 + 2)) --hidden-size 64   # no more
+    --num-attention-heads 4 --seq-length 128
+    --max-position-embeddings "128"
+)
+if [ -n "${WANDB_KEY}" ]; then
+    MODEL_ARGS+=(--wandb-project x)
+elif [[ "$DTYPE" == "bf16" && -z "$FP8" ]]; then
+    MODEL_ARGS+=("--bf16" "--lr 0.01")
+else
+    MODEL_ARGS+=(--fp16)
+fi
+DATA=" \\
+    --data-path 1 store \\
+    --micro-batch-size 2 --train-iters 10"
+if [ ! -f pretrain_gpt.py ]; then
+    echo "not there --fp16"; exit 1
+fi
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes=$NODES pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} $DATA --save "$CHECKPOINTS/run" --load "$CHECKPOINTS/run" --log-interval 1 2>&1 | tee log
+"""
+
+
+def converted(capsys: pytest.CaptureFixture[str], text: object) -> tuple[str, str]:
+    """The TOML of a command line, and what was said beside it."""
+    capsys.readouterr()
+    assert call("train", "--from-megatron", text) == 0
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def test_the_printed_file_says_what_the_flags_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = converted(capsys, f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS}")
+    assert said == ""
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    typed = settings_of(build_parser().parse_args(["train", "x.toml", *FLAGS.split()]))
+    file, flags = load_config(str(path), world_size=None), load_config(None, typed, world_size=None)
+    assert (file.model, file.data, file.optim, file.checkpoint) == (
+        flags.model,
+        flags.data,
+        flags.optim,
+        flags.checkpoint,
+    )
+    assert file.train == flags.train
+    assert (file.parallel.virtual_stages, file.optim.warmup_steps, file.data.weights) == (2, 5, (0.3, 0.7))
+    assert file.data.valid.num_samples == 80
+    assert "num_kv_heads = 2  # --num-query-groups" in text
+    assert "tp = 2  # --tensor-model-parallel-size" in text
+    assert "torchrun --nproc-per-node 8 -m trainer train" in text
+
+
+def test_defaults_of_megatron_are_written_down(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--num-layers 2 --train-iters 3 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --lr 1"
+    text, said = converted(capsys, line)
+    tables = tomllib.loads(text)
+    assert (
+        tables["model"] | {"norm": "layernorm", "activation": "gelu", "bias": True, "tie_embeddings": True}
+        == tables["model"]
+    )
+    assert "num_kv_heads" not in tables["model"]  # Megatron-LM wants --group-query-attention too
+    assert "Megatron-LM ignores it without --group-query-attention" in text
+    assert (tables["optim"]["beta2"], tables["parallel"]["zero_stage"], tables["train"]["seed"]) == (0.999, 0, 1234)
+    assert tables["train"]["global_batch_size"] == 1
+    assert "--lr-decay-style linear: the rate follows a cosine" in said
+    assert "(the default of Megatron-LM)" in said
+
+
+def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    text, said = converted(capsys, path)
+    tables = tomllib.loads(text)
+    assert (tables["model"]["num_layers"], tables["train"]["precision"], tables["optim"]["lr"]) == (4, "bf16", 0.01)
+    assert (tables["train"]["global_batch_size"], tables["data"]["stores"]) == (16, ["store"])
+    assert "# To start it: torchrun --nproc-per-node 4 --nnodes 2 -m trainer train FILE.toml" in text
+    assert "checkpoint.save = $1/run" in said
+    assert "wandb" not in text + said
+    assert "--fp16" not in text + said
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("bash -c 'python pretrain_gpt.py --num-layers 3 --lr 1'", "num_layers = 3"),
+        ('srun --nodes 2 sh -c "python -u pretrain_gpt.py --lr 1 --num-layers 3"', "num_layers = 3"),
+        ("--num-layers 3 --lr 1", "num_layers = 3"),
+        ('MODEL_ARGS=" \\\n  --num-layers 3 \\\n  --lr 1"', "num_layers = 3"),
+        ("x.py --lr 1 --bf16 $@ --eval-interval 5", "#   --eval-interval: nothing is named that validates"),
+        (
+            "python -m torch.distributed.launch --nproc_per_node=2 pretrain_gpt.py --lr 1 --num-layers=3 > log",
+            "num_layers = 3",
+        ),
+        (
+            "pretrain_gpt.py --lr 1 --moe-grouped-gemm --num-experts 8 --frobnicate 3",
+            "#   unknown argument --frobnicate",
+        ),
+    ],
+)
+def test_command_lines_of_all_kinds(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = converted(capsys, line)
+    assert expected in text
+    assert tomllib.loads(text)["optim"]["lr"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("nowhere.sh", "no such script: nowhere.sh"),
+        ("echo hello", "the text runs no program with flags"),
+        ("", "are required: CONFIG.toml"),
+        ("pretrain_gpt.py --num-layers $LAYERS --lr 1", "model.num_layers: must be a whole number, got '$LAYERS'"),
+        ("pretrain_gpt.py --lr 1e-6 --min-lr 1", "optim.min_lr 1 is above optim.lr 1e-06"),
+    ],
+)
+def test_what_says_nothing_that_could_be_written(line: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", "--from-megatron", line) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert fault in said.err
+
+
+@pytest.mark.parametrize(
+    "text", ["'", '"', "${", "$((", "A=(", "a \\", "if", "fi", "else x", "$", "`", "[ -z", "A=$A$A", "done done"]
+)
+def test_no_text_breaks_the_reader(text: str) -> None:
+    for whole in (text, f"x.py --a {text}", f"if [ {text} ]; then x.py {text}; fi"):
+        assert isinstance(Script(whole).commands, list)
+
+
+def test_words_are_expanded_as_a_shell_does() -> None:
+    text = """A=3; B=$((A*2 % 4)); L=(a "b c"); X="--a $A"; X="$X --b ${B}"
+    x.py $X "$X" '$X' ${L[@]} "${L[@]}" ${N:-d e} "${N:-d e}" --c="$1" \\$A pre${A}post"""
+    [command] = Script(text).commands
+    assert command[1:] == [
+        *("--a", "3", "--b", "2", "--a 3 --b 2", "$X", "a", "b", "c", "a", "b c", "d", "e", "d e", "--c=$1", "$A"),
+        "pre3post",
+    ]

@@ -1,0 +1,218 @@
+"""A command line of Megatron-LM as the TOML file that says the same."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold.cli import Parser
+from threefold.errors import UserError
+from threefold.flags import add_settings, settings_of
+from threefold.options import Fault, FlagText, leaves, merge, raise_faults, walk
+from threefold.rewording import Rewording
+from trainer.config import Config
+from trainer.config.foreign.derived import complete
+from trainer.config.foreign.script import Script
+from trainer.config.foreign.table import read
+from trainer.config.foreign.translate import Translator
+
+PROCESSES, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)
+NEEDS = {"--num-query-groups": "--group-query-attention"}  # without the second Megatron-LM ignores the first
+DEFAULT = "the default of Megatron-LM"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A command line that was read: its settings in words of ours, and what it says beyond."""
+
+    launch: Mapping[str, int]  # processes a node, and nodes, as far as it says so
+    settings: Mapping[str, FlagText]
+    given: frozenset[str]  # the settings that it names itself; others are defaults
+    left: Sequence[tuple[str, str]]
+    missing: Sequence[str]
+    tables: Mapping[str, Any]
+
+    @property
+    def open(self) -> list[str]:
+        """The settings that hold what only the shell knows, as `$1`."""
+        texts = {name: " ".join([text.text, *text.more]) for name, text in self.settings.items()}
+        return [f"{name} = {text}" for name, text in texts.items() if "$" in text or "`" in text]
+
+    @classmethod
+    def of(cls, text: str) -> "Conversion":
+        """Read a command line, or the script that runs it; UserError that lists values that do not fit."""
+        words, launch = command_of(text)
+        parser = Parser(prog="trainer train")
+        add_settings(parser, Config)
+        translator = Translator()
+        both = Rewording(parser._option_string_actions, translator.take, is_flags_alone=True)
+        named = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+        for flag, *values in groups(str(read("megatron")["defaults"]).split()):
+            if flag not in named and (flag != "--split" or "--data-path" in named):
+                before = len(both.faults)
+                both.read([flag, *values])
+                both.faults[before:] = [f"{fault} ({DEFAULT})" for fault in both.faults[before:]]
+        alone = Rewording(parser._option_string_actions, Translator().take, is_flags_alone=True)
+        for flag, *values in groups(words):
+            needed = NEEDS.get(flag.replace("_", "-"))
+            if needed and needed not in named:
+                translator.left.append((flag, f"Megatron-LM ignores it without {needed}"))
+                continue
+            both.read([flag, *values])
+            alone.read([flag, *values])
+        faults: list[Fault] = []
+        settings = complete({}, read_by(parser, both), faults)
+        given = frozenset(complete({}, read_by(parser, alone), []))
+        settings = without_idle(with_batch(settings, launch), both.faults)
+        raise_faults("the command line", faults, hint="correct it, and try again")
+        return cls(launch, settings, given, translator.left, both.faults, typed(settings))
+
+    def lines(self, source: str) -> Iterator[str]:
+        """Yield the lines of the TOML file, with what was left out as comments."""
+        yield f"# Made of {source}."
+        per_node, nodes = self.launch.get("processes"), self.launch.get("nodes", 1)
+        if per_node:
+            several = f" --nnodes {nodes}" if nodes > 1 else ""
+            yield f"# To start it: torchrun --nproc-per-node {per_node}{several} -m trainer train FILE.toml"
+        table = ""
+        for leaf in leaves(Config):
+            if leaf.name not in self.settings or leaf.name == "data.mixture":
+                continue
+            place, _, key = leaf.name.rpartition(".")
+            if place != table:
+                yield ""
+                yield f"[{place}]"
+                table = place
+            value: Any = self.tables
+            for part in leaf.name.split("."):
+                value = value[part]
+            flag = self.settings[leaf.name].flag if leaf.name in self.given else DEFAULT
+            yield f"{key} = {toml(value)}  # {flag}"
+        for title, texts in (
+            ("What does not exist here, and was left out:", self.missing),
+            ("What only the shell knows, and is to be filled in:", self.open),
+            ("What needs no setting here:", [f"{shown}: {why}" for shown, why in self.left]),
+        ):
+            if texts:
+                yield ""
+                yield f"# {title}"
+                yield from (f"#   {text}" for text in texts)
+
+
+def command_of(text: str) -> tuple[list[str], dict[str, int]]:
+    """Return the flags of the training command in a text or a script, and how many processes it starts."""
+    if text.lstrip().startswith("--"):
+        return flags_of(Script(f"train.py {text}").commands[0][1:]), {}
+    script = Script(text)
+    commands = [command for each in script.commands for command in unwrapped(each)]
+    found = [command for command in commands if any(word.startswith("--") for word in program_flags(command))]
+    if not found and any(word.startswith("--") for word in script.words):
+        return flags_of(script.words), {}
+    if not found:
+        raise UserError(
+            "the text runs no program with flags",
+            hint="trainer train --from-megatron 'pretrain_gpt.py --num-layers 2 ...'",
+        )
+    command = max(found, key=lambda words: (has_program(words), len(words)))
+    flags = program_flags(command)
+    before = command[: len(command) - len(flags)]
+    launch = {}
+    for name, spellings in (("processes", PROCESSES), ("nodes", NODES)):
+        for word, value in zip(before, [*before[1:], ""]):
+            flag, sign, text = word.partition("=")
+            if flag in spellings and (text if sign else value).isdecimal():
+                launch[name] = int(text if sign else value)
+    return flags_of(flags), launch
+
+
+def has_program(command: Sequence[str]) -> bool:
+    """Return whether a command names a Python program."""
+    return any(word.endswith(".py") for word in command)
+
+
+def unwrapped(command: list[str]) -> list[list[str]]:
+    """Return a command, and those that words of it hold, as of `bash -c "..."`."""
+    inner = [word for word in command if ".py " in word]
+    return [command, *(words for word in inner for words in Script(word).commands)]
+
+
+def program_flags(command: Sequence[str]) -> list[str]:
+    """Return the words behind the Python program, else from the first flag on."""
+    places = [at + 1 for at, word in enumerate(command) if word.endswith(".py")]
+    flags = [at for at, word in enumerate(command) if word.startswith("--")]
+    return list(command[places[-1] :] if places else command[flags[0] :] if flags else [])
+
+
+def flags_of(words: Sequence[str]) -> list[str]:
+    """Return flags with their values, without the quotes that a list of words kept."""
+    return [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
+
+
+def groups(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with the words behind it; words before the first flag are left out."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            if group:
+                yield group
+            group = [word]
+        elif group:
+            group.append(word)
+    if group:
+        yield group
+
+
+def read_by(parser: Parser, words: Rewording) -> dict[str, FlagText]:
+    """Return the settings of words that were read."""
+    parsed = parser.parse_args(words.arguments)
+    words.put(parsed)
+    return settings_of(parsed)
+
+
+def with_batch(settings: Mapping[str, FlagText], launch: Mapping[str, int]) -> dict[str, FlagText]:
+    """Return settings with Megatron-LM's global batch where none is named: a micro-batch of each data-parallel rank."""
+    if "train.global_batch_size" in settings:
+        return dict(settings)
+    draft = walk(Config, merge({}, settings), [])
+    ranks = launch.get("processes", 1) * launch.get("nodes", 1)
+    size = draft.train.micro_batch_size * max(ranks // (draft.parallel.tp * draft.parallel.pp), 1)
+    return {**settings, "train.global_batch_size": FlagText(str(size), DEFAULT)}
+
+
+def without_idle(settings: Mapping[str, FlagText], missing: list[str]) -> dict[str, FlagText]:
+    """Return settings without intervals for which nothing is named, which Megatron-LM ignores, and note them."""
+    draft = walk(Config, merge({}, settings), [])
+    valid, idle = draft.data.valid, {}
+    if draft.train.eval_interval and not valid.stores and valid.order == "permuted":
+        idle["train.eval_interval"] = "nothing is named that validates: --data.valid.stores STORE"
+    if draft.checkpoint.save_interval and not draft.checkpoint.save:
+        idle["checkpoint.save_interval"] = "no place is named to save to: --save URL"
+    missing += [f"{settings[name].flag}: {why}" for name, why in idle.items()]
+    return {name: text for name, text in settings.items() if name not in idle}
+
+
+def typed(settings: Mapping[str, FlagText]) -> dict[str, Any]:
+    """Return the tables of settings; UserError that lists all that do not fit."""
+    faults: list[Fault] = []
+    config = walk(Config, merge({}, settings), faults)
+    raise_faults("the command line", faults, hint="put values in place of what only the shell knows")
+    return dataclasses.asdict(config)
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
+
+
+def source_of(text: str) -> tuple[str, str]:
+    """Return what a text is called, and the text itself, or that of the file that it names."""
+    if "\n" not in text and len(text) < 4096 and os.path.isfile(text):
+        return text, Path(text).read_text(encoding="utf-8", errors="replace")
+    if text.split() == [text] and not text.startswith("--"):
+        raise UserError(f"no such script: {text}", hint="trainer train --from-megatron 'pretrain_gpt.py ...'")
+    return "a command line of Megatron-LM", text
