@@ -8,9 +8,9 @@ import hashlib
 import os
 import resource
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import ClassVar
@@ -23,8 +23,10 @@ from ckptkit.format.part_index import PartIndex
 from ckptkit.format.root import Part, Root
 from ckptkit.io.blocks import GRANULE_BYTES, Columns, DamagedGranule, SumPlaces, shown_names, xxh3_64
 from ckptkit.io.data_files import DataReader, open_reader
-from ckptkit.loading.exchange import Alone, Exchange, agreed, on_all
+from ckptkit.loading.exchange import Alone, Exchange, on_all
+from ckptkit.loading.index_files import MAX_GROUP_BYTES, index_files
 from ckptkit.loading.roots import committed_attempt, is_medium_error, latest_step, read_root
+from ckptkit.loading.sharing import Line, Runs
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.plan.load_plan import LoadPlan, plan_load
@@ -36,8 +38,6 @@ from threefold.storage.second_look import read_checked
 
 # each keeps a granule and two descriptors, and two checkpoints may be open
 MAX_OPEN_FILES = max(4, min(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-NUM_INDEX_THREADS, INDEX_GROUP = 8, 4  # threads that read index files, files that each reads one after the other
-MAX_GROUP_BYTES = 16 << 20
 
 
 class CheckpointReader(Closing):
@@ -152,7 +152,7 @@ class CheckpointReader(Closing):
         """
         part = self.root.parts[number]
         key = f"{self.folder}/{part.data}"
-        return open_reader(self.storage, key, part.data_bytes, expected, from_cache=from_cache)
+        return open_reader(self.storage_of(part.data), key, part.data_bytes, expected, from_cache=from_cache)
 
     def read_part(
         self, number: int, source: DataReader, rows: npt.ArrayLike, num_threads: int = 1, sums: SumPlaces | None = None
@@ -164,7 +164,7 @@ class CheckpointReader(Closing):
         if self.is_given_up:
             raise StorageError(f"reading {self.url} was given up")
         part = self.root.parts[number]
-        name = f"{self.url}/{part.data}"
+        name = self.name_of(part.data)
         try:
             with self.loss_as_damage(part.data, part.data_bytes, part):
                 source.read(rows, num_threads=num_threads, sums=sums)
@@ -197,49 +197,48 @@ class CheckpointReader(Closing):
         """Return the chunks of all part indexes, and on the way the checksums of all granules."""
         join = PartJoin(list(self.root.tensors.values()), bounds)
         joined = []
-        for number, data in enumerate(self._index_files()):
-            part = self.root.parts[number]
-            index = self._parsed(part, data)
+        for number, index in enumerate(self.read_indexes()):
             self._checksums[number] = index.checksums
-            joined.append(join.of(number, index, f"{self.url}/{part.index}"))
+            joined.append(join.of(number, index, self.name_of(self.root.parts[number].index)))
         return join.joined(joined)
 
-    def _index_files(self) -> Iterator[bytes]:
-        """Yield the index files in the order of root.parts, a bounded number of them read ahead."""
-        rank, size = self.exchange.rank, self.exchange.size
-        with ThreadPoolExecutor(NUM_INDEX_THREADS) as pool:
+    def read_indexes(self) -> Iterator[PartIndex]:
+        """Yield all part indexes, of which each is read by one rank of the exchange; all of them call this."""
+        files = index_files(self.root.parts, self.exchange, self.index_file, self.ranks_that_read)
+        for part, data in zip(self.root.parts, files, strict=True):
+            yield self._parsed(part, data)
 
-            def submit(group: Sequence[Part]) -> Future[list[bytes]]:
-                return pool.submit(lambda: [self.index_file(part) for part in group])
+    def ranks_that_read(self, number: int) -> range:
+        """Return which ranks of the exchange can read the files of a part."""
+        return range(self.exchange.size)
 
-            # each rank reads every size-th file of a group and gets the others
-            groups = _groups(self.root.parts, INDEX_GROUP * size)
-            ahead = deque([submit(group[rank::size]) for group in groups[:NUM_INDEX_THREADS]])
-            for number, group in enumerate(groups):
-                if number + NUM_INDEX_THREADS < len(groups):
-                    ahead.append(submit(groups[number + NUM_INDEX_THREADS][rank::size]))
-                reading = ahead.popleft()
-                gathered = agreed(self.exchange, lambda: b"".join(reading.result()))  # noqa: B023  # called at once
-                at = [0] * size
-                for place, part in enumerate(group):
-                    reader = place % size
-                    yield gathered[reader][at[reader] : at[reader] + part.index_bytes]
-                    at[reader] += part.index_bytes
+    def readable(self, line: Line) -> list[Runs] | None:
+        """Return what each rank of the exchange can read of the line of data files; None if each can read all."""
+        return None
+
+    def storage_of(self, key: str) -> Storage:
+        """Return where a file of the step is, by its key in the step's folder."""
+        return self.storage
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a file of the step for messages."""
+        return f"{self.url}/{key}"
 
     def index_file(self, part: Part) -> bytes:
         """One index file, verified against the root."""
+        name = self.name_of(part.index)
 
         def read(storage: Storage) -> bytes:
             data = bytes(storage.read_ranges(f"{self.folder}/{part.index}", [(0, part.index_bytes)])[0])
             if xxh3_64(data) != part.index_xxh3:
-                raise CheckFailed(f"{self.url}/{part.index} is damaged: its checksum is not the one in {ROOT_KEY}")
+                raise CheckFailed(f"{name} is damaged: its checksum is not the one in {ROOT_KEY}")
             return data
 
         with self.loss_as_damage(part.index, part.index_bytes):
-            return read_checked(self.storage, f"{self.url}/{part.index}", read)
+            return read_checked(self.storage_of(part.index), name, read)
 
     def _parsed(self, part: Part, data: bytes) -> PartIndex:
-        where = f"{self.url}/{part.index}"
+        where = self.name_of(part.index)
         index = PartIndex.from_bytes(data, where, self._known)
         if index.size_bytes != part.data_bytes:
             raise CheckFailed(f"{where} describes {index.size_bytes} bytes, {ROOT_KEY} {part.data_bytes}")
@@ -283,14 +282,14 @@ class CheckpointReader(Closing):
             if is_medium_error(error):
                 fault = "cannot be read (Input/output error)"
             else:
-                info = self.storage.info(f"{self.folder}/{key}")
+                info = self.storage_of(key).info(f"{self.folder}/{key}")
                 fault = _size_fault(info.size_bytes if info else None, num_bytes)
             if not fault:
                 raise
             self.check_still_there()
             names = self.read_index(part).tensors_between(0, part.data_bytes) if part else ()
             held = f", where {shown_names(names)} is stored" if names else ""
-            raise CheckFailed(f"{self.url}/{key} {fault}{held}") from error
+            raise CheckFailed(f"{self.name_of(key)} {fault}{held}") from error
 
     def check_still_there(self) -> None:
         """StorageError where the step was pruned, so that its files are missing; it may have been saved again since."""
@@ -333,16 +332,3 @@ def reading_threads(num_threads: int, *readers: CheckpointReader) -> Iterator[Th
         pool.shutdown()
         for reader in readers:
             reader.is_given_up = False
-
-
-def _groups(parts: Sequence[Part], most: int) -> list[list[Part]]:
-    """Return the parts in their order, at most so many and MAX_GROUP_BYTES of index files at a time."""
-    groups: list[list[Part]] = []
-    room = 0
-    for part in parts:
-        if not groups or len(groups[-1]) >= most or part.index_bytes > room:
-            groups.append([])
-            room = MAX_GROUP_BYTES
-        groups[-1].append(part)
-        room -= part.index_bytes
-    return groups

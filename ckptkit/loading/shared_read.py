@@ -33,7 +33,7 @@ def read_together(
     line = Line([part.data_bytes for part in reader.root.parts])
     sent = agreed(exchange, lambda: line.granules(plan).astype("<i8").tobytes())
     wanted: list[Runs] = [np.frombuffer(runs, "<i8").astype(np.int64).reshape(-1, 2) for runs in sent]
-    alone, shared = share_reads(wanted)
+    alone, shared = share_reads(wanted, reader.readable(line))
     reading = _Reading(reader, plan, targets, sums, exchange, line, wanted)
     on_all(exchange, lambda: reading.read_alone(alone[exchange.rank]))
     width = max(ROUND_BYTES // exchange.size // GRANULE_BYTES, 1)  # granules

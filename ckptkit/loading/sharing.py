@@ -2,8 +2,8 @@
 
 The data files of a checkpoint, back to back, are one line of bytes and one of granules. What a rank wants are runs:
 sorted, disjoint [first, stop) intervals of that line. A granule is read by one of those who want it, so what one rank
-alone wants needs no exchange; the loads of those who share are levelled, each in long runs. Cost: O(ranks * runs) bytes
-and time, in numpy.
+alone wants needs no exchange; where none of them can read it, by one that can. The loads of those who share are
+levelled, each in long runs. Cost: O(ranks * runs) bytes and time, in numpy.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from ckptkit.model.chunk_table import Ints, ramps
 from ckptkit.plan.load_plan import LoadPlan
 
 Runs = npt.NDArray[np.int64]  # [N, 2]: first and stop of each
+Rows = npt.NDArray[np.bool_]  # [ranks, pieces of the line]
 
 
 class Line:
@@ -41,6 +42,12 @@ class Line:
         first = self._first_granule[plan.part] + plan.source // GRANULE_BYTES
         stop = self._first_granule[plan.part] - -(plan.source + plan.size) // GRANULE_BYTES
         return joined_runs(np.stack([first, stop], axis=1))
+
+    def of_files(self, numbers: Sequence[int]) -> Runs:
+        """Return the runs of all granules of some files."""
+        ends = self._first_granule
+        found = [(ends[number], ends[number + 1]) for number in numbers if ends[number] < ends[number + 1]]
+        return joined_runs(np.array(found, np.int64).reshape(-1, 2))
 
     def reads(self, runs: Runs) -> tuple[LoadPlan, Ints]:
         """Return reads of whole runs of granules, cut where files end.
@@ -105,29 +112,30 @@ def count(runs: Runs) -> int:
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
-def share_reads(wanted: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
+def share_reads(
+    wanted: Sequence[Runs], readable: Sequence[Runs] | None = None
+) -> tuple[list[Runs], list[Runs]]:  # fmt: skip
     """For each rank the granules that it reads for itself alone, and those that it reads for others too.
 
-    Each granule that anyone wants is read by one rank, which wants it.
+    Each granule that anyone wants is read by one rank, which wants it if one of those can read it. `readable` is what
+    each rank can read, by default everything; someone has to be able to read what is wanted.
     """
-    edges = np.unique(np.concatenate([runs.reshape(-1) for runs in wanted]))
-    lengths = np.diff(edges)
-    wants = np.zeros((len(wanted), max(len(lengths), 0)), bool)
-    for row, runs in zip(wants, wanted, strict=True):
-        changes = np.zeros(len(edges), np.int8)
-        changes[np.searchsorted(edges, runs[:, 0])] += 1
-        changes[np.searchsorted(edges, runs[:, 1])] -= 1
-        row[:] = np.cumsum(changes, dtype=np.int8)[: len(lengths)]
+    edges = np.unique(np.concatenate([runs.reshape(-1) for runs in (*wanted, *(readable or ()))]))
+    wants = _held(edges, wanted)
+    reads = wants if readable is None else _readers(wants, _held(edges, readable))
     num_wanting = wants.sum(axis=0)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1) if len(edges) else np.empty((0, 2), np.int64)
-    alone = [joined_runs(pieces[row & (num_wanting == 1)]) for row in wants]
+    own = wants & reads & (num_wanting == 1)
+    alone = [joined_runs(pieces[row]) for row in own]
     load = np.array([count(runs) for runs in alone], np.int64)
+    is_shared = (num_wanting > 0) & ~own.any(axis=0)
+    num_reading = reads.sum(axis=0)
     shared: list[list[Runs]] = [[] for _ in wanted]
-    _, group = np.unique(np.packbits(wants, axis=0), axis=1, return_inverse=True)
+    _, group = np.unique(np.packbits(reads, axis=0), axis=1, return_inverse=True)
     group = group.reshape(-1)
-    for number in sorted(set(group[num_wanting > 1].tolist()), key=lambda number: int(num_wanting[group == number][0])):
-        members = np.flatnonzero(group == number)
-        ranks = np.flatnonzero(wants[:, members[0]])
+    for number in sorted(set(group[is_shared].tolist()), key=lambda number: int(num_reading[group == number][0])):
+        members = np.flatnonzero((group == number) & is_shared)
+        ranks = np.flatnonzero(reads[:, members[0]])
         runs, at = pieces[members], 0
         for rank, share in zip(ranks.tolist(), levelled(load[ranks], count(runs)).tolist(), strict=True):
             shared[rank].append(window(runs, at, at + share))
@@ -135,6 +143,27 @@ def share_reads(wanted: Sequence[Runs]) -> tuple[list[Runs], list[Runs]]:
             at += share
     none = np.empty((0, 2), np.int64)
     return alone, [joined_runs(np.concatenate([none, *runs])) for runs in shared]
+
+
+def _held(edges: Ints, runs_of_ranks: Sequence[Runs]) -> Rows:
+    """Return, for each rank a row, which of the pieces between edges are in its runs."""
+    held = np.zeros((len(runs_of_ranks), max(len(edges) - 1, 0)), bool)
+    for row, runs in zip(held, runs_of_ranks, strict=True):
+        changes = np.zeros(len(edges), np.int8)
+        changes[np.searchsorted(edges, runs[:, 0])] += 1
+        changes[np.searchsorted(edges, runs[:, 1])] -= 1
+        row[:] = np.cumsum(changes, dtype=np.int8)[: held.shape[1]]
+    return held
+
+
+def _readers(wants: Rows, can: Rows) -> Rows:
+    """Return which ranks may read each piece: those that want it and can, else those that can."""
+    found = wants & can
+    is_wanted, by_one = np.any(wants, axis=0), np.any(found, axis=0)
+    by_others = np.flatnonzero(is_wanted & ~by_one)
+    found[:, by_others] = can[:, by_others]
+    assert np.array_equal(np.any(found, axis=0), is_wanted), "someone can read what is wanted"
+    return found
 
 
 def levelled(load: Ints, total: int) -> Ints:

@@ -41,6 +41,37 @@ def test_each_wanted_granule_has_one_reader_that_wants_it(wanted: list[Runs]) ->
     assert readers.keys() == set().union(*wants)
 
 
+@given(st.lists(st.tuples(runs, st.integers(0, 2)), min_size=1, max_size=6), st.lists(st.integers(0, 2), max_size=80))
+def test_who_cannot_read_gets_it_from_one_that_can(ranks: list[tuple[Runs, int]], node_of: list[int]) -> None:
+    """Each rank is on a node, and each granule is on the node that `node_of` says, or on one that has a rank."""
+    wanted, nodes = [each for each, _ in ranks], [node for _, node in ranks]
+    held = [node_of[at] if at < len(node_of) and node_of[at] in nodes else nodes[0] for at in range(80)]
+    readable = [
+        joined_runs(np.array([(at, at + 1) for at in range(80) if held[at] == node], np.int64).reshape(-1, 2))
+        for node in nodes
+    ]
+    alone, shared = share_reads(wanted, readable)
+    wants = [set(granules(each)) for each in wanted]
+    readers: dict[int, int] = {}
+    for rank in range(len(wanted)):
+        for own, found in ((True, alone[rank]), (False, shared[rank])):
+            for granule in granules(found):
+                assert granule not in readers
+                readers[granule] = rank
+                assert held[granule] == nodes[rank]
+                who = [other for other in range(len(wanted)) if granule in wants[other]]
+                assert rank in who or all(nodes[other] != held[granule] for other in who)
+                assert own == (who == [rank])
+    assert readers.keys() == set().union(*wants)
+
+
+def test_those_that_can_read_for_all_read_as_much() -> None:
+    all_of_it, nothing = np.array([[0, 12]]), np.empty((0, 2), np.int64)
+    alone, shared = share_reads([all_of_it] * 4, [nothing, all_of_it, nothing, all_of_it])
+    assert [count(each) for each in alone] == [0, 0, 0, 0]
+    assert [count(each) for each in shared] == [0, 6, 0, 6]
+
+
 @given(runs, st.integers(1, 9))
 def test_replicas_share_equally_in_one_stretch_each(wanted: Runs, num_ranks: int) -> None:
     alone, shared = share_reads([wanted] * num_ranks)
