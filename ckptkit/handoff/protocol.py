@@ -74,6 +74,7 @@ class TierCopy:
     data_bytes: int
     deadline_s: float
     retention: Retention
+    needed: tuple[int, ...] = ()
 
 
 class _Message:
@@ -98,7 +99,7 @@ class SaveOrder(_Message):
     `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
     `arena_bytes` is the size of the arena now: the writer maps it again when it grew. `abandoned` are the seats of a
     writer that was killed, whose files are of no use. `tier_copies` follow the save; `overflow` is where the step goes
-    instead if it has no room.
+    instead if it has no room. `needed` are steps that stay whatever the retention says.
     """
 
     seat: Seat
@@ -120,6 +121,7 @@ class SaveOrder(_Message):
     share: Share | None = None
     tier_copies: tuple[TierCopy, ...] = ()
     overflow: Seat | None = None
+    needed: tuple[int, ...] = ()
 
     def moved(self, url: str) -> Self:
         """Return the same save as it went to another run."""

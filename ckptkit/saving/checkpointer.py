@@ -45,7 +45,7 @@ GIVE_UP_WITHIN_S = 2.0  # a writer that does not give a save up within this is k
 class Checkpointer(Closing):
     """Saves one rank's state in the background to a run's URL; use it in a `with`, or close it.
 
-    `attempt` is a name that the ranks of one start of the job share alone. The trainer calls it, one thread at a time.
+    `attempt` is one start's name, on all ranks. No pruning takes the steps `needed`. One thread at a time calls it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Checkpointer(Closing):
         self._writer = WriterProcess(self._arena)
         self._running: RunningSave | None = None
         self._abandoned: list[Seat] = []
-        self._reports: list[SaveReport] = []
+        self._reports, self.needed = list[SaveReport](), tuple[int, ...]()
         self._template: SaveTemplate | None = None
         self.copies = PendingCopies(tiers, world_size)
         self._last_saved: SaveOrder | None = None
@@ -136,7 +136,7 @@ class Checkpointer(Closing):
             num_layers=num_layers, metadata=plain_json(metadata), arena_bytes=self._arena.size,
             deadline_s=options.deadline_s, retry_s=options.retry_s, retention=options.retention, code=self._code,
             stripe_count=options.stripe_count, stripe_size_bytes=options.stripe_size_bytes,
-            num_threads=options.num_threads, abandoned=tuple(self._abandoned),
+            num_threads=options.num_threads, abandoned=tuple(self._abandoned), needed=self.needed,
         )  # fmt: skip
         staging = Staging(self._arena, template.block_layout, ring, [*(p.data for p in pieces), *template.headers])
         self._last_saved = order

@@ -126,7 +126,7 @@ class PendingCopies:
             tier_copy = TierCopy(
                 source=order.seat, target=target, of_node=tier.of_node, num_files=len(order.files),
                 data_bytes=sum(file.size_bytes for file in order.files), deadline_s=order.deadline_s,
-                retention=tier.retention,
+                retention=tier.retention, needed=order.needed if tier.of_node else (),
             )  # fmt: skip
             if self._ordered_last.get(url) != target.attempt:
                 self._ordered_last[url] = target.attempt

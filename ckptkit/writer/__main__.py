@@ -86,7 +86,7 @@ class _Server:
         self._maintenance: Maintenance | None = None
         self._failed_tries: list[Seat] = []  # of the leader, since its last commit
         self.tier_copier = TierCopier(self._answer, self._has_trainer, self._on_copied)
-        self._retention = Retention()
+        self._retention, self._needed = Retention(), tuple[int, ...]()
         self._has_saved = False
 
     def take_failed_tries(self) -> list[Seat]:
@@ -111,8 +111,8 @@ class _Server:
             )
             for each in tries:  # where there was no word yet
                 report_failed(open_storage(each.url), each, KILLED)
-            self._retention = order.retention
-            room = Room(order, maintenance, lambda: self.tier_copier.steps, self._has_trainer, not self._has_saved)
+            self._retention, self._needed = order.retention, order.needed
+            room = Room(order, maintenance, self._needed_steps, self._has_trainer, not self._has_saved)
             root, saved_at = run_save(order, self._arena, blocks, retries, room, self._trainer)
             self._has_saved = True
             if root is not None:
@@ -150,9 +150,9 @@ class _Server:
         if not self._has_trainer():
             return
         if saved_at == order.seat:
-            maintenance.prune(saved_at.step, order.retention, self.tier_copier.steps)
+            maintenance.prune(saved_at.step, order.retention, self._needed_steps())
         else:
-            maintenance.make_room(order.retention, self.tier_copier.steps)
+            maintenance.make_room(order.retention, self._needed_steps())
 
     def _copy(self, order: SaveOrder, saved_at: Seat) -> None:
         """Have a saved step copied to where it is due, from where it is; of the overflow its leader sees that it is."""
@@ -166,7 +166,11 @@ class _Server:
     def _on_copied(self, tier_copy: TierCopy) -> None:
         """Delete from the first tier what stayed there only to be copied."""
         if self._maintenance is not None:
-            self._maintenance.make_room(self._retention, self.tier_copier.steps)
+            self._maintenance.make_room(self._retention, self._needed_steps())
+
+    def _needed_steps(self) -> set[int]:
+        """Return the steps of the first tier that no pruning takes."""
+        return {*self.tier_copier.steps, *self._needed}
 
     def let_go(self) -> None:
         """Free the trainer's memory: what is left to copy is in the first tier."""

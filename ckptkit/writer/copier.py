@@ -124,7 +124,7 @@ class _TierThread:
             error = self._copy(tier_copy, maintenance.striper)
             may_prune = not error and self._hooks.may_prune()
             if tier_copy.target.leads and may_prune:
-                maintenance.prune(tier_copy.target.step, tier_copy.retention)
+                maintenance.prune(tier_copy.target.step, tier_copy.retention, tier_copy.needed)
             with self._changed:
                 self._current = None
             self._hooks.report(_outcome(tier_copy, error, time.monotonic() - started, maintenance.take_warning()))
