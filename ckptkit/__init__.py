@@ -4,7 +4,7 @@ Programs import these names and no submodule:
 - what a state is: Piece, Box, TensorInfo, Placement, Cut, ParallelLayout, Coords; its stages: stage_layers, stage_rank,
   rank_stages; its ZeRO buckets: bucket_offsets, padded_size, shard_interval, overlaps;
 - to save: save, Checkpointer, CheckpointerOptions, SaveReport; where to: parse_tiers, Tiers, Tier, Node, nodes_of,
-  node_name; what stays: Retention, prune, pin, unpin;
+  nodes_here, node_name, NodePlaces; what stays: Retention, prune, pin, unpin;
 - what a run holds: Run, Root, committed_steps, latest_step, resolve;
 - Hugging Face folders: HfFolder, and open_source for what an address means;
 - to load: restore, restore_newest, Candidate, identified, first_sound, set_aside; CheckpointReader, restore_from;

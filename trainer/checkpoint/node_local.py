@@ -4,12 +4,10 @@ A step counts when every node has its files of one attempt, for its present rank
 disk, or in the replica that its peer keeps.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ckptkit import Node, Root, Run, Tiers
-from threefold.cli import log
-from threefold.errors import CheckFailed, StorageError
+from ckptkit import NodePlaces, Root, Tiers
+from threefold.errors import CheckFailed
 from trainer.checkpoint.load import restore_step
 from trainer.config import Config
 from trainer.config.resolve import layout_of
@@ -29,16 +27,15 @@ class NodeLocalSteps:
     def __init__(self, ranks: Ranks, config: Config, tiers: Tiers | None) -> None:
         """Look, on all ranks together."""
         self._ranks, self._config = ranks, config
-        self.url, self._places = "", list[Run]()
+        self.url = ""
+        self._places: NodePlaces | None = None
         self.steps: dict[int, str] = {}
         self.shared_urls = {tier.url for tier in (tiers.first, *tiers.slower) if not tier.of_node} if tiers else set()
         if tiers is None or tiers.node is None:
             return
-        node = tiers.node
         self.url = tiers.first.url
-        self._is_leader = ranks.rank == node.first_writer
-        self._places = [Run(url) for url in tiers.own_urls]
-        held = ranks.gather(ranks.on_all(lambda: list(self._held(node).items())))
+        self._places = places = NodePlaces(tiers.own_urls, tiers.node, ranks.rank)
+        held = ranks.gather(ranks.on_all(lambda: list(self._held(places).items())))
         self.steps = agreed_steps([dict(each) for each in held])
 
     def restore(self, engine: Engine, step: int) -> Root:
@@ -46,62 +43,38 @@ class NodeLocalSteps:
         sound.
         """
         damage: CheckFailed | None = None
-        for run in self._places:
+        runs = self._places.runs if self._places else []
+        for run in runs:
             try:
                 if run.is_committed(step) and run.root(step).attempt == self.steps[step]:
                     return restore_step(engine, run, step)
             except CheckFailed as error:
                 damage = damage or error
-        raise damage or CheckFailed(f"step {step} is gone from {' and '.join(run.url for run in self._places)}")
+        raise damage or CheckFailed(f"step {step} is gone from {' and '.join(run.url for run in runs)}")
 
     def quarantine_after(self, step: int) -> None:
         """Quarantine steps after the one that all ranks are at: not all nodes have them, or they are damaged."""
-        if not self.url:
+        if (places := self._places) is None:
             return
-
-        def act() -> list[int]:
-            newer = [
-                (run, each)
-                for run in self._places
-                for each in itertools.takewhile(lambda each: each > step, self._committed(run))
-            ]
-            for run, each in newer:
-                run.quarantine(each)
-            return [each for _, each in newer]
-
-        gone = self._ranks.gather(self._ranks.on_all(lambda: act() if self._is_leader else []))
-        if steps := sorted(set().union(*gone)):
+        if steps := self._ranks.on_all(lambda: places.quarantine_after(step, self._ranks.exchange)):
             listed = ", ".join(map(str, steps))
             self._ranks.say(f"steps {listed} of {self.url} are not sound on all nodes under this layout: set aside")
 
-    def _held(self, node: Node) -> dict[int, str]:
+    def _held(self, places: NodePlaces) -> dict[int, str]:
         """Return the steps that this node or its peer holds for this node's ranks, and their attempts."""
-        writers, held = (node.first_writer, node.num_local, node.num_writers), dict[int, str]()
-        for run in self._places:
-            for step in itertools.islice(self._committed(run), MAX_STEPS):
-                try:
-                    root = run.root(step)
-                except CheckFailed:
-                    continue
-                share = root.share and (root.share.first, root.share.count, root.share.of)
-                parallel = root.metadata.get("config", {}).get("parallel", {})
-                is_same = parallel.get("pipeline_layout", "even") == self._config.parallel.pipeline_layout
-                if share == writers and root.layout == layout_of(self._config) and is_same:
-                    held.setdefault(step, root.attempt)
+        node, held = places.node, dict[int, str]()
+        writers = (node.first_writer, node.num_local, node.num_writers)
+        for run, step in places.committed(MAX_STEPS):
+            try:
+                root = run.root(step)
+            except CheckFailed:
+                continue
+            share = root.share and (root.share.first, root.share.count, root.share.of)
+            parallel = root.metadata.get("config", {}).get("parallel", {})
+            is_same = parallel.get("pipeline_layout", "even") == self._config.parallel.pipeline_layout
+            if share == writers and root.layout == layout_of(self._config) and is_same:
+                held.setdefault(step, root.attempt)
         return held
-
-    def _committed(self, run: Run) -> Iterator[int]:
-        """Yield the steps of one place, newest first.
-
-        None of a replica that cannot be reached: its peer may be lost.
-        """
-        try:
-            yield from run.newest_first()
-        except StorageError as error:
-            if run is self._places[0]:
-                raise
-            if self._is_leader:
-                log(f"warning: the replica is left out: {error}")
 
 
 def agreed_steps(held: Sequence[Mapping[int, str]]) -> dict[int, str]:

@@ -1,15 +1,9 @@
-"""Where a run saves to, for the node that this rank is on, if the first tier is each node's own.
-
-A node is what torchrun starts ranks on: those from RANK - LOCAL_RANK on, LOCAL_WORLD_SIZE of them. Its name is
-$THREEFOLD_NODE, else the host's; a node that replaces another takes over its name. The peer of a node is the next one
-in the order of ranks, of the last one the first.
-"""
+"""Where a run saves to, for the node that this rank is on, if the first tier is each node's own."""
 
 import dataclasses
 import os
-import socket
 
-from ckptkit import Tiers, node_name, nodes_of
+from ckptkit import Tiers, nodes_here
 from threefold.errors import UserError
 from trainer.config import Config
 from trainer.config.resolve import tiers_of
@@ -21,14 +15,13 @@ def tiers_here(ranks: Ranks, config: Config) -> Tiers | None:
     tiers = ranks.on_all(lambda: tiers_of(config))
     if tiers is None or not tiers.first.of_node:
         return tiers
-    mine = ranks.on_all(lambda: (node_name(os.environ, socket.gethostname()), _first_rank(ranks, config)))
-    found = ranks.gather(mine)
-    nodes = ranks.on_all(lambda: nodes_of([name for name, _ in found], [first for _, first in found]))
+    ranks.on_all(lambda: _check_groups(config))
+    nodes = ranks.on_all(lambda: nodes_here(ranks.exchange))
     return dataclasses.replace(tiers, node=nodes[ranks.rank])
 
 
-def _first_rank(ranks: Ranks, config: Config) -> int:
-    """Return the first rank of this node; UserError if ranks of other nodes hold what its ranks share."""
+def _check_groups(config: Config) -> None:
+    """Raise UserError if ranks of other nodes hold what this node's ranks share."""
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_local % config.parallel.tp:
         raise UserError(
@@ -36,4 +29,3 @@ def _first_rank(ranks: Ranks, config: Config) -> int:
             f"this one, tp is {config.parallel.tp}",
             hint="choose --tp so that it divides the ranks of a node",
         )
-    return ranks.rank - int(os.environ.get("LOCAL_RANK", "0"))

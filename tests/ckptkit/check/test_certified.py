@@ -1,10 +1,8 @@
 """Certificates of steps: the same for every layout, kept by reshard, and compared wherever a step is read whole."""
 
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -33,6 +31,7 @@ from tests.ckptkit.io.test_sums import crc
 from tests.ckptkit.support.forged import forge
 from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import NUM_LAYERS, pieces_of
+from tests.ckptkit.support.thread_exchange import ThreadExchange
 from threefold.errors import CheckFailed
 from threefold.storage import Storage, open_storage
 
@@ -84,30 +83,6 @@ def load(storage: Storage, layouts: list[ParallelLayout]) -> list[int]:
 
     with ThreadPoolExecutor(len(layouts)) as pool:
         return list(pool.map(restored, range(len(layouts))))
-
-
-class ThreadExchange:
-    """An exchange of threads."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-        self._boxes: list[Any] = [None] * size
-        self._barrier = Barrier(size, timeout=20)
-
-    def of(self, rank: int) -> "ThreadExchange":
-        other = copy(self)
-        other.rank = rank
-        return other
-
-    def all_gather(self, data: Any) -> list[Any]:
-        self._boxes[self.rank] = data
-        self._barrier.wait()
-        found = list(self._boxes)
-        self._barrier.wait()
-        return found
-
-    def all_to_all(self, send: Any) -> list[Any]:
-        return [each[self.rank] for each in self.all_gather(list(send))]
 
 
 def root_of(storage: Storage) -> Root:

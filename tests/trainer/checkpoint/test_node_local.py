@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit import Node, Run, parse_tiers
+from ckptkit import Alone, Node, Run, parse_tiers
 from threefold.errors import StorageError
 from trainer.checkpoint.node_local import NodeLocalSteps, agreed_steps
 from trainer.config import Config, ParallelConfig
@@ -20,7 +20,7 @@ class OneRank:
     """A rank of a job whose other ranks find the same as it does."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.exchange = rank, Alone()
 
     def on_all(self, action: Callable[[], Any]) -> Any:
         return action()

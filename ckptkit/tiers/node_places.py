@@ -1,0 +1,131 @@
+"""NodePlaces: where one node of a run keeps its own files, on its disk and with its peer."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from ckptkit.format.root import Root
+from ckptkit.loading.exchange import Exchange, agreed
+from ckptkit.loading.roots import root_info, step_folders, stored_root
+from ckptkit.runs.run import Run
+from ckptkit.tiers.tier import Node
+from threefold.cli import log
+from threefold.errors import CheckFailed, StorageError, UserError
+
+T = TypeVar("T")
+
+
+class NodePlaces:
+    """The runs of a node, its own disk first, then the replica if it has one, as one of its ranks sees them.
+
+    The first rank of a node leads: it alone changes something, and says what is wrong. A replica that cannot be reached
+    is left out from then on, as its peer may be lost.
+    """
+
+    def __init__(self, urls: Sequence[str], node: Node, rank: int) -> None:
+        self.node, self.leads = node, rank == node.first_writer
+        self.runs = [Run(url) for url in urls]
+        self._left_out: set[int] = set()
+
+    def listed(self) -> set[int]:
+        """Return the steps that have a folder in one of the places, committed or not."""
+        return {
+            step
+            for number, run in enumerate(self.runs)
+            for step in self._of(number, lambda: step_folders(run.storage))  # noqa: B023  # called at once
+        }
+
+    def roots(self, step: int) -> dict[int, Root | CheckFailed]:
+        """Return the root of a step in each place that has one, by the place's number, or why it cannot be read."""
+        return {
+            number: root
+            for number, run in enumerate(self.runs)
+            for root in self._of(number, lambda: _roots(run, step))  # noqa: B023  # called at once
+        }
+
+    def committed(self, most: int | None = None) -> Iterator[tuple[Run, int]]:
+        """Yield the committed steps of each place, newest first, of each at most so many."""
+        for number, run in enumerate(self.runs):
+            for step in self._of(number, lambda: itertools.islice(run.newest_first(), most)):  # noqa: B023  # at once
+                yield run, step
+
+    def quarantine(self, *steps: int) -> list[int]:
+        """Quarantine steps in the node's places, if this rank leads, and return those that were there."""
+        found = [(run, step) for run, step in self.committed() if step in steps] if self.leads else []
+        return [step for run, step in found if _is_quarantined(run, step)]
+
+    def quarantine_after(self, step: int, exchange: Exchange) -> list[int]:
+        """Quarantine the steps after one in the places of all nodes, and return them; all ranks call this."""
+
+        def act() -> bytes:
+            newer = {each for _, each in self.committed() if each > step} if self.leads else ()
+            return " ".join(map(str, self.quarantine(*newer))).encode()
+
+        return sorted({int(each) for heard in agreed(exchange, act) for each in heard.split()})
+
+    def set_aside_after(self, step: int, exchange: Exchange, *, dry_run: bool) -> tuple[list[int], list[int]]:
+        """Set the steps after one aside in the places of all nodes; return them, and those that were damaged."""
+
+        def act() -> bytes:
+            reports = [run.set_aside_after(step, dry_run=dry_run) for run in (self.runs if self.leads else ())]
+            return json.dumps([[each.set_aside, each.quarantined] for each in reports]).encode()
+
+        done = [report for heard in agreed(exchange, act) for report in json.loads(heard)]
+        aside, damaged = (sorted({each for report in done for each in report[kind]}, reverse=True) for kind in (0, 1))
+        return aside, damaged
+
+    def mark(self, token: str) -> None:
+        """Leave a mark of this node in its own place, which no other node is to find."""
+        if self.leads:
+            self.runs[0].storage.write(_mark(token, self.node.name), b"")
+
+    def check_marks(self, token: str, names: Iterable[str]) -> None:
+        """Raise UserError if another node has left its mark here."""
+        run = self.runs[0]
+        for name in names if self.leads else ():
+            if name != self.node.name and run.storage.info(_mark(token, name)) is not None:
+                text = f"{run.url} is one folder of the nodes {self.node.name} and {name}, and is to be each one's own"
+                raise UserError(text, hint="a disk of the node; of a place that all nodes share leave {node} out")
+
+    def unmark(self, token: str) -> None:
+        """Take the mark away."""
+        if self.leads:
+            self.runs[0].storage.delete([_mark(token, self.node.name)])
+
+    def _of(self, number: int, find: Callable[[], Iterable[T]]) -> Iterator[T]:
+        """Yield what is found in a place; nothing in a replica that cannot be reached."""
+        if number in self._left_out:
+            return
+        try:
+            yield from find()
+        except StorageError as error:
+            if not number:
+                raise
+            self._left_out.add(number)
+            if self.leads:
+                log(f"warning: the replica is left out: {error}")
+
+
+def _roots(run: Run, step: int) -> list[Root | CheckFailed]:
+    """Return a step's root, or why it cannot be read; nothing where there is none."""
+    if (info := root_info(run.storage, step)) is None:
+        return []
+    try:
+        return [stored_root(run.storage, step, info)[1]]
+    except CheckFailed as damage:
+        return [damage]
+
+
+def _is_quarantined(run: Run, step: int) -> bool:
+    """Quarantine a step; where that cannot be, as where nothing may be written, say so."""
+    try:
+        return run.quarantine(step)
+    except (UserError, OSError) as error:
+        log(f"warning: step {step} of {run.url} cannot be set aside: {error}")
+        return False
+
+
+def _mark(token: str, name: str) -> str:
+    """Return the key of the mark of a node."""
+    return f"{token}.of-{name}"

@@ -1,0 +1,35 @@
+"""Which node a rank is on: what torchrun says, what the program says, and what does not fit together."""
+
+import pytest
+
+from ckptkit import Alone, Node, nodes_here
+from tests.ckptkit.support.thread_exchange import ThreadExchange
+from threefold.errors import UserError
+
+
+def test_a_process_alone_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("THREEFOLD_NODE", "n7")
+    assert nodes_here(Alone()) == [Node("n7", "n7", 0, 1, 1)]
+
+
+def test_without_torchrun_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match=r"rank \d of 2 does not know which ranks its node has: LOCAL_RANK=") as refused:
+        ThreadExchange(2).run(nodes_here)
+    assert "torchrun" in str(refused.value.hint)
+
+
+def test_what_the_program_says_is_compared() -> None:
+    said = [Node("a", "b", 0, 2, 3), Node("a", "b", 0, 2, 3), Node("b", "a", 2, 1, 3)]
+    assert ThreadExchange(3).run(lambda exchange: nodes_here(exchange, said[exchange.rank])) == [said] * 3
+    wrong = [Node("a", "a", 0, 2, 3)] * 3
+    with pytest.raises(UserError, match="by what all ranks say it is on"):
+        ThreadExchange(3).run(lambda exchange: nodes_here(exchange, wrong[exchange.rank]))
+
+
+def test_two_nodes_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # on each of two nodes of one rank
+    monkeypatch.setenv("THREEFOLD_NODE", "same")
+    with pytest.raises(UserError, match="2 nodes have the name same"):
+        ThreadExchange(2).run(nodes_here)
