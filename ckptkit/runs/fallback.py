@@ -83,7 +83,7 @@ def first_sound(
             damaged.append(candidate)
             candidate = next(found, None)
             if candidate is None:
-                raise CheckFailed(damage.message, hint=hint) from damage
+                raise CheckFailed(damage.message, hint=damage.hint or hint) from damage
             other = f"step {candidate.step}" + (f" of {candidate.url}" if candidate.url != url else "")
             if strict:
                 raise CheckFailed(f"{damage.message}; {other} is not tried: strict", hint=hint) from damage
@@ -105,12 +105,15 @@ def set_aside(damaged: Iterable[Candidate], report: Callable[[str], None]) -> No
             report(f"warning: {where} is damaged and cannot be set aside: {error}")
 
 
-def committed_candidates(urls: Sequence[str], exchange: Exchange, step: int | None = None) -> Iterator[Candidate]:
+def committed_candidates(
+    urls: Sequence[str], exchange: Exchange, step: int | None = None, *, needed: bool = True
+) -> Iterator[Candidate]:  # fmt: skip
     """Yield the committed steps of places of a run, newest first, of equal ones the first place's first.
 
-    With a step only that one. The first rank looks, the others hear of each; UserError where there is none.
+    With a step only that one. The first rank looks, the others hear of each; UserError where one is `needed` and there
+    is none.
     """
-    found = map(identified, _committed(urls, step)) if exchange.rank == 0 else iter(())
+    found = map(identified, _committed(urls, step, needed=needed)) if exchange.rank == 0 else iter(())
     while candidate := json.loads(agreed(exchange, lambda: json.dumps(next(found, None)).encode())[0]):
         yield Candidate(*candidate)
 
@@ -120,13 +123,13 @@ def identified(candidate: Candidate) -> Candidate:
     return candidate._replace(attempt=attempt_seen(Run(candidate.url).storage, candidate.step))
 
 
-def _committed(urls: Sequence[str], wanted: int | None) -> Iterator[Candidate]:
+def _committed(urls: Sequence[str], wanted: int | None, *, needed: bool) -> Iterator[Candidate]:
     """Yield the same of one rank."""
     runs = [Run(url) for url in urls]
     candidate = None
     for candidate in newest_of_all(runs) if wanted is None else _places_of(runs, wanted):
         yield candidate
-    if candidate is None:
+    if candidate is None and needed:
         raise no_step(runs[0].storage, runs[0].named if wanted is None else wanted)
 
 

@@ -19,6 +19,7 @@ from ckptkit.format.address import split_address
 from ckptkit.format.keys import step_folder
 from ckptkit.runs.catalogue import listed_steps
 from ckptkit.runs.retention import beyond_limit
+from ckptkit.runs.run import Run as AnyRun
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.torch.report import LoadReport
 from ckptkit.torch.run import DEFAULTS, Run
@@ -59,6 +60,7 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._saved: set[int] = set()  # the steps that this process saved
         self._has_surplus = False  # the save that runs will leave more steps than are to stay
         self._held: set[int] = set()  # steps that are to go, and that slower tiers still copy
+        self._own_places: list[AnyRun] = []  # where this process removes them
 
     def resume(self, trainer: Any) -> str | None:
         """Return what `train` is to be called with so that it goes on; None if the run has no step."""
@@ -172,7 +174,8 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if state.is_world_process_zero:  # each process logs times of its own
             parts["trainer"] = _state_of(trainer)
         run.save(step, parts, _metrics_of(state))
-        self._has_surplus = bool(trainer.args.save_total_limit) and state.is_world_process_zero
+        self._own_places = run.own_places()
+        self._has_surplus = bool(trainer.args.save_total_limit and self._own_places)
 
     def _load_best(self, theirs: Callable[[], None]) -> None:
         """Load the weights of the best step, as the Trainer does at the end; the last ones stay if it is not there."""
@@ -191,23 +194,25 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _remove_surplus(self, *, at_end: bool = False) -> None:
         """Remove the steps that the Trainer would, if a limit of its own decides what stays."""
-        args, state, run = self._trainer.args, self._trainer.state, self._opened()
+        args, state = self._trainer.args, self._trainer.state
         self._has_surplus = False
         limit = args.save_total_limit or 0
-        if limit <= 0 or self._options.retention.has_rules or not state.is_world_process_zero:
+        if limit <= 0 or self._options.retention.has_rules:
             return
         best = split_address(state.best_model_checkpoint)[1] if state.best_model_checkpoint else None
-        try:
-            steps = [listed.step for listed in listed_steps(run.storage) if listed.root and not listed.is_pinned]
-            surplus = beyond_limit(steps, limit, best)
-            if at_end and limit == 1 and best in steps:
-                surplus = [step for step in steps if step != best]
-            self._held = run.copied_steps.intersection(surplus)
-            self._has_surplus = bool(self._held)
-            if going := [step for step in surplus if step not in self._held]:
-                run.remove(*going, newest_too=True)
-        except (StorageError, UserError) as error:
-            log(f"warning: older steps of {run.url} were not removed: {error}")
+        run, held = self._opened(), set[int]()
+        for place in self._own_places:
+            try:
+                steps = [listed.step for listed in listed_steps(place.storage) if listed.root and not listed.is_pinned]
+                surplus = beyond_limit(steps, limit, best)
+                if at_end and limit == 1 and best in steps:
+                    surplus = [step for step in steps if step != best]
+                held |= run.copied_steps.intersection(surplus)
+                if going := [step for step in surplus if step not in held and step != run.whole_step]:
+                    place.remove(*going, newest_too=True)
+            except (StorageError, UserError) as error:
+                log(f"warning: older steps of {place.url} were not removed: {error}")
+        self._held, self._has_surplus = held, bool(held)
 
     def _objects(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -255,8 +260,8 @@ def _check(trainer: Any, options: CheckpointerOptions) -> None:
     at_one = args.save_total_limit == 1
     folders = sorted(Path(args.output_dir).glob("checkpoint-*")) if at_one else []
     for is_meant, what, hint in (
-        (args.save_on_each_node, "save_on_each_node=True writes to each node's own disk, and a run is one place",
-         "save_on_each_node=False; tiers=... names a slower place for the run's steps"),
+        (args.save_on_each_node, "save_on_each_node=True writes all to each node's own disk",
+         'save_on_each_node=False; HfTrainerCallback("/nvme/run/{node}") has each node save what its processes hold'),
         (args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end",
          f"push_to_hub=True with hub_strategy={args.hub_strategy!s} uploads folders that are not written",
          'hub_strategy="end"'),

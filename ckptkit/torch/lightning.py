@@ -54,6 +54,11 @@ class LightningCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
                 hint="leave the retention out, and set save_top_k of ModelCheckpoint",
             )
         root = Run(url, options)
+        if root.is_of_nodes:
+            raise UserError(
+                f"LightningCheckpointIO saves from one process, which has all, and {url} is each node's own",
+                hint="a URL that all nodes share; or ckptkit.torch.Run in a callback, which saves each process's part",
+            )
         if root.named is not None:
             raise UserError(f"{url} names one step, a run is saved to a folder of steps", hint=root.url)
         self._url, self._options = root.url, options

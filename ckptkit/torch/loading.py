@@ -33,7 +33,7 @@ from ckptkit.torch.objects import (
     probed_state,
     set_rng_state,
 )
-from ckptkit.torch.saved import Saved, SavedKey
+from ckptkit.torch.saved import Saved, SavedKey, Tie
 
 TORCH_DTYPES = {stored: getattr(torch, name) for stored, name in NAMES.items()}
 OTHER_KIND = "another kind of optimizer in the checkpoint"
@@ -57,6 +57,7 @@ class Match:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._after: list[Callable[[], object]] = []
         self._filled: dict[object, tuple[str, str]] = {}  # by memory: the path and name that it is filled from
+        self.ties: list[Tie] = []
         self.untied: list[str] = []  # pairs that differ in the checkpoint
         self.available: set[str] = set()  # what the checkpoint has under the keys that are asked for
         for key, target in state.items():
@@ -297,8 +298,8 @@ class Match:
         first, name = self._filled.setdefault(memory, (path, self._name(path)))
         if first == path:
             self._read(name, local, stored)
-        elif not self._saved.are_equal(name, self._name(path), (each.box for each in stored.parts)):
-            self.untied.append(f"{path} and {first} are one tensor here and differ in the checkpoint")
+        else:
+            self.ties.append(Tie((path, first), (name, self._name(path)), [each.box for each in stored.parts]))
 
     def _read(self, name: str, local: torch.Tensor, stored: Held) -> None:
         is_plain = stored_dtype(local.dtype) is not None

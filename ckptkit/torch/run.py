@@ -3,7 +3,6 @@
 import heapq
 import itertools
 import json
-import math
 import secrets
 import sys
 import time
@@ -18,26 +17,24 @@ import torch
 from ckptkit.format.keys import check_step
 from ckptkit.handoff.report import SaveReport
 from ckptkit.loading.exchange import Exchange, agreed, on_all
-from ckptkit.loading.reader import CheckpointReader
-from ckptkit.loading.restore import fill_from
-from ckptkit.loading.roots import read_root
 from ckptkit.model.box import Piece
 from ckptkit.model.layout import ParallelLayout
-from ckptkit.runs.fallback import committed_candidates, first_sound, set_aside
+from ckptkit.runs.fallback import first_sound
+from ckptkit.runs.rollback import RollbackReport
 from ckptkit.runs.run import Run as AnyRun
 from ckptkit.saving.checkpointer import Checkpointer
 from ckptkit.saving.options import CheckpointerOptions, WhenBusy
-from ckptkit.torch.agreement import agree_on_load, compared
+from ckptkit.torch.agreement import agree_on_load
 from ckptkit.torch.capture import check_keys
 from ckptkit.torch.collection import paused_collection
 from ckptkit.torch.ended import EndedSaves
 from ckptkit.torch.exchange import GroupExchange, open_exchange
+from ckptkit.torch.filling import fill_state
 from ckptkit.torch.late import LateTensors, swaps_weights
-from ckptkit.torch.loading import Match
 from ckptkit.torch.metrics import as_numbers
 from ckptkit.torch.objects import optimizers_in
+from ckptkit.torch.places import Places
 from ckptkit.torch.report import LoadReport
-from ckptkit.torch.saved import Saved
 from ckptkit.torch.saving import SavePlanner
 from threefold.cli import log
 from threefold.closing import Closing
@@ -56,7 +53,8 @@ class Run(AnyRun, Closing):
     and of numbers, strings, bytes, arrays, lists and dicts of these; `"rng": True` is the random state of each rank.
     All ranks of torch.distributed call `save` and `load` together, in one order and with one step. Use it in a `with`,
     or close it: that waits for the last save. The thread that made it calls its methods. With an `exchange` its ranks
-    are all that there are.
+    are all that there are. With `{node}` in the URL each node saves to its own disk, and `url` is this one's: then all
+    ranks call `newest`, `newest_first`, `resolve` and `rollback` together too, and other methods see this disk alone.
     """
 
     def __init__(
@@ -66,19 +64,19 @@ class Run(AnyRun, Closing):
         if not isinstance(options, CheckpointerOptions):
             text = f"options of a run are CheckpointerOptions, not {type(options).__name__}"
             raise UserError(text, hint=f"Run({self.url!r}, ckptkit.CheckpointerOptions())")
-        if options.node is not None:
-            text = "a run of ckptkit.torch is saved to one place for all nodes, and the options name a node"
-            raise UserError(text, hint="leave node out; slower places are tiers=")
+        self._places = Places(self.url, options)
+        self.url = self._places.own_url
         if exchange is not None and not hasattr(exchange, "all_gather"):
             raise UserError(f"an exchange has all_gather, {type(exchange).__name__} has not", hint="leave it out")
         self._options = options
-        self._slower = [AnyRun(tier.url) for tier in options.tiers]
         self._exchange = exchange
         self._planner: SavePlanner | None = None
         self._checkpointer: Checkpointer | None = None
         self._ended: EndedSaves | None = None
         self._num_known_failed = 0  # in a row, on any rank
         self._newest_at_load: int | None = None
+        self._last_step: int | None = None  # that was ordered
+        self.whole_step: int | None = None  # of a first tier of the nodes' own: the newest known to be whole
         self._hooks: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
     def save(
@@ -99,22 +97,25 @@ class Run(AnyRun, Closing):
         self.wait_until_copied()
         if self._options.when_busy == "wait":
             self._collect(wait=True)
-        recorded: dict[str, Any] = {}
 
-        def check() -> None:
+        def check() -> dict[str, Any]:
             self._check(step, state, overlap=overlap)
-            recorded.update(as_numbers(metrics or {}))
+            return as_numbers(metrics or {})
 
         with paused_collection():
             plan = self._planner.plan(step, state, secrets.token_hex(8), check, self._status())
-        checkpointer = self._opened_checkpointer(exchange, plan.token)
+        checkpointer = self._opened_checkpointer(exchange, plan.token, step)
         if plan.status[FAILED] > self._num_known_failed:
             checkpointer.copy_next()  # the slower tiers lack that step
         self._num_known_failed = plan.status[FAILED]
+        if self.is_of_nodes and not plan.status[FAILED] and not plan.status[BUSY]:
+            self.whole_step = self._last_step or self.whole_step
+        checkpointer.needed = () if self.whole_step is None else (self.whole_step,)
         if self._options.when_busy == "skip" and plan.status[BUSY]:
             error = "skipped: a save before it still runs"
             self._ended_saves.add([SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=checkpointer.url)])
             return time.monotonic() - started
+        self._last_step = step
         pieces, late = plan.pieces, LateTensors(plan.late if overlap else {})
         if overlap:
             pieces = [piece if piece.name in plan.late else _copied(piece) for piece in pieces]
@@ -122,7 +123,7 @@ class Run(AnyRun, Closing):
         with paused_collection():
             checkpointer.save(
                 step, pieces, tensors=plan.table, layout=ParallelLayout(dp=exchange.size), num_layers=1,
-                metadata={**recorded, **plan.metadata}, overlap=overlap, change=late.change,
+                metadata=plan.metadata, overlap=overlap, change=late.change,
             )  # fmt: skip
         self._collect()
         return time.monotonic() - started
@@ -143,33 +144,57 @@ class Run(AnyRun, Closing):
         exchange = self._opened_exchange()
         self._collect(wait=True)
         agree_on_load(exchange, state, {"step": step, "strict": strict, "certify": certify})
-        wanted, places = self.named if step is None else step, [self.url, *(place.url for place in self._slower)]
+        wanted = self.named if step is None else step
         say = log if exchange.rank == 0 else lambda line: None
         with paused_collection():
-            _, report, damaged = first_sound(
-                committed_candidates(places, exchange, wanted),
-                lambda each: self._load(state, each.url, each.step, exchange, strict=strict, certify=certify),
+            found, report, damaged = first_sound(
+                self._places.candidates(exchange, wanted),
+                lambda candidate: self._places.read(
+                    candidate,
+                    exchange,
+                    lambda reader: fill_state(state, reader, exchange, strict=strict, certify=certify),
+                ),
                 strict=False,
                 report=say,
             )
-        if sets_aside and exchange.rank == 0 and wanted is None:
-            set_aside(damaged, log)
-        newest = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")[0]
-        self._newest_at_load = json.loads(newest)
+        if sets_aside and wanted is None:
+            self._places.set_aside(found, damaged, exchange)
+        self._newest_at_load, self._last_step = self._newest_known(exchange), None
+        self.whole_step = report.step if self.is_of_nodes else None
         if sets_aside and step is not None and self.named is None and step < (self._newest_at_load or 0):
             say(f"step {self._newest_at_load} is newer than {step}: run.rollback({step}) sets what is newer aside, "
                 "so that it can be saved again")  # fmt: skip
         return replace(report, damaged=tuple(damaged))
 
     def newest_first(self) -> Iterator[int]:
-        """Return the committed steps, newest first, also those that only a slower tier holds."""
-        steps = super().newest_first()
-        if not self._slower:
+        """Return the committed steps, newest first, also those that only a slower tier holds.
+
+        Of a first tier that is each node's own, those that are whole.
+        """
+        if self.is_of_nodes:
+            return self._places.whole(self._opened_exchange(), self.named)
+        steps, slower = super().newest_first(), self._places.slower
+        if not slower:
             return steps
         if self.named is not None:
-            return iter([self.named] if any(run.is_committed(self.named) for run in (self, *self._slower)) else [])
-        merged = heapq.merge(steps, *(place.newest_first() for place in self._slower), reverse=True)
+            return iter([self.named] if any(run.is_committed(self.named) for run in (self, *slower)) else [])
+        merged = heapq.merge(steps, *(place.newest_first() for place in slower), reverse=True)
         return (step for step, _ in itertools.groupby(merged))
+
+    def rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
+        """Make a committed step the newest: set all newer ones aside, on every node; UserError if one is pinned."""
+        if not self.is_of_nodes:
+            return super().rollback(step, dry_run=dry_run)
+        return self._places.nodes(self._opened_exchange()).rollback(step, dry_run=dry_run)
+
+    @property
+    def is_of_nodes(self) -> bool:
+        """Whether the first tier is each node's own."""
+        return self._places.are_of_nodes
+
+    def own_places(self) -> list[AnyRun]:
+        """Return the places that this rank keeps in order: on the first rank, or the first of a node, else none."""
+        return self._places.own(self._opened_exchange())
 
     @property
     def is_saving(self) -> bool:
@@ -208,6 +233,7 @@ class Run(AnyRun, Closing):
             if isinstance(self._exchange, GroupExchange):
                 self._exchange.close()
             self._exchange = self._planner = self._ended = None
+            self._places.forget()
         if ended is not None:
             ended.take()
 
@@ -225,8 +251,9 @@ class Run(AnyRun, Closing):
             self._exchange = open_exchange()
         return self._exchange
 
-    def _opened_checkpointer(self, exchange: Exchange, token: str) -> Checkpointer:
+    def _opened_checkpointer(self, exchange: Exchange, token: str, step: int) -> Checkpointer:
         if self._checkpointer is None:
+            self._places.prepare_saves(step, token, exchange)
             options = self._own_options(exchange)
             self._checkpointer = on_all(
                 exchange,
@@ -234,32 +261,21 @@ class Run(AnyRun, Closing):
                     self.url, rank=exchange.rank, world_size=exchange.size, attempt=token, options=options
                 ),
             )
-            self._ended = EndedSaves(self._checkpointer.url, self._is_committed_since, is_first=exchange.rank == 0)
+            url, leads = self._checkpointer.url, bool(self.own_places())
+            self._ended = EndedSaves(url, self._is_committed_since, is_first=leads)
         return self._checkpointer
 
     def _own_options(self, exchange: Exchange) -> CheckpointerOptions:
-        """Return the options of this rank's Checkpointer: what all ranks decide together is none of its own.
-
-        A slower tier's turn depends on what is there already.
-        """
-
-        def newest() -> bytes:
-            steps = [place.newest_first() for place in self._slower if exchange.rank == 0]
-            last = math.inf if self._newest_at_load is None else self._newest_at_load
-            return json.dumps([next((step for step in each if step <= last), 0) for each in steps]).encode()
-
-        known = json.loads(agreed(exchange, newest)[0]) if self._slower else []
-        tiers = [
-            tier if tier.newest is not None else replace(tier, newest=step)
-            for tier, step in zip(self._options.tiers, known, strict=True)
-        ]
+        """Return the options of this rank's Checkpointer: what all ranks decide together is none of its own."""
+        tiers = self._places.destinations(exchange, self._newest_at_load)
         when_busy: WhenBusy = "abort" if self._options.when_busy == "abort" else "wait"
-        return replace(self._options, tiers=tuple(tiers), max_failed_saves=NEVER, when_busy=when_busy)
+        node = self._places.node
+        return replace(self._options, tiers=tiers, node=node, max_failed_saves=NEVER, when_busy=when_busy)
 
     def _is_committed_since(self, step: int) -> bool:
         """Return whether a step was committed after this run was loaded, perhaps by a writer of an earlier start."""
-        if self._newest_at_load is None or step <= self._newest_at_load:
-            return False
+        if self.is_of_nodes or self._newest_at_load is None or step <= self._newest_at_load:
+            return False  # of another attempt than that of other nodes
         try:
             return self.is_committed(step, durably=True)
         except StorageError:
@@ -307,28 +323,12 @@ class Run(AnyRun, Closing):
             if each not in self._hooks:
                 self._hooks[each] = each.register_step_pre_hook(wait)
 
-    def _load(
-        self, state: State, url: str, step: int, exchange: Exchange, *, strict: bool, certify: bool
-    ) -> LoadReport:  # fmt: skip
-        storage = on_all(exchange, lambda: next(
-            (place.storage for place in self._slower if place.storage.address == url), self.storage
-        ))  # fmt: skip
-        root = read_root(storage, step, exchange)
-        if root.share is not None:
-            text = f"step {step} of {storage.url} holds the files of {root.share.count} of {root.share.of} writers"
-            raise UserError(text, hint="load from a place that all nodes share")
-        with CheckpointReader(storage, step, root=root) as reader:
-            saved = on_all(exchange, lambda: Saved(reader, exchange.rank, exchange.size))
-            match = on_all(exchange, lambda: Match(saved, state))
-            report = compared(exchange, saved, match, strict=strict)
-            sums = on_all(exchange, lambda: fill_from(reader, match.pieces, exchange if certify else None))
-            num_certified = 0 if sums is None else sums.check(exchange, reader.url)
-            on_all(exchange, match.finish)
-        if report.ranks_without_rng and exchange.rank == 0:
-            numbers = ", ".join(map(str, report.ranks_without_rng))
-            log(f"warning: ranks {numbers} have no random state in step {step} of {storage.url} and keep their own: "
-                f"{saved.world_size} ranks saved it")  # fmt: skip
-        return replace(report, num_certified=num_certified)
+    def _newest_known(self, exchange: Exchange) -> int | None:
+        if self.is_of_nodes:
+            return self.newest()
+        heard = agreed(exchange, lambda: json.dumps(self.newest()).encode() if exchange.rank == 0 else b"")
+        newest: int | None = json.loads(heard[0])
+        return newest
 
 
 def _copied(piece: Piece) -> Piece:

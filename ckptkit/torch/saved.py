@@ -1,7 +1,7 @@
 """Saved: what a checkpoint of a PyTorch program holds: the trees of its keys, as this rank is to see them."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from ckptkit.format.state_tree import METADATA, VERSION, Node, base_of, merged, part
 from ckptkit.io.torch_tensors import NAMES
+from ckptkit.loading.exchange import agreed
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.restore import restore_from
 from ckptkit.loading.trees import read_trees
@@ -27,6 +28,15 @@ class SavedKey:
     node: Node
     base: str
     fault: str = ""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Two paths that are one tensor in the program, the names that they have in the checkpoint, and what is here."""
+
+    paths: tuple[str, str]
+    names: tuple[str, str]
+    boxes: Sequence[Box]
 
 
 class Saved:
@@ -76,28 +86,43 @@ class Saved:
         fault = self._of_ranks(conflicts[0]) if conflicts and not self._is_same_size else ""
         return SavedKey(node, part(name), fault)
 
-    def are_equal(self, one: str, other: str, boxes: Iterable[Box]) -> bool:
-        """Return whether two tensors of one shape have the same bytes in some boxes; they are read unless tied."""
-        table = self.root.tensors
-        first, second = (table[table[name].placement.tied_to or name] for name in (one, other))
-        if first.name == second.name:
-            return True
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return False
-        length = COMPARED_BYTES // ITEMSIZE[first.dtype]
-        return all(
-            self._are_equal(first.name, second.name, Piece(one, box, start, min(start + length, box.numel), None))
-            for box in boxes for start in range(0, box.numel, length)
-        )  # fmt: skip
+    def differing(self, ties: Sequence[Tie]) -> list[Tie]:
+        """Return the ties whose tensors differ in the checkpoint; they are read unless that is known.
 
-    def _are_equal(self, one: str, other: str, at: Piece) -> bool:
-        dtype = getattr(torch, NAMES[self.root.tensors[one].dtype])
+        Ranks that read together call this together, each with ties of its own.
+        """
+        table, differ, compared = self.root.tensors, set[int](), list[tuple[int, list[Piece]]]()
+        for number, tie in enumerate(ties):
+            first, second = (table[table[name].placement.tied_to or name] for name in tie.names)
+            if (first.dtype, first.shape) != (second.dtype, second.shape):
+                differ.add(number)
+            elif first.name != second.name:
+                length = COMPARED_BYTES // ITEMSIZE[first.dtype]
+                compared += [
+                    (number, [Piece(name, box, start, min(start + length, box.numel), None) for name in names])
+                    for names in [(first.name, second.name)]
+                    for box in tie.boxes for start in range(0, box.numel, length)
+                ]  # fmt: skip
+        exchange = self._reader.exchange
+        for turn in range(max(int(each) for each in agreed(exchange, lambda: str(len(compared)).encode()))):
+            number, wanted = compared[turn] if turn < len(compared) else (-1, [])
+            wanted = [] if number in differ else wanted
+            if (wanted or exchange.size > 1) and not self._are_equal(wanted):
+                differ.add(number)
+        return [ties[number] for number in sorted(differ)]
+
+    def _are_equal(self, wanted: Sequence[Piece]) -> bool:
+        """Return whether what is wanted has the same bytes, or is nothing; it is read."""
+        tensors = self.root.tensors
         pieces = [
-            Piece(name, at.box, at.start, at.stop, torch.empty(at.stop - at.start, dtype=dtype))
-            for name in (one, other)
+            replace(
+                piece,
+                data=torch.empty(piece.stop - piece.start, dtype=getattr(torch, NAMES[tensors[piece.name].dtype])),
+            )
+            for piece in wanted
         ]
         restore_from(self._reader, pieces, certify=False)
-        return torch.equal(*(piece.data.view(torch.uint8) for piece in pieces))
+        return not pieces or torch.equal(*(piece.data.view(torch.uint8) for piece in pieces))
 
     def _of_ranks(self, path: str) -> str:
         return f"{path}: each of the {self.world_size} ranks that saved it had its own"

@@ -63,20 +63,22 @@ class SavePlanner:
         self._structure: Structure | None = None
 
     def plan(
-        self, step: int, state: Mapping[str, Any], token: str, check: Callable[[], None], status: Mapping[str, int]
-    ) -> Plan:
+        self, step: int, state: Mapping[str, Any], token: str, check: Callable[[], dict[str, Any]],
+        status: Mapping[str, int],
+    ) -> Plan:  # fmt: skip
         """Return what this rank writes; all ranks call this together, an error of one is raised on all.
 
-        `check` raises what else is wrong with the save, `status` is what this rank says of itself.
+        `check` returns the metrics to record, of which the first rank's count, and raises what else is wrong with the
+        save; `status` is what this rank says of itself.
         """
         entries: dict[str, Entry] = {}
 
         def message() -> bytes:
-            check()
+            metrics = check()
             entries.update(capture(state))
             keys = {key: [each.digest, len(each.tree), each.is_own] for key, each in entries.items()}
             return json.dumps({"step": step, "keys": keys, "rows": _digest(entries), "token": token,
-                               "status": status}).encode()  # fmt: skip
+                               "status": status, "metrics": metrics}).encode()  # fmt: skip
 
         heard = [json.loads(each) for each in agreed(self._exchange, message)]
         if len({each["step"] for each in heard}) > 1:
@@ -91,9 +93,10 @@ class SavePlanner:
             self._structure = self._agree(key, leaves, sizes[self._exchange.rank])
         pieces, late = _pieces(self._structure, leaves, self._tree(entries, owners, sizes))
         most = {name: max(each["status"][name] for each in heard) for name in status}
-        metadata = {"version": VERSION, "world_size": len(heard), "keys": list(owners), "owners": varied,
-                    "own": sorted(own & varied.keys())}  # fmt: skip
-        return Plan(pieces, late, self._structure.table, {METADATA: metadata}, heard[0]["token"], most)
+        described = {"version": VERSION, "world_size": len(heard), "keys": list(owners), "owners": varied,
+                     "own": sorted(own & varied.keys())}  # fmt: skip
+        metadata = {**heard[0]["metrics"], METADATA: described}
+        return Plan(pieces, late, self._structure.table, metadata, heard[0]["token"], most)
 
     def _named(self, entries: Mapping[str, Entry], varied: set[str], owners: Owners) -> dict[str, Leaf]:
         """Return this rank's tensors by the names that they are stored under."""

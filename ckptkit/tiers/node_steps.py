@@ -1,0 +1,229 @@
+"""NodeSteps: what the nodes of a run hold together, where each keeps the files of its own ranks.
+
+A step is whole when the roots that the nodes that are there hold of one attempt, on their own disks or in replicas,
+name the files of all its writers. It need not be the nodes that saved it, nor as many ranks: what there is, is one
+step for all, and each file is read where it is.
+"""
+
+import itertools
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import TypeVar
+
+from ckptkit.format.keys import named_writers, step_folder
+from ckptkit.format.root import Part, Root, Share
+from ckptkit.io.blocks import xxh3_64
+from ckptkit.loading.exchange import Exchange, agreed, on_all
+from ckptkit.runs.catalogue import no_step
+from ckptkit.runs.rollback import RollbackReport
+from ckptkit.tiers.node_places import NodePlaces
+from ckptkit.tiers.node_reader import NodeReader, Source
+from ckptkit.tiers.tier import Node
+from threefold.cli import log
+from threefold.errors import CheckFailed
+
+T = TypeVar("T")
+Copy = tuple[int, int, int]  # of a file: the number of its part, the node and the place
+ALONE = Share(0, 1, 1)  # a root without a share names all files
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A step's root in one place of a node: which writers' files it names, and a digest of what all nodes' roots say.
+
+    `fault` is why it cannot be read, empty if it can.
+    """
+
+    node: int
+    place: int
+    attempt: str = ""
+    first: int = 0
+    count: int = 0
+    of: int = 0
+    digest: int = 0
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was seen of a step: on all nodes, and the roots of this one by their place."""
+
+    step: int
+    held: list[Held]
+    roots: dict[int, Root]
+
+
+class NodeSteps:
+    """The steps of a run on its nodes; all ranks make the same calls. `url` is what all of them have written."""
+
+    def __init__(self, url: str, places: NodePlaces, nodes: Sequence[Node], exchange: Exchange) -> None:
+        """Take the places of this rank's node, and the node of each rank."""
+        self.url, self.places, self._exchange = url, places, exchange
+        self._nodes = list(dict.fromkeys(nodes))
+        self._own = self._nodes.index(places.node)
+        self._seen: _Seen | None = None
+        self._holders: list[list[Held]] = []  # of each part of the step that was opened last
+
+    def candidates(self, wanted: int | None = None) -> Iterator[int]:
+        """Yield the steps that any node holds a root of, newest first; with a step only that one."""
+        self._seen = None  # a step may have been saved since, or set aside
+        listed = [wanted] if wanted is not None else self._listed()
+        return (step for step in listed if self._look(step))
+
+    def whole(self, wanted: int | None = None) -> Iterator[int]:
+        """Yield the steps that are whole, newest first."""
+        return (step for step in self.candidates(wanted) if put_together(self._look(step))[0])
+
+    def read(self, step: int, work: Callable[[NodeReader], T]) -> T:
+        """Return what `work` does with a step; a file that it finds damaged is read from the next place that has it.
+
+        CheckFailed if the step is not whole, or damaged wherever it is.
+        """
+        lost: set[Copy] = set()
+        while True:
+            with self._open(step, lost) as reader:
+                try:
+                    reader.vouch()
+                    return work(reader)
+                except CheckFailed as damage:
+                    if not self._has_other_copies(reader, lost):
+                        raise
+                    self._say(f"{' '.join(damage.message.split())}; another copy of it is read")
+
+    def set_aside_after(self, step: int) -> None:
+        """Set what is newer than a step aside on all nodes: none of it was sound."""
+        if gone := self.places.quarantine_after(step, self._exchange):
+            listed = ", ".join(map(str, gone))
+            self._say(f"steps {listed} of {self.url} are not sound on all nodes: set aside, and can be saved again")
+
+    def set_aside_broken(self, step: int) -> None:
+        """Set steps from one on aside that are not whole: nobody can load them, and they are in the way of saves."""
+        for each in itertools.takewhile(lambda each: each >= step, self.candidates()):
+            if why := put_together(self._look(each))[1]:
+                on_all(self._exchange, lambda: self.places.quarantine(each))  # noqa: B023  # called at once
+                self._say(f"step {each} of {self.url} is not whole: {why}; it is set aside, and can be saved again")
+
+    def rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
+        """Make a whole step the newest on all nodes; UserError, before anything changes, if a newer one is pinned."""
+        if next(self.whole(step), None) is None:
+            raise no_step(self.places.runs[0].storage, step)
+        report = RollbackReport(self.url, step, dry_run)
+        for is_trial in (True, False)[: 1 if dry_run else 2]:
+            done = self.places.set_aside_after(step, self._exchange, dry_run=is_trial)
+            report.set_aside, report.quarantined = done
+        return report
+
+    def check_apart(self, token: str) -> None:
+        """UserError on all ranks if two nodes save to one place; `token` is a name that no other start has."""
+        names = [node.name for node in self._nodes]
+        on_all(self._exchange, lambda: self.places.mark(token))
+        try:
+            on_all(self._exchange, lambda: self.places.check_marks(token, names))
+        finally:
+            on_all(self._exchange, lambda: self.places.unmark(token))
+
+    def _say(self, text: str) -> None:
+        if self._exchange.rank == 0:
+            log(text)
+
+    def _has_other_copies(self, reader: NodeReader, lost: set[Copy]) -> bool:
+        """Add what a reader found damaged on any rank to what is lost; return whether all of it is elsewhere too."""
+        heard = agreed(self._exchange, lambda: json.dumps(sorted(reader.damaged)).encode())
+        damaged = {number for each in heard for number in json.loads(each)}
+        lost |= {(number, reader.sources[number].node, reader.sources[number].place) for number in damaged}
+        return bool(damaged) and all(
+            any((number, each.node, each.place) not in lost for each in self._holders[number]) for number in damaged
+        )
+
+    def _listed(self) -> list[int]:
+        """Return the steps that have a folder on any node, newest first."""
+        here = agreed(
+            self._exchange, lambda: json.dumps(sorted(self.places.listed()) if self.places.leads else []).encode()
+        )
+        return sorted({step for each in here for step in json.loads(each)}, reverse=True)
+
+    def _look(self, step: int) -> list[Held]:
+        """Return what all nodes hold of a step."""
+        if self._seen is None or self._seen.step != step:
+            roots = dict[int, Root]()
+            heard = agreed(self._exchange, lambda: self._described(step, roots))
+            held = [Held(*row) for each in heard for row in json.loads(each)]
+            self._seen = _Seen(step, sorted(held, key=lambda each: each.place), roots)
+        return self._seen.held
+
+    def _described(self, step: int, roots: dict[int, Root]) -> bytes:
+        """Return what this rank's node holds of a step, if the rank leads; the roots go into `roots`."""
+        rows = []
+        for place, root in self.places.roots(step).items() if self.places.leads else ():
+            if isinstance(root, CheckFailed):
+                rows.append(Held(self._own, place, fault=root.message))
+            else:
+                roots[place], share = root, root.share or ALONE
+                digest = xxh3_64(_common(root).to_bytes())
+                rows.append(Held(self._own, place, root.attempt, share.first, share.count, share.of, digest))
+        return json.dumps([astuple(row) for row in rows]).encode()
+
+    def _open(self, step: int, lost: set[Copy]) -> NodeReader:
+        """Open a step without those copies of its files that are lost."""
+        shares, why = put_together(self._look(step))
+        if why:
+            raise CheckFailed(f"step {step} of {self.url} is not whole: {why}")
+        assert self._seen is not None, "looked at"
+        roots = self._seen.roots
+        mine = {
+            number: roots[holders[0].place]
+            for number, holders in enumerate(shares)
+            if self.places.leads and holders[0].node == self._own
+        }
+        head = _sent_by_one(self._exchange, _common(mine[0]).to_bytes() if 0 in mine else b"")
+        parts = {number: [astuple(part) for part in root.parts] for number, root in mine.items()}
+        heard = [json.loads(each) for each in agreed(self._exchange, lambda: json.dumps(parts).encode())]
+        rows = {int(number): found for each in heard for number, found in each.items()}
+        root = Root.from_bytes(head, f"{self.url}/{step_folder(step)}")
+        root = replace(root, parts=tuple(Part(*row) for number in range(len(shares)) for row in rows[number]))
+        self._holders = [holders for number, holders in enumerate(shares) for _ in rows[number]]
+        sources = [
+            next(self._source(each) for each in holders if (number, each.node, each.place) not in lost)
+            for number, holders in enumerate(self._holders)
+        ]
+        return NodeReader(self.url, root, sources, self.places.runs, self._exchange)
+
+    def _source(self, held: Held) -> Source:
+        node = self._nodes[held.node]
+        return Source(held.node, range(node.first_writer, node.first_writer + node.num_local), held.place)
+
+
+def put_together(held: Sequence[Held]) -> tuple[list[list[Held]], str]:
+    """Return who holds each share of a step, in the order of the writers, and why the step is not whole, else ""."""
+    faults = [each.fault for each in held if each.fault]
+    why = faults[0] if faults else "no node has a root"
+    for attempt, of in dict.fromkeys((each.attempt, each.of) for each in held if not each.fault):
+        shares: dict[tuple[int, int], list[Held]] = {}
+        for each in held:
+            if (each.attempt, each.of) == (attempt, of):
+                shares.setdefault((each.first, each.count), []).append(each)
+        named = Counter(writer for first, count in shares for writer in range(first, first + count))
+        if missing := set(range(of)) - named.keys():
+            lacks = f"no node that is here has the files of {named_writers(missing)} of {of}"
+            why = f"{lacks}; {faults[0]}" if faults else lacks
+        elif max(named.values()) > 1:
+            why = "its roots name files of one writer twice"
+        elif len({each.digest for found in shares.values() for each in found}) > 1:
+            why = "its roots differ from node to node"
+        else:
+            return [shares[share] for share in sorted(shares)], ""
+    return [], why
+
+
+def _common(root: Root) -> Root:
+    """Return what the roots of all nodes say of a step."""
+    return replace(root, parts=(), share=None, saved=None, certificate=None)
+
+
+def _sent_by_one(exchange: Exchange, data: bytes) -> bytes:
+    """Return on all ranks what one of them has."""
+    [sent] = filter(None, agreed(exchange, lambda: zlib.compress(data, 1) if data else b""))
+    return zlib.decompress(sent)
