@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import CheckpointerOptions, Node, Retention, SaveReport, Tier
+from ckptkit import CheckpointerOptions, Retention, SaveReport, Tier
 from ckptkit import Run as AnyRun
 from ckptkit.torch import Run
 from ckptkit.torch.ended import EndedSaves
@@ -101,9 +101,7 @@ def test_an_older_step_says_how_to_go_back_to_it(tmp_path: Path, capsys: Capture
         run.save(3, {"x": torch.zeros(4)})
 
 
-def test_a_node_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="saved to one place for all nodes"):
-        Run(tmp_path, CheckpointerOptions(node=Node("a", "b", 0, 1, 2)))
+def test_tiers_are_no_texts() -> None:
     with pytest.raises(UserError, match="is not a tuple of Tier"):
         CheckpointerOptions(tiers=("s3://bucket/run",))  # type: ignore[arg-type]
 
