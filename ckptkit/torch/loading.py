@@ -57,8 +57,7 @@ class Match:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._after: list[Callable[[], object]] = []
         self._filled: dict[object, tuple[str, str]] = {}  # by memory: the path and name that it is filled from
-        self.ties: list[Tie] = []
-        self.untied: list[str] = []  # pairs that differ in the checkpoint
+        self.ties, self.untied = list[Tie](), list[str]()  # of one tensor here; those that differ in the checkpoint
         self.available: set[str] = set()  # what the checkpoint has under the keys that are asked for
         for key, target in state.items():
             found = saved.key(key)
