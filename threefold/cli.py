@@ -18,6 +18,7 @@ from threefold.console import log as log
 from threefold.console import report as report
 from threefold.errors import EXIT_IO, EXIT_OK, EXIT_USAGE, StorageError, UserError, is_utf8, listed, quoted
 from threefold.masking import masked_values, printable
+from threefold.options import choice_meant
 from threefold.packages import explained
 from threefold.rewording import Foreign, Rewording, unknown
 from threefold.version import __version__
@@ -94,8 +95,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        close = difflib.get_close_matches(str(value), choices, 1)
-        meant = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+        close = choice_meant(str(value), choices) or next(iter(difflib.get_close_matches(str(value), choices, 1)), None)
+        meant = f"did you mean {close}?" if close else f"choose from {', '.join(choices)}"
         name = "/".join(action.option_strings) or "verb"
         self.error(f"{name}: there is no {value}, {meant}")
 

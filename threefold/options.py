@@ -30,6 +30,16 @@ BOUNDS = (
 )
 
 
+OTHER_NAMES = {  # of choices, as other programs call the same thing
+    "bf16": ("bfloat16", "brain"),
+    "fp16": ("float16", "half", "f16"),
+    "fp32": ("float32", "single", "float", "f32", "32"),
+    "fp64": ("float64", "double", "f64", "64"),
+    "cuda": ("gpu", "nvidia"),
+    "none": ("off", "no", "false"),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """What one field says of itself: its help, its range (`above` and `below` exclude their bound) and its flags.
@@ -247,7 +257,8 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
             same = type(value) is type(choice) and value == choice
             if same or (isinstance(value, FlagText) and value.text == str(choice)):
                 return choice
-        raise Mismatch(f"one of {', '.join(map(str, choices))}")
+        meant = choice_meant(str(text), choices)
+        raise Mismatch(f"one of {', '.join(map(str, choices))}" + (f" (did you mean {meant}?)" if meant else ""))
     parsed = parse_text(value.text, annotation) if isinstance(value, FlagText) else value
     if annotation is float and isinstance(parsed, int) and not isinstance(parsed, bool):
         parsed = float(parsed)
@@ -256,6 +267,13 @@ def convert(value: Any, annotation: Any, described: Option) -> Any:
     if annotation in (int, float) and not is_within(parsed, described):
         raise Mismatch(" and ".join(f"{word} {bound}" for word, _, bound in bounds_of(described)))
     return parsed
+
+
+def choice_meant(text: str, choices: Sequence[Any]) -> str | None:
+    """Return which of some choices a text is another name of, None if it is none that is known."""
+    plain = text.lower().removeprefix("torch.")
+    names = map(str, choices)
+    return next((name for name in names if plain == name.lower() or plain in OTHER_NAMES.get(name, ())), None)
 
 
 def parse_text(text: str, annotation: type) -> Any:

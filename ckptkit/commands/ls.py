@@ -32,11 +32,12 @@ def run(options: Options) -> int:
     """
     from ckptkit.format.address import open_address
     from ckptkit.runs.catalogue import listed_steps, look_up, missing_place, no_step
+    from ckptkit.runs.misplaced import not_a_run
     from ckptkit.runs.record import Records
 
     storage, step = open_address(options.run)
     found = Records(storage).of(listed_steps(storage) if step is None else [look_up(storage, step)])
-    if not found and (step is not None or missing_place(storage)):
+    if not found and (step is not None or missing_place(storage) or not_a_run(storage)):
         raise no_step(storage, step)
     rows = ls_rows(found, storage.url, is_run=step is None)
     rows.sort(key=lambda row: (row[options.sort] is None, row[options.sort]))

@@ -46,6 +46,7 @@ def run(options: Options) -> None:
     """
     from ckptkit.runs.catalogue import listed_steps, missing_place, no_step
     from ckptkit.runs.debris import abort_uploads
+    from ckptkit.runs.misplaced import not_a_run
     from ckptkit.runs.pruning import prune
     from ckptkit.runs.record import Records
     from ckptkit.runs.retention import Retention
@@ -56,7 +57,7 @@ def run(options: Options) -> None:
         options.metric, options.mode,
     )  # fmt: skip
     listed, records = listed_steps(storage), Records(storage)
-    if not listed and missing_place(storage):
+    if not listed and (missing_place(storage) or not_a_run(storage)):
         raise no_step(storage)
     found = records.of(listed)
     if not found:

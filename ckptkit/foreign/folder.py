@@ -19,7 +19,7 @@ class ForeignFolder:
     allows_missing_chunks = False  # whether a chunk that is not there is one of fill values
 
     def __init__(self, url: str) -> None:
-        self._place = url.removeprefix(self.scheme)
+        self._place = url.removeprefix(self.scheme) if self.is_meant(url) else url
         self.url, self.named = f"{self.scheme}{self._place}", 0
 
     @classmethod

@@ -4,6 +4,7 @@ Everything that needs no tensor data is checked: config.json, the index, the hea
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from shlex import quote
@@ -14,6 +15,8 @@ from ckptkit.foreign.model_table import ModelTable, Row
 from ckptkit.foreign.safetensors_file import ForeignTensor, read_header
 from threefold.errors import CheckFailed, UserError, listed
 from threefold.storage import Storage
+from threefold.storage.folders import local_root
+from threefold.storage.hub import download_command, folder_of, is_hub_name
 
 FILES = "files/"  # how the names of the run's tensors begin that are such files
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -84,11 +87,20 @@ def model_of(config: Mapping[str, Any], where: str, *, hint: str | None = None) 
         raise UserError(f"{where} cannot be used: {error}") from None
 
 
+def _model_hint(storage: Storage) -> str:
+    """Return how to come by a folder of a model: from the Hub, if there is none of a name that may be one of its."""
+    root = local_root(storage)
+    name = "" if root is None or root.exists() else os.path.relpath(root)
+    if not is_hub_name(name):
+        return "name a folder that transformers' save_pretrained made"
+    return f"{download_command(name)}, then hf:{folder_of(name)}"
+
+
 def read_json(storage: Storage, key: str) -> dict[str, Any]:
     """Return the JSON object that a file of the folder holds; CheckFailed if it is missing or damaged."""
     info, where = storage.info(key), f"{storage.url}/{key}"
     if info is None:
-        raise CheckFailed(f"{where} is missing", hint="name a folder that transformers' save_pretrained made")
+        raise CheckFailed(f"{where} is missing", hint=_model_hint(storage))
     if info.size_bytes > MAX_JSON_BYTES:
         raise CheckFailed(f"{where} has {info.size_bytes:,} bytes, more than such a file may have")
     try:

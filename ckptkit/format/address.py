@@ -8,9 +8,11 @@ from shlex import quote
 from ckptkit.format.keys import parse_step_folder, step_folder, step_like
 from threefold.errors import UserError
 from threefold.storage import Storage, open_storage
+from threefold.storage.folders import local_root
 
 # what addresses of other programs' folders begin with
 FOREIGN = ("hf", "safetensors", "dcp", "torch_dist", "torch_checkpointing", "ucp", "tensorstore")
+STORE_NAMES = ("manifest.json", "archive.json")  # a file of either name makes a folder a token store
 
 
 def foreign_kind(url: str) -> str | None:
@@ -48,7 +50,14 @@ def open_target(url: str, *, write_memory_bytes: int | None = None) -> tuple[Sto
             f"{url} is neither a run nor a step: the folder of step {number} is {step_folder(number)}",
             hint=f"{quote(run or '.')}/{step_folder(number)}",
         )
-    return open_address(url, write_memory_bytes=write_memory_bytes)
+    storage, step = open_address(url, write_memory_bytes=write_memory_bytes)
+    root = local_root(storage)
+    if root is not None and any((root / name).is_file() for name in STORE_NAMES):
+        raise UserError(
+            f"{storage.url} is a token store, and a run has a folder of its own",
+            hint=f"choose another, such as {quote(f'{storage.url}-run')}",
+        )
+    return storage, step
 
 
 def open_run(url: str) -> Storage:

@@ -16,7 +16,7 @@ from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage import ObjectInfo, Storage
 from threefold.storage.second_look import read_checked
 
-NUM_AT_ONCE = 32
+NUM_AT_ONCE, NUM_NAMED = 32, 12
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -142,7 +142,7 @@ def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> b
     key = root_key(step)
     info = info or storage.info(key)
     if info is None:
-        raise UserError(f"{storage.url} holds no committed step {step}", hint=f"ckptkit ls {quoted(storage.url)}")
+        raise absent_step(storage, step)
     if info.size_bytes > MAX_ROOT_BYTES:
         raise CheckFailed(f"{storage.url}/{key} has {info.size_bytes} bytes, more than a checkpoint's root may have")
     try:
@@ -151,6 +151,18 @@ def root_bytes(storage: Storage, step: int, info: ObjectInfo | None = None) -> b
         if is_medium_error(error):
             raise CheckFailed(f"{storage.url}/{key} cannot be read (Input/output error)") from error
         raise
+
+
+def absent_step(storage: Storage, step: int) -> UserError:
+    """Return the error that a run does not hold a step, which names those that it holds, or the nearest of many."""
+    near = sorted(sorted(step_folders(storage), key=lambda other: abs(other - step))[:NUM_AT_ONCE])
+    infos = at_once(lambda other: root_info(storage, other), near)
+    there = [other for other, info in zip(near, infos, strict=True) if info]
+    what = f"{storage.url} holds no committed step {step}"
+    few = sorted(sorted(there, key=lambda other: abs(other - step))[:NUM_NAMED])
+    more = ", ..." if len(few) < len(there) else ""
+    listed = f": there is {', '.join(map(str, few))}{more}" if few else ", nor any near it"
+    return UserError(what + listed, hint=f"ckptkit ls {quoted(storage.url)}")
 
 
 def is_medium_error(error: StorageError) -> bool:

@@ -18,7 +18,8 @@ from ckptkit.format.keys import (
     parse_step_folder,
     step_folder,
 )
-from ckptkit.loading.roots import NUM_AT_ONCE, at_once, root_info, steps_of
+from ckptkit.loading.roots import NUM_AT_ONCE, absent_step, at_once, root_info, step_folders, steps_of
+from ckptkit.runs.misplaced import not_a_run
 from threefold.errors import StorageError, UserError
 from threefold.storage import ObjectInfo, Storage
 
@@ -73,6 +74,17 @@ def committed_roots(storage: Storage) -> dict[int, ObjectInfo]:
     return {step: info for step, info in zip(steps, infos, strict=True) if info}
 
 
+def counted_steps(storage: Storage) -> tuple[int, bool]:
+    """Return how many steps a run has, for a line of a report, and whether all of them are known to be committed.
+
+    Costs one listing of names and NUM_AT_ONCE lookups at most: of many steps it is those that have a folder.
+    """
+    steps = step_folders(storage)
+    if len(steps) > NUM_AT_ONCE:
+        return len(steps), False
+    return sum(info is not None for info in at_once(lambda step: root_info(storage, step), steps)), True
+
+
 def listed_steps(storage: Storage) -> list[ListedStep]:
     """Return what is there of every step that has a folder, ascending."""
     folders = list(storage.list_folders())
@@ -89,11 +101,14 @@ def look_up(storage: Storage, step: int) -> ListedStep:
 
 def no_step(storage: Storage, step: int | None = None) -> UserError:
     """Return the error that a run does not hold a step, or any; or a StorageError if the run does not exist."""
+    if step is not None and step_folders(storage):
+        return absent_step(storage, step)
+    if other := not_a_run(storage):
+        return other
     if fault := missing_place(storage):
         return StorageError(fault, hint="check the URL: a run's, or RUN/step-000000100")
     what = "no committed step" if step is None else f"no committed step {step}"
-    hint = f"ckptkit ls {quote(storage.url)}"
-    return UserError(f"{storage.url} holds {what}", hint=hint if step is not None else f"check the URL: {hint}")
+    return UserError(f"{storage.url} holds {what}", hint=f"check the URL: ckptkit ls {quote(storage.url)}")
 
 
 def missing_place(storage: Storage) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from datakit.foreign import datatrove, foreign_index, litdata, mosaic
 from datakit.foreign.foreign_store import TOKEN_DTYPES, Choices
 from datakit.foreign.megatron import from_megatron
+from datakit.store.manifest import FILE_NAME
 from datakit.store.token_store import TokenStore
-from threefold.errors import UserError, listing
+from threefold.errors import UserError, listing, quoted
 
 _READERS = {"datatrove": datatrove.from_datatrove, "mds": mosaic.from_mds, "litdata": litdata.from_litdata}
 
@@ -51,6 +52,10 @@ def detect(source: str | os.PathLike[str]) -> str:
         raw = foreign_index.ForeignIndex.read(index).raw
         if "shards" in raw or "chunks" in raw:
             return "mds" if "shards" in raw else "litdata"
+    if (path / FILE_NAME).is_file():
+        raise UserError(
+            f"{path} is a token store already", hint=f"datakit convert {quoted(path)} --to megatron --output DIR"
+        )
     raise UserError(
         f"{path} is not a dataset: neither PREFIX.bin and PREFIX.idx, nor .ds files, nor a folder with the index.json "
         "of MDS or litdata",

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -13,11 +14,13 @@ from datakit.files.remote_file import is_url, storage_of
 from datakit.text.folders import Faults, entries_below, is_hidden, is_through_link, matches_of, plain_path
 from datakit.text.formats import format_of, other_kind
 from datakit.text.spool import is_pipe
-from threefold.errors import UserError, listing
+from threefold.errors import UserError, listing, quoted
 from threefold.storage import ObjectInfo
+from threefold.storage.mistyped import url_meant
 from threefold.storage.repeating import open_repeating
 
 _NUM_NAMED_KINDS, _NUM_NAMED = 5, 3
+_STEP = re.compile(r"step-[0-9]{9,15}")  # how ckptkit names the folder of a step
 _NUM_REQUESTS = 64  # side by side, where many URLs are named
 
 
@@ -111,18 +114,44 @@ def find(arguments: Sequence[str], but: Sequence[str] = ()) -> Found:
     return found
 
 
+def checkpoint_in(folder: str) -> str | None:
+    """Return in words which part of a run of checkpoints a folder is, None if it is none."""
+    if os.path.isfile(f"{folder}/root.json"):
+        return "a step of a run of checkpoints"
+    with suppress(OSError):
+        if any(map(_STEP.fullmatch, os.listdir(folder))):
+            return "a run of checkpoints"
+    return None
+
+
+def _refuse_stored(folder: str, faults: Faults) -> bool:
+    """Put a fault for a folder of tokens or tensors, whose records are no text, and return whether it is one."""
+    checkpoint = checkpoint_in(folder)
+    if checkpoint:
+        faults.append(UserError(f"{folder} is not text but {checkpoint}", hint=f"ckptkit inspect {quoted(folder)}"))
+    elif os.path.isfile(f"{folder}/manifest.json") and glob.glob(f"{glob.escape(folder)}/shard-*.bin"):
+        hint = f"datakit inspect {quoted(folder)}; several stores become one with datakit merge"
+        faults.append(UserError(f"{folder} is not text but a token store", hint=hint))
+    else:
+        return False
+    return True
+
+
 def _find_local(argument: str, number: int, found: Found) -> Iterator[str]:
     """Put files and pipes that an argument names into `found`, return its folders."""
     is_named = is_pipe(argument) or os.path.lexists(argument)
     matches = [argument] if is_named else matches_of(argument, found.faults) if glob.has_magic(argument) else []
     if not matches:
-        found.faults.append(UserError(f"no such input: {argument}", hint=listing(argument)))
+        url = url_meant(argument)
+        what = f"no such input: {argument}" + (", and a URL has a colon" if url else "")
+        found.faults.append(UserError(what, hint=quoted(url) if url else listing(argument)))
     for path in matches:
         if is_pipe(path):
             found.repeated += [path] * (path in found.pipes)
             found.pipes.add(path)
         elif os.path.isdir(path):
-            yield plain_path(path)
+            if not _refuse_stored(path, found.faults):
+                yield plain_path(path)
         elif is_named:
             found.led_to.append((plain_path(path), number))
         else:

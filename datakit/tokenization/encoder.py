@@ -9,7 +9,6 @@ the reference one by one; where they differ otherwise, all do.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from datakit.tokenization.encoded import Encoded, Ids
 from datakit.tokenization.fast_encoder import NO_TERMS, GigatokenEncoder, Terms
 from datakit.tokenization.probe import PROBE, texts_of_tokens
 from datakit.tokenization.tokenizer import TextFault, Tokenizer, open_tokenizer
+from datakit.tokenization.tokenizer_path import tokenizer_path
 from threefold.errors import UserError
 
 AUTO, FAST = "auto", "gigatoken"
@@ -64,7 +64,7 @@ class Unfit(Exception):
 def open_encoder(path: str | os.PathLike[str], backend: str, terms: Terms | None = None) -> Encoder:
     """Open the encoder of a tokenizer file on a backend that `choose_backend` chose, and on its terms."""
     if backend == FAST:
-        return GigatokenEncoder(Path(path), terms)
+        return GigatokenEncoder(tokenizer_path(path), terms)
     return ReferenceEncoder(open_tokenizer(path))
 
 
@@ -122,7 +122,7 @@ def find_terms(path: str, reference: Tokenizer, texts: Sequence[str]) -> Terms:
 
 def _open_fast(path: str, terms: Terms) -> GigatokenEncoder:
     try:
-        return GigatokenEncoder(Path(path), terms)
+        return GigatokenEncoder(tokenizer_path(path), terms)
     except (KeyboardInterrupt, SystemExit, ImportError):
         raise
     except BaseException as error:  # a panic of the engine is not an Exception

@@ -22,6 +22,7 @@ from datakit.tokenization.encoded import Ids
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import RankFile, is_rank_file, read_rank_file, sidecar_path
 from datakit.tokenization.tekken import is_tekken, read_tekken
+from datakit.tokenization.tokenizer_path import NAMES, TRAIN_HINT, tokenizer_path
 from threefold.errors import UserError, quoted
 from threefold.packages import needed_for
 
@@ -57,12 +58,8 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Open a tokenizer file; UserError if it is none."""
-    file = Path(path)
-    if file.suffix not in (".json", ".model", ".tiktoken"):
-        raise UserError(
-            f"{file} is neither a tokenizer.json nor a sentencepiece .model file nor a .tiktoken file", hint=TRAIN_HINT
-        )
+    """Open a tokenizer file, or the one in a folder of a model or store; UserError if it is none."""
+    file = tokenizer_path(path)
     with reading(file):
         try:
             if (num_bytes := file.stat().st_size) > MAX_FILE_BYTES:
@@ -81,7 +78,11 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         return kind(content)
     except Exception as error:  # both libraries raise bare Exceptions or RuntimeErrors of their own
-        raise UserError(f"{file} cannot be read as a {kind.kind} tokenizer: {error}", hint=TRAIN_HINT) from error
+        beside = file.with_name(NAMES[0])
+        raise UserError(
+            f"{file} cannot be read as a {kind.kind} tokenizer: {error}",
+            hint=f"--tokenizer {quoted(beside)}" if beside != file and beside.is_file() else TRAIN_HINT,
+        ) from error
 
 
 def identify(tokenizer: Tokenizer, path: str, eod_token: str, *, required: bool) -> TokenizerIdentity:
@@ -264,4 +265,3 @@ def gave_up(error: BaseException) -> bool:
 
 _PLAIN = "a"
 _EVERY_CLASS = "Aa's 12\t\n .,\r\n  é你\u0301🙂_\x00\u3000 \n"
-TRAIN_HINT = "datakit train-tokenizer INPUT... --vocab-size 32768 --output tok.json"

@@ -6,7 +6,6 @@ StorageErrors that say what was done, where and what to try; those that another 
 """
 
 import os
-import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -23,9 +22,7 @@ from threefold.storage.contract import check_key as check_key
 from threefold.storage.contract import is_temporary as is_temporary
 from threefold.storage.contract import temporary_name as temporary_name
 from threefold.storage.contract import written_name as written_name
-
-# no "//" after the colon: taken for a folder, it would fill the local disk with what was meant for a server
-_BROKEN_URL = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss|http|https):(?!//)")
+from threefold.storage.mistyped import refuse_mistyped
 
 
 def open_storage(url: str | Path, *, write_memory_bytes: int | None = None) -> Storage:
@@ -57,11 +54,7 @@ def _backend(url: str | Path, write_memory_bytes: int | None) -> Storage:
             f"{text!r} is a Hugging Face folder to what loads a model; here a folder or URL of a run or store is meant",
             hint=f"make a run of it: ckptkit import {quoted(folder)} RUN; on the Hub it is hf://OWNER/MODEL",
         )
-    if typo := _BROKEN_URL.match(text):
-        raise UserError(
-            f"{text!r} is not a URL, and a strange name for a folder",
-            hint=quoted(f"{typo[1]}://{text[typo.end() :].lstrip('/')}"),
-        )
+    refuse_mistyped(text)
     if text == "~" or text.startswith("~/"):
         raise UserError(
             f"only a shell knows {text!r}, here it is a folder named ~", hint=quoted(Path(text).expanduser())

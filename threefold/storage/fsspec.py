@@ -28,6 +28,7 @@ from threefold.storage.contract import (
     is_temporary,
     temporary_name,
 )
+from threefold.storage.hub import SCHEME, download_command
 from threefold.storage.local import NO_ROOM
 
 TIME_FIELDS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -215,7 +216,15 @@ class FsspecStorage:
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 hint = "free some space or choose another place"
                 raise StorageError(f"{doing}: {error.strerror}", hint=hint) from shown_cause(error)
-            raise TemporaryFailure(f"{doing}: {str(error) or type(error).__name__}") from shown_cause(error)
+            cause = str(error) or type(error).__name__
+            raise TemporaryFailure(f"{doing}: {cause}", hint=_hint(f"{self.url}/{key}")) from shown_cause(error)
+
+
+def _hint(url: str) -> str:
+    """Return what to try if the server behind a URL does not answer."""
+    if url.startswith(SCHEME):
+        return f"where the Hub can be reached: {download_command(url)}"
+    return "check the address, and that a server answers there"
 
 
 def _seconds(time: object) -> float:

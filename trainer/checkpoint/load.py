@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ckptkit import Exchange, HfFolder, NodeExchange, Piece, Root, Run, TensorInfo, on_all, restore_from
-from threefold.errors import UserError, listed
+from threefold.errors import UserError, listed, quoted
 from trainer.checkpoint.mapping import FILES, MASTER, READ_DTYPES, restored_pieces, tensor_table
 from trainer.config import Config
 from trainer.engine import Engine
@@ -112,17 +112,39 @@ def in_dtypes(pieces: Sequence[Piece], tensors: Sequence[TensorInfo]) -> list[Pi
 
 
 def refuse_another_model(engine: Engine, root: Root, where: str) -> None:
-    """Raise UserError if a step was saved by a model that has more parameters, or uses the same ones in another way."""
+    """Raise UserError if a step was saved by a model of other parameters, or one that uses the same in another way.
+
+    It begins with the settings that differ, as `model.hidden_size 512 -> 768`, where parameters of other shapes follow
+    from these.
+    """
     trained, model = root.metadata.get("config", {}).get("model", {}), engine.config.model
+    changed = {
+        name: f"model.{name} {value} -> {getattr(model, name)}"
+        for name, value in trained.items()
+        if getattr(model, name, value) != value
+    }
     faults = [
         f"model.{name}: it was trained with {trained[name]}, configured is {getattr(model, name)}"
         for name in UNSEEN_IN_SHAPES
-        if name in trained and trained[name] != getattr(model, name)
+        if name in changed
     ]
     for name, info in root.tensors.items():
         row = engine.table.get(name.removeprefix(MASTER))
         is_parameter = not name.removeprefix(MASTER).startswith(("optim.", FILES))
         if is_parameter and (row is None or (row.placement.tied_to and not info.placement.tied_to)):
-            faults.append(f"{name}: {info.dtype} {list(info.shape)}, which the configured model has not")
-    if faults:
-        raise UserError(f"{where} is of another model:{listed(faults)}", hint=f"ckptkit inspect {where}")
+            faults.append(f"{name}: {info.dtype} {list(info.shape)}, which the configured model does not have")
+    misfits = list(shape_misfits(engine, root)) if changed else []
+    if faults or misfits:
+        settings = f" {', '.join(changed.values())}" if misfits else ""
+        hint = f"train it as it is, or another with --save NEW; ckptkit inspect {quoted(where)} shows it"
+        raise UserError(f"{where} is of another model:{settings}{listed([*faults, *misfits])}", hint=hint)
+
+
+def shape_misfits(engine: Engine, root: Root) -> Iterator[str]:
+    """Yield a sentence for each parameter of the configured model that a step has not, or has in another shape."""
+    for name, row in engine.table.items():
+        info = root.tensors.get(MASTER + name) or root.tensors.get(name)
+        if info is None:
+            yield f"{name}: missing in the checkpoint, wanted {list(row.shape)}"
+        elif info.shape != tuple(row.shape):
+            yield f"{name}: {info.dtype} {list(info.shape)}, wanted {info.dtype} {list(row.shape)}"

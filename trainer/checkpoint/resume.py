@@ -93,11 +93,20 @@ def candidates(tiers: Tiers | None, of_nodes: Iterable[int], *, load: str) -> It
         found = steps_of(load)
         first = next(found, None)
         if first is None:
-            text = f"{load} holds no committed step to seed the run with"
-            raise UserError(text, hint="check the URL: a run's, or RUN/step-000000100")
+            raise nothing_to_load(load)
     if first is not None:
         yield first
         yield from found
+
+
+def nothing_to_load(load: str) -> UserError:
+    """Return the error for a place without a committed step, which says what is there instead."""
+    text = f"{load} holds no committed step to seed the run with"
+    try:
+        open_source(load).resolve()
+    except UserError as why:
+        return UserError(f"{text}: {why.message}", hint=why.hint)
+    return UserError(text, hint="start again: a step was committed there just now")
 
 
 def steps_of_tiers(tiers: Tiers | None, of_nodes: Iterable[int]) -> dict[str, Iterator[Candidate]]:

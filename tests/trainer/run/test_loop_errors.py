@@ -100,10 +100,10 @@ def test_stores_of_two_tokenizers(job_config: Path, tmp_path: Path, capsys: Cons
     ("flags", "expected"),
     [
         (["--model.num-layers", 4], ["layers.3.attn.q.weight: missing in the checkpoint"]),
-        (["--model.num-layers", 2], ["layers.2.mlp.up.weight: F32 [48, 32], which the configured model has not"]),
+        (["--model.num-layers", 2], ["layers.2.mlp.up.weight: F32 [48, 32], which the configured model does not have"]),
         (["--model.ffn-hidden-size", 64], ["layers.2.mlp.up.weight: F32 [48, 32], wanted F32 [64, 32]"]),
         (["--model.bias", "true"], ["layers.0.attn.q.bias: missing in the checkpoint"]),
-        (["--model.tie-embeddings", "true"], ["head.weight: F32 [61, 32], which the configured model has not"]),
+        (["--model.tie-embeddings", "true"], ["head.weight: F32 [61, 32], which the configured model does not have"]),
         (["--train.precision", "fp64"], ["F32", "wanted"]),
         (["--model.num-kv-heads", 4], ["model.num_kv_heads: it was trained with 2, configured is 4"]),
         (["--model.num-heads", 2, "--model.num-kv-heads", 1], ["model.num_heads: it was trained with 4"]),
