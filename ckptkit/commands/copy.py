@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from ckptkit.commands.shared import CKPT_HELP, Reporting, pointing_to_other_steps, shown_bytes
+from ckptkit.commands.shared import CKPT_HELP, Reporting, pointing_to_other_steps, share_of_run, shown_bytes
 from threefold.cli import print_json, print_line, report
 from threefold.errors import EXIT_OK, CheckFailed, UserError
 from threefold.options import argument, option
@@ -56,6 +56,7 @@ def run(options: Options) -> int:
                 f"{done.target}: {done.num_files} files, {done.bytes_copied:,} {did}"
                 + (f", {done.bytes_kept:,} were there" if done.bytes_kept else "")
                 + (", equal to what was saved" if done.certified else "")
+                + ("" if options.all else share_of_run(options.source, "copies"))
             )
     if options.json:
         print_json(reports)

@@ -5,12 +5,23 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
-from ckptkit.commands.shared import CKPT_HELP, Reporting, opened, shown_bytes
-from threefold.cli import print_json, print_line
-from threefold.errors import UserError
+from ckptkit.commands.shared import (
+    CKPT_HELP,
+    Reporting,
+    for_each_step,
+    opened,
+    share_of_run,
+    shown_bytes,
+    whole_run,
+)
+from threefold.cli import log, print_json, print_line
+from threefold.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from threefold.options import argument, option
 
 if TYPE_CHECKING:
+    from ckptkit.format.root import Root
+    from ckptkit.loading.reader import CheckpointReader
+    from ckptkit.model.layout import ParallelLayout
     from ckptkit.rewrite.reshard import ReshardReport
 
 
@@ -53,10 +64,11 @@ class Options(Reporting):
         "write only share I of N, counted from 0; auto: as Slurm or torchrun numbers its processes",
         metavar="I/N",
     )
+    all: bool = option(False, "rewrite all committed steps of a run, oldest first; each keeps its number")
     dry_run: bool = option(False, "check the layout, say what would be written, write nothing")
 
 
-def run(options: Options) -> None:
+def run(options: Options) -> int:
     """Write a checkpoint as the ranks of another layout would have saved it. Axes left out become 1. Memory stays below
     1 GiB whatever the size of the tensors; needs neither torch nor a GPU. The same command goes on with one that was
     killed. On several machines each runs it with a --shard of its own, and the one that ends last commits.
@@ -72,26 +84,51 @@ def run(options: Options) -> None:
     layout = ParallelLayout(options.tp, options.cp, options.ep, options.dp, options.pp, options.virtual)
     # the files of all tensor-parallel ranks are written side by side
     target, target_step = open_target(options.target, write_memory_bytes=UPLOAD_MEMORY_BYTES // layout.tp)
-    with opened(options.source) as reader:
+    made: list[dict[str, object]] = []
+
+    def act(reader: "CheckpointReader") -> None:
         if options.from_layout is not None:
             check_source_layout(options.from_layout, reader.root.layout, reader.url)
+        warn_of_empty_stages(layout, reader.root)
         mapper = None if options.map is None else Mapper(options.map, reader)
         with nullcontext(reader) if mapper is None else MappedReader(reader, mapper) as read, shown_bytes() as progress:
             done = reshard(
                 read, target, layout, step=target_step, shard=shard, progress=progress, dry_run=options.dry_run
             )
+        made.append(asdict(done) | ({} if mapper is None else {"map": asdict(mapper.report)}))
+        if not options.json:
+            for line in () if mapper is None else mapper.report.lines(with_names=done.dry_run):
+                print_line(line)
+            print_report(done, "" if options.all else share_of_run(options.source, "rewrites"))
+
+    if options.all:
+        source = whole_run(options.source, "rewrites")
+        if target_step is not None:
+            raise UserError(f"each step keeps its number: {options.target} names one step", hint=f"into {target.url}")
+        damaged = for_each_step(source, act)
+    else:
+        damaged = []
+        with opened(options.source) as reader:
+            act(reader)
     if options.json:
-        print_json(asdict(done) | ({} if mapper is None else {"map": asdict(mapper.report)}))
-        return
-    for line in () if mapper is None else mapper.report.lines(with_names=done.dry_run):
-        print_line(line)
-    print_report(done)
+        print_json(made if options.all else made[0])
+    return EXIT_CHECK_FAILED if damaged else EXIT_OK
 
 
-def print_report(done: "ReshardReport") -> None:
-    """Print what a reshard did, and of one with shards what each of them has to write."""
+def warn_of_empty_stages(layout: "ParallelLayout", root: "Root") -> None:
+    """Report a layout of more stages than the model has layers: such a checkpoint is sound, and no run trains on it."""
+    stages = layout.pp * layout.virtual
+    if stages > root.num_layers > 0:
+        log(
+            f"warning: {layout} has {stages} stages, and the model {root.num_layers} layers: "
+            f"{stages - root.num_layers} stages hold none, and no run trains on that"
+        )
+
+
+def print_report(done: "ReshardReport", end: str) -> None:
+    """Print what a reshard did, and of one with shards what each of them has to write; `end` ends its line."""
     if done.was_there:
-        print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files")
+        print_line(f"{done.url}: {done.target_layout} is there already, {done.num_files} files{end}")
         return
     of_shard = f"shard {done.shard}, " if done.shards[1:] else ""
     for number, (num_files, num_bytes) in enumerate(done.shards) if of_shard and done.dry_run else ():
@@ -105,6 +142,7 @@ def print_report(done: "ReshardReport") -> None:
         f"{done.bytes_written:,} bytes {did}{kept}{missing}"
         + (", equal to what was saved" if done.certified else "")
         + (f", {done.num_certified:,} source tensors equal to what was saved" if done.num_certified else "")
+        + end
     )
 
 

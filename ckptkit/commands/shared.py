@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
-from threefold.cli import log, print_json, print_line
+from threefold.cli import log, print_json, print_line, report
 from threefold.console import live
 from threefold.errors import CheckFailed, UserError
 from threefold.options import argument, option
@@ -95,6 +95,55 @@ def opened(url: str) -> "Iterator[CheckpointReader]":
         raise pointing_to_other_steps(damage, source) from damage
 
 
+def whole_run(url: str, verb: str) -> "Run":
+    """Return the run whose steps `--all` means, which has some; a step and another program's folder are refused."""
+    from ckptkit.foreign.hf_folder import open_source
+    from ckptkit.foreign.kinds import meant
+    from ckptkit.runs.catalogue import no_step
+    from ckptkit.runs.run import Run
+
+    source = meant(url) or open_source(url)
+    if not isinstance(source, Run) or source.named is not None:
+        raise UserError(f"--all {verb} a run, {url} is one step", hint="leave --all out")
+    if source.newest() is None:
+        raise no_step(source.storage)
+    return source
+
+
+def share_of_run(url: str, verb: str) -> str:
+    """Return the end of a report's line that says which share of a run's steps one was; "" for all of them."""
+    from ckptkit.foreign.hf_folder import open_source
+    from ckptkit.foreign.kinds import meant
+    from ckptkit.runs.catalogue import counted_steps
+    from ckptkit.runs.run import Run
+
+    source = meant(url) or open_source(url)
+    if not isinstance(source, Run) or source.named is not None:
+        return ""
+    count, is_exact = counted_steps(source.storage)
+    return f"; 1 of {'' if is_exact else 'about '}{count:,} steps (--all {verb} each)" if count > 1 else ""
+
+
+def for_each_step(source: "Run", act: "Callable[[CheckpointReader], None]") -> list[int]:
+    """Act on a reader of each committed step, oldest first, past damaged ones; return those that are damaged.
+
+    Damage is reported where it is met. A step that is pruned meanwhile does not count.
+    """
+    damaged = []
+    for step in source.steps():
+        try:
+            with source.open(step) as reader:
+                act(reader)
+        except CheckFailed as damage:
+            report(damage)
+            damaged.append(step)
+        except UserError:
+            if source.is_committed(step):
+                raise
+            log(f"step {step} was pruned meanwhile")
+    return damaged
+
+
 def pointing_to_other_steps(damage: CheckFailed, source: "Run") -> CheckFailed:
     """Return damage with a hint, which says how to find another step where there was none."""
     return CheckFailed(damage.message, hint=damage.hint or f"ckptkit ls {quote(source.url)}")
@@ -133,10 +182,13 @@ def open_run(url: str, hint: str) -> "Storage":
 
 def step_named(url: str) -> "Run":
     """Return the run of a step's URL, with the step as `named`; any other URL is refused."""
+    from ckptkit.runs.misplaced import not_a_run
     from ckptkit.runs.run import Run
 
     found = Run(url)
     if found.named is None:
+        if other := not_a_run(found.storage):
+            raise other
         raise UserError(f"{url} is not the URL of a step", hint=f"choose one: ckptkit ls {quote(found.storage.url)}")
     return found
 

@@ -218,7 +218,8 @@ def test_a_dry_copy_says_what_a_copy_does_and_writes_nothing(capsys: Capture, ru
     assert [(row["step"], row["num_files"], row["dry_run"]) for row in dry] == [(3, 9, True), (12, 9, True)]
     assert sum(row["bytes_copied"] for row in dry) == sum(size for path, size in before.items() if "020" not in path)
     out = call(capsys, "copy", run_url, target, "--dry-run")[1]
-    assert out == f"{target}/step-000000012: 9 files, {dry[1]['bytes_copied']:,} bytes would be copied\n"
+    scope = "1 of 2 steps (--all copies each)"
+    assert out == f"{target}/step-000000012: 9 files, {dry[1]['bytes_copied']:,} bytes would be copied; {scope}\n"
     assert not Path(target).exists()
     real = json.loads(call(capsys, *flags)[1])
     assert real == [row | {"dry_run": False, "seconds": done["seconds"]} for row, done in zip(dry, real, strict=True)]
@@ -241,7 +242,8 @@ def test_a_dry_reshard_says_what_a_reshard_does_and_writes_nothing(
     dry = json.loads(call(capsys, *flags, "--dry-run")[1])
     assert (dry["source_layout"], dry["target_layout"], dry["num_files"]) == ("tp2-pp2", "tp4-dp2", 8)
     out = call(capsys, "reshard", run_url, target, "--tp", "4", "--dp", "2", "--dry-run")[1]
-    assert out.endswith(f"8 files, {dry['bytes_written']:,} bytes would be written\n")
+    scope = "1 of 2 steps (--all rewrites each)"
+    assert out.endswith(f"8 files, {dry['bytes_written']:,} bytes would be written; {scope}\n")
     assert_refused(call(capsys, "reshard", run_url, target, "--tp", "3", "--dry-run"), 2, "into tp=3")
     assert_refused(call(capsys, "reshard", run_url, run_url, "--dry-run"), 2, "already holds step 12")
     assert not Path(target).exists()
