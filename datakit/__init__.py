@@ -1,9 +1,9 @@
 """datakit: text corpus to token store to blended, packed, exactly resumable batches.
 
 Programs import these names and no other submodule:
-- from text to a store: preprocess, Recipe, write_store; tokenizers: train_tokenizer, open_tokenizer, Tokenizer; what
-  encodes fastest, for experts: choose_backend, open_encoder, Encoder;
-- a store: TokenStore, TokenShard, Origin, verify, statistics, find_difference;
+- from text to a store: preprocess, Recipe, write_store; tokenizers: train_tokenizer, TokenizerTraining, open_tokenizer,
+  Tokenizer; what encodes fastest, for experts: choose_backend, open_encoder, Encoder;
+- a store: TokenStore, TokenShard, Origin, store_tokenizer, verify, statistics, find_difference;
 - stores of stores: merge, archive, unarchive, from_megatron, to_megatron;
 - a store behind a URL, through a cache: RemoteStore, PackedRemoteStore;
 - a store's documents in rows, without cutting the short ones: pack, PackedStore;

@@ -1,4 +1,5 @@
 from datakit.archives.archiving import archive as archive
+from datakit.archives.store_source import store_tokenizer as store_tokenizer
 from datakit.archives.unarchiving import unarchive as unarchive
 from datakit.foreign.megatron import from_megatron as from_megatron
 from datakit.foreign.megatron import to_megatron as to_megatron
@@ -40,6 +41,7 @@ from datakit.tokenization.encoder import choose_backend as choose_backend
 from datakit.tokenization.encoder import open_encoder as open_encoder
 from datakit.tokenization.tokenizer import Tokenizer as Tokenizer
 from datakit.tokenization.tokenizer import open_tokenizer as open_tokenizer
+from datakit.tokenization.tokenizer_training import TokenizerTraining as TokenizerTraining
 from datakit.tokenization.tokenizer_training import train_tokenizer as train_tokenizer
 
 __version__: str

@@ -43,7 +43,7 @@ def with_vocabulary(config: Config) -> Config:
         vocab_size = vocab_size or identity.vocab_size
         if identity.vocab_size > vocab_size:
             faults.append(f"{path} has a vocabulary of {identity.vocab_size}, more than model.vocab_size {vocab_size}")
-    if config.data.tokenizer:
+    if config.data.tokenizer and not config.data.any_tokenizer:
         fingerprints[config.data.tokenizer] = open_tokenizer(config.data.tokenizer).fingerprint
     if len(set(fingerprints.values())) > 1:
         faults.append("not all are of one tokenizer:")

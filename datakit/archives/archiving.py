@@ -67,7 +67,7 @@ class _Archiving:
     def __init__(self, store: TokenStore, output: Output, level: int, threads: FileThreads, report: Report) -> None:
         self._folder, self._output, self._level = store.path, output, level
         self._threads, self._report = threads, report
-        self._files = store.manifest.files()
+        self._files, self._copy = store.manifest.files(), store.manifest.tokenizer_files
         self._manifest_bytes = b"".join(blocks_of(store.path / FILE_NAME))
         self._manifest = FileDigest.of(self._manifest_bytes)
 
@@ -96,6 +96,9 @@ class _Archiving:
         made = kept | dict(zip(missing, self._threads.map(self._pack, missing, self._report), strict=True))
         files = {f"{name}{SUFFIX}": made[name] for name in self._files}
         record = ArchiveRecord(self._level, FRAME_BYTES, self._manifest, files)
+        for name, digest in self._copy.items():  # as they are: they are small, and read by themselves
+            if not self._output.has(name, digest):
+                self._output.write(name, b"".join(checked_blocks(self._folder / name, digest)))
         self._output.commit({FILE_NAME: self._manifest_bytes, ARCHIVE_NAME: record.encode()}, self._report)
         return record, len(kept)
 
@@ -119,7 +122,7 @@ class _Archiving:
 
     def _own_sizes(self) -> dict[str, int]:
         """Return the sizes of what is there; raise UserError if some of it is not of this archive."""
-        ours = {self._output.note_key, f"{WORK_FOLDER}/{LOCK}", FILE_NAME}
+        ours = {self._output.note_key, f"{WORK_FOLDER}/{LOCK}", FILE_NAME, *self._copy}
         ours |= {key for name in self._files for key in (f"{name}{SUFFIX}", _note_key(name))}
         sizes = self._output.sizes()
         if strange := next((key for key in sizes if key not in ours), None):

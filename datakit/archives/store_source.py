@@ -16,6 +16,8 @@ from datakit.archives.archive_record import MAX_RECORD_BYTES, PLAN_KEY, SUFFIX, 
 from datakit.archives.seekable_zstd import DAMAGE_HINT, READ_BYTES, SeekableReader
 from datakit.files.durable import FileDigest
 from datakit.store.manifest import ARCHIVE_NAME, FILE_NAME, MAX_BYTES, Manifest
+from datakit.store.tokenizer_copy import open_copy
+from datakit.tokenization.tokenizer import MAX_FILE_BYTES, Tokenizer
 from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage import Buffer, Storage, TemporaryFailure
 from threefold.storage.repeating import open_repeating
@@ -120,6 +122,28 @@ class StoreSource:
             raise _fault(f"{reader.name} holds {reader.size_bytes} bytes, its manifest says {file.digest.size_bytes}")
         return reader
 
+    def open_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer that made the store, by the store's own copy; None if it keeps none."""
+        return open_copy(self.storage.url, self.manifest.tokenizer_files, self.read_small)
+
+    def copied(self, name: str, digest: FileDigest) -> bytes:
+        """Return a file of the store's copy of its tokenizer, CheckFailed if it is missing or damaged."""
+        place = f"{self.storage.url}/{name}"
+
+        def read(storage: Storage) -> bytes:
+            content = _read_small(storage, name, MAX_FILE_BYTES)
+            if content is None:
+                raise _fault(f"{place} is missing")
+            if FileDigest.of(content) != digest:
+                raise _fault(f"{place} is damaged: its checksum does not hold")
+            return content
+
+        return read_checked(self.storage, place, read)
+
+    def read_small(self, name: str) -> bytes | None:
+        """Return a small file beside the manifest, None if it is missing."""
+        return _read_small(self.storage, name, MAX_FILE_BYTES)
+
     def check_size(self, file: SourceFile) -> None:
         """Look a file up; CheckFailed if it is missing or not of the recorded size."""
         info, expected = self.storage.info(_key(file)), file.packed or file.digest
@@ -175,6 +199,11 @@ class StoreSource:
             yield bytes(self._read(file, start, min(start + READ_BYTES, size_bytes)))
 
 
+def store_tokenizer(place: str) -> Tokenizer | None:
+    """Return the tokenizer that a store or an archive keeps a copy of, in a folder or at a URL; None if none."""
+    return StoreSource.open(place).open_tokenizer()
+
+
 def _read_small(storage: Storage, key: str, max_bytes: int) -> bytes | None:
     """Return a whole record, None if it is missing."""
     info = storage.info(key)
@@ -193,6 +222,11 @@ def _nothing_there(storage: Storage) -> UserError:
     parts = [name for name in ("train", "valid") if storage.info(f"{name}/{FILE_NAME}")]
     if parts:
         return UserError(f"{storage.url} is split; name one of its stores", hint=quoted(f"{storage.url}/{parts[0]}"))
+    if storage.info("root.json") or any(name.startswith("step-0") for name in storage.list_folders()):
+        return UserError(
+            f"{storage.url} is not a token store or archive but one of checkpoints",
+            hint=f"ckptkit inspect {quoted(storage.url)}",
+        )
     return UserError(
         f"{storage.url} is not a token store or archive: it has no {FILE_NAME}",
         hint=f"name the place that holds the {FILE_NAME}",

@@ -51,5 +51,8 @@ def unarchive(
     made_of = {"manifest": asdict(FileDigest.of(opened.manifest_bytes))}
     with claim(place, made_of, keeps=(StorageError, CheckFailed)):
         threads.map(fetch, opened.files, report)
+        for name, digest in opened.manifest.tokenizer_files.items():
+            if not place.has(name, digest):
+                place.write(name, opened.copied(name, digest))
         place.commit({FILE_NAME: opened.manifest_bytes})
     return TokenStore.open(folder)

@@ -29,8 +29,9 @@ class Options(OfRun):
         None, "one sample of the stream instead, counted from 0", metavar="K", minimum=0, exclusive="what"
     )
     tokenizer: str | None = option(
-        None, "the tokenizer that made the stores: shows how the text begins that was read", metavar="FILE"
+        None, "the tokenizer that made the stores, if they keep no copy: shows how the text begins", metavar="FILE"
     )
+    any_tokenizer: bool = option(False, "take --tokenizer though another made the stores")
 
 
 def run(options: Options) -> None:
@@ -44,7 +45,7 @@ def run(options: Options) -> None:
     blend, steps, last = options.open()
     samples = _samples(steps, last, options)
     passages = blame(blend, samples)
-    texts = _texts(blend, passages, options.tokenizer)
+    texts = _texts(blend, passages, options)
     found = _places(blend, samples)
     for (sample, source, document, start, stop), origin, text in zip(
         passages.rows(), passages.origins(blend), texts, strict=True
@@ -92,13 +93,15 @@ def _places(blend: "Blend", samples: range) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _texts(blend: "Blend", passages: "Passages", path: str | None) -> Sequence[str | None]:
+def _texts(blend: "Blend", passages: "Passages", options: Options) -> Sequence[str | None]:
     """Return how the text of each passage begins, None without a tokenizer; UserError if it did not make the stores."""
     from datakit.reports.excerpt import open_matching_tokenizer
 
-    if path is None:
+    stores = [blend.stores[source] for source in dict.fromkeys(passages.sources.tolist())]
+    keeper = next((store for store in stores if store.manifest.tokenizer_files), stores[0])
+    tokenizer = open_matching_tokenizer(keeper, options.tokenizer, is_any=options.any_tokenizer)
+    if tokenizer is None:
         return [None] * len(passages)
-    tokenizer = open_matching_tokenizer(blend.stores[passages.sources[0]], path)
     found = []
     for _, source, document, start, stop in passages.rows():
         tokens = blend.stores[source].document(document)[start : min(stop, start + _SHOWN_TOKENS)]

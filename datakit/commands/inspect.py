@@ -31,7 +31,12 @@ class Options(OfStored):
         "concat", "how the sample's row is made: as `datakit pack` packed the store, or cut out of its tokens"
     )
     index: str | None = option(None, "the folder of the packing index, if it is not in the store", metavar="DIR")
-    tokenizer: str | None = option(None, "the tokenizer that made the store: shows text, not ids", metavar="FILE")
+    tokenizer: str | None = option(
+        None, "the tokenizer that made the store, if the store keeps no copy: shows text, not ids", metavar="FILE",
+        exclusive="shown",
+    )  # fmt: skip
+    any_tokenizer: bool = option(False, "take --tokenizer though another made the store")
+    ids: bool = option(False, "show the ids of tokens, not their text", exclusive="shown")
 
 
 def run(options: Options) -> None:
@@ -64,6 +69,7 @@ def run(options: Options) -> None:
         "dtype": manifest.dtype,
         "fingerprint": manifest.fingerprint,
         "tokenizer": asdict(manifest.tokenizer),
+        "tokenizer_files": {name: asdict(digest) for name, digest in manifest.tokenizer_files.items()},
         "settings": manifest.settings,
         "skipped": manifest.skipped,
         "shards": [asdict(shard) for shard in manifest.shards],
@@ -81,6 +87,8 @@ def run(options: Options) -> None:
     print(f"fingerprint  {manifest.fingerprint}")
     print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
     print(f"end token    {tokenizer.eod_token!r} = {tokenizer.eod_id}")
+    if manifest.tokenizer_files:
+        print(f"kept copy    {', '.join(manifest.tokenizer_files)}")
     print_line("settings     " + ", ".join(f"{name}={value}" for name, value in manifest.settings.items()))
     if manifest.skipped:
         print(f"skipped      {counts_text(manifest.skipped)}")
@@ -99,13 +107,14 @@ def asks_for_excerpt(options: Options) -> bool:
     if options.index and options.packing == "concat":
         raise UserError(f"--index {options.index} is of packed rows", hint="--packing best_fit")
     found = options.document is not None or options.sample is not None
-    if options.tokenizer and not found:
-        raise UserError("--tokenizer shows the text of one document or sample", hint="--document 0")
+    if (options.tokenizer or options.ids) and not found:
+        flag = "--tokenizer" if options.tokenizer else "--ids"
+        raise UserError(f"{flag} shows one document or sample", hint="--document 0")
     return found
 
 
 def inspect_excerpt(options: Options) -> None:
-    """Show the tokens of one document or sample, as text where a tokenizer is given, and where they came from."""
+    """Show the tokens of one document or sample, as text if its tokenizer is there, and where they came from."""
     from datakit.packing.packed_store import open_store
     from datakit.reports.excerpt import document_excerpt, open_matching_tokenizer, sample_excerpt
 
@@ -115,7 +124,9 @@ def inspect_excerpt(options: Options) -> None:
         name, excerpt = "document", document_excerpt(store, options.document)
     else:
         name, excerpt = "sample", sample_excerpt(store, options.sample or 0, options.seq_length or 0)
-    tokenizer = open_matching_tokenizer(store, options.tokenizer) if options.tokenizer else None
+    tokenizer = None
+    if not options.ids:
+        tokenizer = open_matching_tokenizer(store, options.tokenizer, is_any=options.any_tokenizer)
     if not options.json:
         _print_excerpt(excerpt, tokenizer)
         return

@@ -26,6 +26,7 @@ from datakit.store.output import ASSEMBLY_NOTE, Output
 from datakit.store.shard import Tokens
 from datakit.store.shard_entry import ShardEntry
 from datakit.store.token_store import TokenStore, open_made
+from datakit.store.tokenizer_copy import digests_of, place_copy, tokenizer_copy
 from datakit.store.writer import ShardSequence, store_dtype
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.tokenizer import DEFAULT_EOD, identify, open_tokenizer
@@ -111,7 +112,9 @@ def make_store(
     made_of = {"settings": settings, "changed_ns": times, "tokenizer": asdict(identity)}
     with claim(place, made_of):
         dtype, entries = fill(place, identity)
-        manifest = Manifest(dtype, identity, tuple(entries), settings)
+        copy = tokenizer_copy(choices.tokenizer, identity.fingerprint)
+        place_copy(place, "", copy)
+        manifest = Manifest(dtype, identity, tuple(entries), settings, tokenizer_files=digests_of(copy))
         place.commit({FILE_NAME: manifest.encode()})
     return open_made(place.place, manifest)
 

@@ -28,6 +28,7 @@ from datakit.store.manifest import FILE_NAME, Manifest
 from datakit.store.output import Output, key_of
 from datakit.store.shard_entry import ShardEntry
 from datakit.store.tags import require_matches
+from datakit.store.tokenizer_copy import digests_of, place_copy, tokenizer_copy
 from datakit.store.writer import store_dtype
 from datakit.text.documents import DocumentReader
 from datakit.text.hf_datasets import Input, paths_of
@@ -37,6 +38,7 @@ from datakit.tokenization.encoder import AUTO, FAST, choose_backend, require_bac
 from datakit.tokenization.identity import TokenizerIdentity
 from datakit.tokenization.rank_file import sidecar_path
 from datakit.tokenization.tokenizer import DEFAULT_EOD, Tokenizer, identify, open_tokenizer
+from datakit.tokenization.tokenizer_path import tokenizer_path
 from threefold.errors import CheckFailed, UserError, quoted
 
 if TYPE_CHECKING:
@@ -68,10 +70,10 @@ def preprocess(
     far it is and which share that is (without it `report` takes that too). Raises UserError and StorageError; what was
     sealed before then is kept, and the same call continues.
     """
-    show = progress or (lambda line, _: report(line))
+    show, started_s = progress or (lambda line, _: report(line)), time.monotonic()
     if num_workers < 1:
         raise UserError(f"{num_workers} workers", hint="--workers 1")
-    started_s = time.monotonic()
+    recipe = replace(recipe, tokenizer=os.fspath(tokenizer_path(recipe.tokenizer)))
     place, paths = Output(os.fspath(output)), paths_of(inputs, recipe.text_key)
     if any(map(is_pipe, paths)):
         _require_ready(place, recipe, engine)
@@ -263,17 +265,17 @@ class _Job:
                 hint=self.items[0].slices[0].file.hint("head -c 300"),
             )
         Sources.of(self._files, records).write(self.output)
-        manifests = {}
+        manifests, copy = {}, tokenizer_copy(self.recipe.tokenizer, self.identity.fingerprint)
         for part, entries in shards.items():
             if not entries:
                 self._report(
                     f"{self.output.part(part)} holds no document: none of {num_documents} fell to it by its hash"
                 )
             self.output.remove_shards(part, but={entry.name for entry in entries})  # of input that has changed since
-            dtype = store_dtype(self.identity.vocab_size)
-            manifests[key_of(part, FILE_NAME)] = Manifest(
-                dtype, self.identity, tuple(entries), self._settings(part), skipped
-            ).encode()
+            place_copy(self.output, part, copy)
+            dtype, settings = store_dtype(self.identity.vocab_size), self._settings(part)
+            manifest = Manifest(dtype, self.identity, tuple(entries), settings, skipped, digests_of(copy))
+            manifests[key_of(part, FILE_NAME)] = manifest.encode()
         self.output.commit(manifests, self._report)
 
     def summary(self, records: list[ItemRecord], sealed: list[ItemRecord], elapsed_s: float) -> Summary:

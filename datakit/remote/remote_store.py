@@ -84,6 +84,7 @@ class RemoteStore(TokenStore):
     def __init__(self, url: str, source: StoreSource, cache: BlockCache, stretch_tokens: int = 0) -> None:
         """Wrap what was read already; `RemoteStore.at` is the usual way, and then `in_stretches_of`."""
         super().__init__(Path(source.storage.url), source.manifest, "pread")
+        self.read_small = source.read_small
         self.source, self.cache, self._url, self.stretch_tokens = source, cache, url, stretch_tokens
         self._tokens: KeptOpen[ShardTokens] = KeptOpen(OPEN_TOKENS)
         self._shards, self._origins = KeptOpen(cache.files), KeptOpen(cache.files)

@@ -79,14 +79,21 @@ def sample_excerpt(store: TokenStore, number: int, seq_length: int) -> Excerpt:
     return Excerpt(spans[0][0], tokens, tuple(part for start, stop in spans for part in _parts(store, start, stop)))
 
 
-def open_matching_tokenizer(store: TokenStore, path: str) -> Tokenizer:
-    """Return the tokenizer of a file, UserError if it is not the one that made the store."""
+def open_matching_tokenizer(store: TokenStore, path: str | None, *, is_any: bool = False) -> Tokenizer | None:
+    """Return the tokenizer of a file, UserError if it is not the one that made the store, unless it may be any.
+
+    Without a file it is the store's own copy, None if it keeps none.
+    """
+    if path is None:
+        return store.open_tokenizer()
     tokenizer, made_with = open_tokenizer(path), store.manifest.tokenizer
-    if tokenizer.fingerprint != made_with.fingerprint:
+    if tokenizer.fingerprint != made_with.fingerprint and not is_any:
         recorded = f"one of fingerprint {made_with.fingerprint}" if made_with.fingerprint else "one that is not known"
         raise UserError(
             f"{path} has fingerprint {tokenizer.fingerprint}, {store.place} was made with {recorded}",
-            hint=f"datakit inspect {quoted(store.place)}",
+            hint="leave --tokenizer out: the store keeps its own"
+            if store.manifest.tokenizer_files
+            else f"datakit inspect {quoted(store.place)}; --any-tokenizer reads it so all the same",
         )
     return tokenizer
 

@@ -55,13 +55,15 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
         source = StoreSource.open(os.fspath(path))
         with _threads() as pool:
             found = [fault for fault in pool.map(lambda file: _source_fault(source, file), source.files) if fault]
-        return [*_record_faults(source.storage), *found]
+        return [*_record_faults(source.storage), *_copy_faults(source), *found]
     folder = Path(path)
     if (index := read_record(folder)) is not None:
         faults = ((file := column_path(folder, name), _file_fault(file, index.files[name], None)) for name in COLUMNS)
         return [Fault(str(file), message) for file, message in faults if message]
     store = TokenStore(folder, Manifest.read(folder))
     record_faults = list(_record_faults(open_storage(folder)))
+    copy = ((folder / name, digest) for name, digest in store.manifest.tokenizer_files.items())
+    record_faults += [Fault(str(file), what) for file, digest in copy if (what := _file_fault(file, digest, None))]
 
     def check(number: int) -> list[Fault]:
         return list(_shard_faults(store, number, store.manifest.shards[number]))
@@ -78,6 +80,16 @@ def _record_faults(storage: Storage) -> Iterator[Fault]:
         expected = content.strip() + b"\n"
         if content != expected:
             yield Fault(f"{storage.url}/{name}", f"has {len(content)} bytes, {len(expected)} expected")
+
+
+def _copy_faults(source: StoreSource) -> Iterator[Fault]:
+    """Yield what is wrong with the files of the store's copy of its tokenizer."""
+    for name, digest in source.manifest.tokenizer_files.items():
+        place = f"{source.storage.url}/{name}"
+        try:
+            source.copied(name, digest)
+        except CheckFailed as error:
+            yield Fault(place, error.message.removeprefix(place).lstrip(": "))
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -17,10 +17,11 @@ import xxhash
 
 from datakit.files.durable import FileDigest, reading, replace_durably, url_behind
 from datakit.store.fields import Fields
+from datakit.store.misplaced import not_a_store
 from datakit.store.shard import damaged
 from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.tokenization.identity import TokenizerIdentity
-from threefold.errors import UserError, listing, quoted
+from threefold.errors import UserError, quoted
 
 FILE_NAME = "manifest.json"
 ARCHIVE_NAME = "archive.json"  # what makes a folder an archive of a store
@@ -28,6 +29,7 @@ WORK_FOLDER = ".work"  # holds sealed items until a store is complete
 FORMAT = "threefold-token-store"
 VERSION = 1
 MAX_BYTES = 512 << 20
+_COPY_NAME = re.compile(r"tokenizer\.[A-Za-z0-9.]{1,32}")
 STORE_DTYPES = {"uint16": 2, "int32": 4}
 
 
@@ -40,6 +42,7 @@ class Manifest:
     shards: Sequence[ShardEntry]
     settings: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)  # documents of the input that no store has, by reason
+    tokenizer_files: dict[str, FileDigest] = field(default_factory=dict)  # the store's copy, the tokenizer's own first
 
     @property
     def num_documents(self) -> int:
@@ -78,6 +81,11 @@ class Manifest:
         """Return the digests of the files of all shards by name, in order."""
         return {name: digest for shard in self.shards for name, digest in shard.files().items()}
 
+    def as_json(self) -> dict[str, Any]:
+        """Return its fields as JSON holds them; what a store does not have is left out."""
+        content = asdict(replace(self, shards=tuple(self.shards)))
+        return {name: value for name, value in content.items() if value or name not in ("skipped", "tokenizer_files")}
+
     def encode(self) -> bytes:
         """Return the content of the manifest's file."""
         content = {
@@ -86,10 +94,8 @@ class Manifest:
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
             "fingerprint": self.fingerprint,
-            **asdict(replace(self, shards=tuple(self.shards))),
+            **self.as_json(),
         }
-        if not self.skipped:
-            del content["skipped"]
         content["checksum"] = content_checksum(content)
         return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
 
@@ -135,6 +141,7 @@ class Manifest:
             tuple(map(shard_entry, fields.tables("shards"))) if shards is None else shards,
             fields.table("settings").raw,
             fields.counts("skipped"),
+            _tokenizer_files(fields),
         )
         if shard := _first_unequal(manifest):
             what = f"{shard.num_tokens} {dtype} tokens in {shard.bin.size_bytes} bytes of {shard.name}"
@@ -162,6 +169,16 @@ def _tokenizer(fields: Fields) -> TokenizerIdentity:
         eod_token=None if fields.raw.get("eod_token") is None else fields.text("eod_token"),
         eod_id=None if fields.raw.get("eod_id") is None else fields.number("eod_id"),
     )
+
+
+def _tokenizer_files(fields: Fields) -> dict[str, FileDigest]:
+    """Return the digests of the copy of the tokenizer, none where it is left out."""
+    if "tokenizer_files" not in fields.raw:
+        return {}
+    table = fields.table("tokenizer_files")
+    if strange := next((name for name in table.raw if not _COPY_NAME.fullmatch(name)), None):
+        raise table.fault(f"{reprlib.repr(strange)} is not a name of a tokenizer's file")
+    return {name: digest_in(table.table(name)) for name in table.raw}
 
 
 def shard_entry(fields: Fields) -> ShardEntry:
@@ -209,7 +226,7 @@ def _not_a_store(folder: Path) -> UserError:
             f"{folder} is unfinished: the command that makes it did not come to an end",
             hint="rerun the same `datakit` command to continue it",
         )
-    return UserError(f"{folder} is not a token store: it has no {FILE_NAME}", hint=listing(folder))
+    return not_a_store(folder, FILE_NAME)
 
 
 def require_folder(path: Path) -> None:

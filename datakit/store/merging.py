@@ -30,9 +30,12 @@ def merge(
     if place.manifest() == manifest:
         place.settle()
         return open_made(place.place, manifest)
-    with claim(place, asdict(manifest)):
+    with claim(place, manifest.as_json()):
         for (source, digest), name in zip(sources, manifest.files(), strict=True):
             place.place_file(source, name, digest, copy=copy)
+        for name, digest in manifest.tokenizer_files.items():
+            keeper = next(store.path for store in opened if name in store.manifest.tokenizer_files)
+            place.place_file(keeper / name, name, digest, copy=copy)
         place.commit({FILE_NAME: manifest.encode()})
     return open_made(place.place, manifest)
 
@@ -55,6 +58,7 @@ def plan_merge(stores: Sequence[tuple[str, Manifest]]) -> Manifest:
         tuple(replace(shard, name=f"shard-{number:06}-000") for number, shard in enumerate(shards)),
         _merged_settings([manifest for _, manifest in stores]),
         dict(sorted(sum((Counter(manifest.skipped) for _, manifest in stores), Counter[str]()).items())),
+        next((manifest.tokenizer_files for _, manifest in stores if manifest.tokenizer_files), {}),
     )
 
 

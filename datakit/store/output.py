@@ -28,8 +28,7 @@ from threefold.storage.local import LocalStorage, sync_name
 from threefold.storage.repeating import open_repeating, repeating
 from threefold.storage.stale_uploads import abort_stale_uploads
 
-RECIPE_NOTE, ASSEMBLY_NOTE = "recipe.json", "assembly.json"
-LOCK = "lock"
+RECIPE_NOTE, ASSEMBLY_NOTE, LOCK = "recipe.json", "assembly.json", "lock"
 UPLOAD_MEMORY_BYTES = 48 << 20
 _NUM_READERS, _BLOCK_BYTES = 64, 4 << 20
 
@@ -46,11 +45,10 @@ class Output:
         self.folder = None if is_url(place) else Path(place)
         self.place = str(self.folder or place.rstrip("/"))
         self.note_key = f"{WORK_FOLDER}/{note}"
-        self.lock, self.is_complete = -1, False
+        self.lock, self.is_complete, self._is_begun_here = -1, False, False
         self.storage = open_repeating(place, write_memory_bytes=UPLOAD_MEMORY_BYTES)
         self._placed: set[str] = set()
         self._held: Note | None = None
-        self._is_begun_here = False
         name = f"datakit-{os.getuid()}-{xxhash.xxh3_64_hexdigest(self.place.encode())}"
         self.work = self.folder / WORK_FOLDER if self.folder else temporary_folder() / name
 

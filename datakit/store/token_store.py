@@ -10,7 +10,7 @@ rows of batches are read from open files instead, of which `OPEN_FILES.most` are
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from datakit.files.durable import FileDigest, url_behind
+from datakit.files.durable import reading as reading_file
 from datakit.store.kept_open import Bound, KeptOpen
 from datakit.store.manifest import FILE_NAME, STORE_DTYPES, Manifest, is_plain_folder, require_folder
 from datakit.store.origins import Origin, Origins
@@ -27,6 +28,8 @@ from datakit.store.shard import Int64s, Tokens, TokenShard
 from datakit.store.shard_entry import ScannedShards, ShardEntry
 from datakit.store.shard_file import OPEN_FILES, FilePiece, ShardFile
 from datakit.store.tags import StoreTags
+from datakit.store.tokenizer_copy import open_copy
+from datakit.tokenization.tokenizer import Tokenizer
 from threefold.errors import CheckFailed, StorageError, UserError, quoted
 from threefold.storage.file_systems import is_remote
 
@@ -53,6 +56,8 @@ class TokenStore:
         self.fingerprint = manifest.fingerprint
         self.token_starts = [0, *accumulate(manifest.shard_tokens)]
         self.document_starts = [0, *accumulate(manifest.shard_documents)]
+        # bytes of a file beside the manifest, None if it is missing
+        self.read_small: Callable[[str], bytes | None] = partial(_read_small, path)
         self._faults: list[UserError] = []  # of files' sizes, if they are looked at beside what the store is used for
         self._shards: KeptOpen[TokenShard] = KeptOpen(OPEN_SHARDS)
         self._origins: KeptOpen[Origins] = KeptOpen(OPEN_ORIGINS)
@@ -219,6 +224,10 @@ class TokenStore:
         first, last = max(0, -(-begin // seq_length) - 1), min((stop - 1) // seq_length, self.num_rows(seq_length) - 1)
         return np.arange(first, last + 1 if stop > begin else first)
 
+    def open_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer that made the store, by the store's own copy; None if it keeps none."""
+        return open_copy(self.place, self.manifest.tokenizer_files, self.read_small)
+
     def files(self, entry: ShardEntry) -> list[tuple[Path, FileDigest]]:
         """Return the files of one shard with their recorded sizes and checksums."""
         return [(self.path / name, digest) for name, digest in entry.files().items()]
@@ -256,6 +265,12 @@ class TokenStore:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self.path}")
         return _locate(self.document_starts, number)
+
+
+def _read_small(folder: Path, name: str) -> bytes | None:
+    require_folder(folder)
+    with reading_file(folder / name):
+        return (folder / name).read_bytes() if (folder / name).is_file() else None
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

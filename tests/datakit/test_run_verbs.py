@@ -51,7 +51,8 @@ def test_blame_lists_what_a_loader_reads(folder: Path, blend: Blend, cli: Cli, c
         assert sample["row"] * 32 == store.first_token(first["document"]) + first["start"]
         for read in sample["documents"]:
             assert read["path"] == str(folder / f"{store.path.name}.jsonl")
-            assert (read["line"], read["text"]) == (read["document"] + 1, None)
+            assert read["line"] == read["document"] + 1
+            assert isinstance(read["text"], str)  # by the stores' own copies of the tokenizer
             tokens.append(store.document(read["document"])[read["start"] : read["stop"]])
     rows = np.concatenate(tokens).reshape(6, 33)
     assert (rows[:, :32] == steps[3].tokens.reshape(6, 32)).all()

@@ -38,6 +38,8 @@ class DataConfig(StreamConfig):
     """`[data]`: what the run reads."""
 
     tokenizer: str = option(
-        "", "tokenizer file that made the stores; checked against them, used by generate", keeps_bits=True
-    )
+        "", "tokenizer file of the stores, checked against them; used by generate, else the stores' own copy",
+        keeps_bits=True,
+    )  # fmt: skip
+    any_tokenizer: bool = option(False, "take data.tokenizer though another made the stores", keeps_bits=True)
     valid: ValidConfig = field(default_factory=ValidConfig)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from datakit import Tokenizer, open_tokenizer
+from ckptkit import HfFolder
+from datakit import Tokenizer, open_tokenizer, store_tokenizer
 from threefold.errors import UserError
 from trainer.job.ranks import Ranks
 from trainer.run.inference import Checkpoint, TrainedModel
@@ -19,7 +20,7 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
         message = f"--tokens must be at least 1, got {num_tokens}, and --temperature at least 0, got {temperature:g}"
         raise UserError(message, hint="--tokens 64 --temperature 0.8")
     config = checkpoint.config
-    tokenizer = fitting_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    tokenizer = prompt_tokenizer(checkpoint)
     tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
     if not tokens:
         raise UserError("the prompt holds no token", hint="--prompt 'Once upon a time'")
@@ -35,19 +36,49 @@ def generate_text(checkpoint: Checkpoint, prompt: str, *, num_tokens: int, tempe
     return tokenizer.decode(ids)
 
 
-def fitting_tokenizer(path: str, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer, refused if it knows tokens that the model does not."""
-    if not path:
+def prompt_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer to read a prompt with: the one that is named, else the run's own.
+
+    That is the copy of the first of its stores that keeps one, or the file in a model's folder. UserError if there is
+    none, if the run's own is another than the one named, or if it knows tokens that the model does not.
+    """
+    data, vocab_size = checkpoint.config.data, checkpoint.config.model.vocab_size
+    own, reasons = own_tokenizer(checkpoint)
+    tokenizer = open_tokenizer(data.tokenizer) if data.tokenizer else own
+    name = data.tokenizer or "the tokenizer that the run's stores keep"
+    if tokenizer is None:
         raise UserError(
-            "no tokenizer to read the prompt with", hint="--data.tokenizer FILE, the one of the run's stores"
+            "no tokenizer to read the prompt with" + "".join(f"; {reason}" for reason in reasons[:2]),
+            hint="--data.tokenizer FILE, the one of the run's stores",
         )
-    tokenizer = open_tokenizer(path)
+    if own is not None and own.fingerprint != tokenizer.fingerprint and not data.any_tokenizer:
+        raise UserError(
+            f"{name} has fingerprint {tokenizer.fingerprint}, the tokenizer of the run's stores {own.fingerprint}",
+            hint="leave --data.tokenizer out, or --data.any-tokenizer true",
+        )
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}",
+            f"{name} has {tokenizer.vocab_size} tokens, the model {vocab_size}",
             hint="--data.tokenizer FILE, the one of the run's stores",
         )
     return tokenizer
+
+
+def own_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
+    """Return the tokenizer that a run's stores keep, or a model's folder, and why others did not have it."""
+    reasons = []
+    if isinstance(checkpoint.run, HfFolder):
+        file = checkpoint.storage.local_path("tokenizer.json")
+        if file is not None and file.is_file():
+            return open_tokenizer(file), []
+    for store in dict.fromkeys(checkpoint.stores):
+        try:
+            if (tokenizer := store_tokenizer(store)) is not None:
+                return tokenizer, []
+            reasons.append(f"{store} keeps no copy of its own")
+        except UserError as why:  # it is gone, or cannot be read
+            reasons.append(why.message)
+    return None, reasons
 
 
 def continue_tokens(

@@ -27,13 +27,14 @@ class Checkpoint:
     """A committed step and the configuration to read it with.
 
     `window` is the most tokens that generation reads: those of the longest rows that the run had read, unless a flag
-    set train.seq_length.
+    set train.seq_length. `stores` are those of the run, which may be gone by now.
     """
 
     run: Run | HfFolder
     root: Root
     config: Config
     window: int
+    stores: tuple[str, ...] = ()
 
     @property
     def storage(self) -> Storage:
@@ -59,12 +60,13 @@ def open_checkpoint(url: str, config_path: str | None, overrides: Settings, *, w
     if not config.model.vocab_size and "embed.weight" in root.tensors:
         vocab_size = root.tensors["embed.weight"].shape[0]
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    stores = (*config.data.stores, *config.data.valid.stores)
     if config.data.valid.order == "permuted":  # the training set is not read, and may be gone by now
         data = dataclasses.replace(config.data, stores=(), weights=(), mixture=())
         config = dataclasses.replace(config, data=data)
     asked = config.train.seq_length
     window = asked if "train.seq_length" in flags else max(asked, int(root.metadata.get("seq_length", 0)))
-    return Checkpoint(run, root, config, window)
+    return Checkpoint(run, root, config, window, stores)
 
 
 class TrainedModel:

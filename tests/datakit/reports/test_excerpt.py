@@ -121,9 +121,9 @@ def test_the_verb_prints_ids_text_and_sources(
     assert cli("inspect", store.path, "--sample", 2, "--seq-length", 50, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ids"] == store.tokens(100, 151).tolist()
-    assert found["text"] is None
+    assert found["text"] == open_tokenizer(tokenizer_path).decode(found["ids"])  # by the store's own copy
     assert sum(source["num_tokens"] for source in found["sources"]) == 51
-    assert cli("inspect", store.path, "--document", 5) == 0
+    assert cli("inspect", store.path, "--document", 5, "--ids") == 0
     output = capsys.readouterr().out
     assert "a.jsonl, line 6, byte " in output
     assert " ".join(map(str, store.document(5))) in output

@@ -46,7 +46,11 @@ def assert_merged(found: TokenStore, paths: Sequence[Path]) -> None:
             assert found.origin(merged) == part.origin(number)
     names = [shard.name for shard in found.manifest.shards]
     assert names == sorted(set(names))
-    assert {path.name.split(".")[0] for path in found.path.iterdir()} == {*names, "manifest"}
+    assert {path.name.split(".")[0] for path in found.path.iterdir()} == {
+        *names,
+        "manifest",
+        *(["tokenizer"] if found.manifest.tokenizer_files else []),
+    }
 
 
 @pytest.mark.parametrize("copy", [False, True])

@@ -22,7 +22,17 @@ KEEPS = {
     "parallel": {"schedule", "overlap_grad_reduce", "overlap_param_gather", "timeout_s"},
     "optim": {"master"},
     "train": {"train_steps", "gradient_accumulation_steps", "recompute", "eval_interval", "max_time_s", "peak_tflops"},
-    "data": {"stores", "indices", "reading", "cache", "cache_mib", "max_epochs", "mixture", "tokenizer"},
+    "data": {
+        "stores",
+        "indices",
+        "reading",
+        "cache",
+        "cache_mib",
+        "max_epochs",
+        "mixture",
+        "tokenizer",
+        "any_tokenizer",
+    },
     "data.valid": {"stores", "indices", "reading", "cache", "cache_mib"},
 }
 WHOLE = {"checkpoint", "log", "ops"}
