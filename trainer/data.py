@@ -23,12 +23,18 @@ def open_blend(config: Config, recorded: Recorded | None = None) -> Blend:
     return config.data.open(config.train, table="data", recorded=recorded, is_draft=recorded is None)
 
 
-def open_valid_blend(config: Config) -> Blend:
-    """Return the blend of `[data.valid]`."""
+def open_valid_blend(config: Config, report: Callable[[str], None] = lambda _: None) -> Blend:
+    """Return the blend of `[data.valid]`; `report` takes a line on an order that only older runs have."""
     valid = config.data.valid
     if valid.order == "megatron":
         return config.data.open_valid(config.train, valid.order_samples or valid.num_samples)
-    return valid.open(dataclasses.replace(config.train, seed=valid.seed or 0), table="data.valid")
+    blend = valid.open(dataclasses.replace(config.train, seed=valid.seed or 0), table="data.valid")
+    if blend.copies and not valid.copies_differ:
+        report(
+            "validation reads, as the run began, copies of a store in one order, so that their rows come twice: "
+            f"{', '.join(blend.copies)}; --data.valid.orders-copies true reads what new runs do"
+        )
+    return blend
 
 
 def with_vocabulary(config: Config) -> Config:

@@ -26,7 +26,7 @@ from datakit.store.shard import Int64s
 from datakit.store.token_store import TokenStore
 from datakit.stream.arguments import sample_numbers, stores_of, whole_number
 from datakit.stream.batch import PLAIN, BatchOptions, Bytes, HostBatch
-from datakit.stream.copies import names_of
+from datakit.stream.copies import names_of, places_of_copies
 from datakit.stream.cursor import Cursor
 from datakit.stream.document_masks import DocumentMasks
 from datakit.stream.epochs import Epochs
@@ -38,12 +38,12 @@ from datakit.stream.stream_record import Source, StreamRecord
 from threefold.errors import UserError, quoted
 
 MAX_SEED = 2**63 - 1
-_MAX_SHOWN = 3
 
 
 class Blend:
-    """The stream; safe to read from several threads."""
+    """The stream; safe to read from several threads. `copies` are places of stores whose content another one has."""
 
+    copies: Sequence[str] = ()
     _block_tokens = 0  # of blocks whose order is shuffled; 0 if that of single rows is
 
     def __init__(
@@ -58,24 +58,28 @@ class Blend:
     ) -> None:
         """Take `sources`, stores with their first weights; `later` appends segments, or (from_sample, all weights).
 
-        With `block_tokens`, rows of so many tokens stay near each other: see Epochs. A store that joins
-        later has weight 0 at first. UserError if a weighted store holds no row, a weight is
-        no finite number from 0 on, or the stores were made with different tokenizers. A packed store opens its index of
-        a later length by itself. Copies of a store share one order if not `orders_copies`, as in older runs.
+        With `block_tokens`, rows of so many tokens stay near each other: see Epochs. A store that joins later has
+        weight 0 at first. UserError if a weighted store holds no row, a weight is not a finite number from 0 on, or
+        the stores were made with different tokenizers. A packed store opens its index of a later length by itself.
+        Copies of a store share one order if not `orders_copies`, as in older runs.
         """
         seq_length, seed = whole_number("seq_length", seq_length, 1), whole_number("seed", seed, most=MAX_SEED)
         stores = stores_of(sources)
         segments = [Segment(0, tuple(weight_of(weight) for _, weight in sources)), *map(segment_of, later)]
         made = Sources.of(stores, segments, seq_length)
         mixture = Mixture(made.segments, seed)
-        self._given, self._block_tokens, self._orders_copies = (stores, segments), block_tokens, orders_copies
+        self._block_tokens, self._orders_copies = block_tokens, orders_copies
+        named: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "block_tokens": block_tokens}
+        self._maker = partial(Blend, list(zip(stores, segments[0].weights or ())), later=segments[1:], **named)
         if block_tokens:
             made = replace(made, stores=tuple(map(self._in_blocks, made.stores, made.seq_lengths)))
         rows = [store.num_rows(length) for store, length in zip(made.stores, made.seq_lengths)]
         self._take(made, mixture, rows, seed, DocumentMasks(stores, segments, made))
         self._check_rows()
+        names = names_of(made, mixture.first_samples())
+        self.copies = places_of_copies(made, names)
         if orders_copies:
-            self._names = names_of(made, mixture.first_samples())
+            self._names = names
         block_rows = [self._block_rows(length) for length in made.seq_lengths] if block_tokens else ()
         self._epochs = Epochs([self._epoch_name(source) for source in range(len(rows))], rows, block_rows)
 
@@ -96,13 +100,7 @@ class Blend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the stores' paths and what was asked for."""
-        return self._maker(orders_copies=self._orders_copies), ()
-
-    def _maker(self, *, orders_copies: bool) -> Callable[[], "Blend"]:
-        stores, (first, *later) = self._given
-        sources = list(zip(stores, first.weights or ()))
-        named: dict[str, Any] = {"seq_length": self.seq_length, "seed": self.seed, "later": later}
-        return partial(Blend, sources, **named, block_tokens=self._block_tokens, orders_copies=orders_copies)
+        return partial(self._maker, orders_copies=self._orders_copies), ()
 
     @cached_property
     def _table(self) -> ShardTable:
@@ -142,19 +140,20 @@ class Blend:
         return StreamRecord.of(sources, self.segments, digests, order, orders_copies=self._orders_copies)
 
     def following(self, cursor: Cursor, report: Callable[[str], None] = warnings.warn) -> "Blend":
-        """Return the stream that a cursor is of: this one, or that of a run from before copies had orders of their own.
+        """Return the stream that a cursor is of: this one, or that by the other rule for copies.
 
-        Then `report` takes a line.
+        `report` takes a line on that of a run from before copies had orders of their own.
         """
-        known, copies = cursor.num_segments, [number for number, name in enumerate(self._names) if "#" in name]
-        if not copies or self.digest(known) == cursor.digest:
+        known = cursor.num_segments
+        if not self.copies or self.digest(known) == cursor.digest:
             return self
-        older = self._maker(orders_copies=False)()
-        if older.digest(known) != cursor.digest:
+        other = self._maker(orders_copies=not self._orders_copies)
+        if other.digest(known) != cursor.digest:
             return self
-        places = ", ".join(dict.fromkeys(self.stores[number].place for number in copies[:_MAX_SHOWN]))
-        report(f"the run goes on as it began, copies of a store in one order, so that their rows come twice: {places}")
-        return older
+        if self._orders_copies:
+            what = "copies of a store in one order, so that their rows come twice"
+            report(f"the run goes on as it began, {what}: {', '.join(self.copies)}")
+        return other
 
     def check(self, cursor: Cursor, recorded: StreamRecord | None = None) -> None:
         """Raise UserError if this stream does not continue the cursor's; `recorded` shows what was changed."""

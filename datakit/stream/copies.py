@@ -6,11 +6,20 @@ sample on at which it is first read, then by its number: what joins a stream lat
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from datakit.store.shard import Int64s
 from datakit.stream.sources import Sources
+
+_MAX_NAMED = 3
+
+
+def places_of_copies(sources: Sources, names: Sequence[str]) -> list[str]:
+    """Return the places of the first sources that are copies by their names, each once."""
+    places = dict.fromkeys(store.place for store, name in zip(sources.stores, names) if "#" in name)
+    return list(places)[:_MAX_NAMED]
 
 
 def names_of(sources: Sources, first_samples: Int64s) -> list[str]:

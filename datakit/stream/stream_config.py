@@ -114,6 +114,11 @@ class BlendConfig:
             raise UserError(f"{table}.stores names no token store", hint=hint)
         raise_faults(f"[{table}]", self.faults(table), hint=f"{SAMPLE} documents every key")
 
+    @property
+    def copies_differ(self) -> bool:
+        """Whether copies of a store have an order each, as they have but in older runs."""
+        return True
+
     def open(self, steps: StepConfig, *, table: str) -> "Blend":
         """Return the blend of the stores; UserError if there are none, or weights for more or fewer."""
         from datakit.stream.blend import Blend
@@ -124,7 +129,8 @@ class BlendConfig:
             (self.open_store(number, path, steps.seq_length), weight)
             for number, (path, weight) in enumerate(zip(self.stores, weights, strict=True))
         ]
-        return Blend(sources, seq_length=steps.seq_length, seed=steps.seed, block_tokens=self.shuffled_tokens)
+        size, seed, block_tokens = steps.seq_length, steps.seed, self.shuffled_tokens
+        return Blend(sources, seq_length=size, seed=seed, block_tokens=block_tokens, orders_copies=self.copies_differ)
 
     @property
     def shuffled_tokens(self) -> int:

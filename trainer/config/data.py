@@ -20,6 +20,14 @@ class ValidConfig(BlendConfig):
         None, "permuted: seed of which samples these are; left out: 0, or what a run that goes on began with",
         minimum=0, maximum=2**63 - 1,
     )  # fmt: skip
+    orders_copies: bool | None = option(
+        None, "permuted: copies of a store have an order each; left out: true, or what a run that goes on began with"
+    )
+
+    @property
+    def copies_differ(self) -> bool:
+        """Whether copies of a store have an order each."""
+        return self.orders_copies is not False
 
     def faults(self, table: str) -> list[Fault]:
         """Return the faults between the fields of this table."""

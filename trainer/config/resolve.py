@@ -29,11 +29,13 @@ def settled(config: Config, before: Config | None = None) -> Config:
     """Return a resolved configuration with what a run keeps from its first start, unless it is asked for by name.
 
     That is the end of the learning-rate schedule, and which samples validate. `before` is what was recorded last. A
-    run from before data.valid.seed was recorded took train.seed.
+    run from before data.valid.seed was recorded took train.seed, and from before orders_copies was one order.
     """
     decay_steps, valid = config.optim.decay_steps, config.data.valid
     if before is not None:
         decay_steps = decay_steps or before.optim.decay_steps
+    if valid.orders_copies is None and valid.order == "permuted":
+        valid = replace(valid, orders_copies=before is None or bool(before.data.valid.orders_copies))
     if valid.seed is None and valid.order == "permuted":
         recorded = None if before is None else before.data.valid.seed
         valid = replace(valid, seed=(before.train.seed if before else 0) if recorded is None else recorded)

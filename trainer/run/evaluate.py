@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def evaluate_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     with Ranks(config.train.device, timeout_s=config.parallel.timeout_s) as ranks:
         ranks.on_all(lambda: with_vocabulary(config))
         model = TrainedModel(checkpoint, ranks)
-        evaluation = ranks.on_all(lambda: Evaluation(config, model.engine, model.mesh))
+        evaluation = ranks.on_all(lambda: Evaluation(config, model.engine, model.mesh, ranks.say))
         result = evaluation.run()
         ranks.raise_on_all(evaluation.fault)
         return {"step": checkpoint.root.step, **result}
@@ -34,10 +35,13 @@ class Evaluation:
     `fault` is what this rank could not read in the last `run`, whose loss is then not a number on any rank.
     """
 
-    def __init__(self, config: Config, engine: Engine, mesh: ProcessMesh) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, mesh: ProcessMesh, report: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Open and check it; `report` takes a line on an order that only older runs have."""
         self.fault: Exception | None = None
         self._config, self._engine, self._mesh = config, engine, mesh
-        self._blend, self._last = open_valid_blend(config), config.data.valid.num_samples - 1
+        self._blend, self._last = open_valid_blend(config, report), config.data.valid.num_samples - 1
         for first in self._firsts:
             samples = np.minimum(self._samples(first), self._last)
             host = self._host(samples)

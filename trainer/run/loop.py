@@ -105,9 +105,9 @@ class Run:
             lambda: Saver(config, ranks, self.engine, self._log, tiers, attempt=attempt, resumed=resumed)
         )
         self._good = LastGood(ranks, self._saver, self.progress, resumed.loss)
-        self._evaluation = (
-            ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh)) if config.train.eval_interval else None
-        )
+        self._evaluation: Evaluation | None = None
+        if config.train.eval_interval:
+            self._evaluation = ranks.on_all(lambda: Evaluation(config, self.engine, self.mesh, ranks.say))
         self._flops = {length: token_flops(config, length) for length in row_lengths(config)}
         self._seq_length = blend.sources.seq_length_at(max(self._loader.cursor.num_samples - 1, 0))
         self._peak = known_peak(ranks.device, config.train.peak_tflops, ranks.say)

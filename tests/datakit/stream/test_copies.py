@@ -120,6 +120,16 @@ def test_an_older_run_goes_on_in_its_order_with_a_line(stores: list[TokenStore],
     begun.close()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_stream_in_the_older_order_follows_a_cursor_of_the_newer(older: Blend, newer: Blend) -> None:
+    cursor = Cursor.start(newer, 18)
+    assert older.following(cursor).digest() == newer.digest()
+    with Loader(older, 2, 3) as loader, Loader(newer, 2, 3, cursor=cursor) as other:
+        loader.load_state_dict(other.state_dict())
+        assert loader.state_dict() == other.state_dict()
+        assert (loader.next_step().tokens == other.next_step().tokens).all()
+
+
 @pytest.mark.filterwarnings("ignore:the run goes on as it began")
 def test_a_cursor_that_is_refused_leaves_the_stream_as_it_is(stores: list[TokenStore]) -> None:
     pair, later = [(stores[0], 1), (stores[1], 1)], [Segment(40, seq_length=L)]

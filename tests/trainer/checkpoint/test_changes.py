@@ -9,9 +9,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from ckptkit import Root
+from ckptkit.model.layout import ParallelLayout
 from tests.trainer.support.training import call, curve, lines
 from threefold.options import Leaf, leaves, without_none
-from trainer.checkpoint.changes import changed_settings, kept_samples, value_of
+from trainer.checkpoint.changes import changed_settings, kept_samples, recorded_config, value_of
 from trainer.checkpoint.progress import Progress
 from trainer.config import Config
 from trainer.config.resolve import resolve, settled
@@ -156,6 +158,63 @@ def test_a_run_from_before_that_keeps_the_validation_samples_it_had(
     assert lines(tmp_path / "m.jsonl", "eval")[0]["loss"] == losses_of(capsys, run)
     root = json.loads((run / "step-000000003" / "root.json").read_text())
     assert root["metadata"]["config"]["data"]["valid"]["seed"] == 5
+
+
+@pytest.fixture
+def older_run(job_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """A run, and the flags that go on with it, from before copies had orders of their own: it validates on two."""
+    valid = job_config.parent / "valid"
+    flags = (job_config, "--data.valid.stores", f"{valid},{valid}", "--data.valid.num-samples", 10)
+    real = Progress.metadata
+
+    def metadata(*arguments: Any) -> dict[str, Any]:
+        found = real(*arguments)
+        del found["config"]["data"]["valid"]["orders_copies"]
+        del found["stream"]["orders_copies"]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "metadata", metadata)
+        assert call("train", *flags, "--save", tmp_path / "run", "--train-steps", 2) == 0
+    return flags
+
+
+def test_copies_that_an_older_run_validates_on_keep_their_order(
+    older_run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, line = tmp_path / "run", "validation reads, as the run began, copies of a store in one order"
+    in_one = losses_of(capsys, run, "--data.valid.orders-copies", "false")
+    each = losses_of(capsys, run, "--data.valid.orders-copies", "true")
+    assert losses_of(capsys, run) == in_one != each
+    for steps in (3, 4):  # the second start goes on from a step of today's code
+        capsys.readouterr()
+        saves = ("--save", run, "--metrics", tmp_path / "m.jsonl", "--train.eval-interval", 1)
+        assert call("train", *older_run, *saves, "--train-steps", steps) == 0
+        said = capsys.readouterr().err
+        assert line in said
+        assert "not bit for bit" not in said
+        assert lines(tmp_path / "m.jsonl", "eval")[-1]["loss"] == losses_of(capsys, run)
+    assert call("train", *older_run, *saves, "--train-steps", 5, "--data.valid.orders-copies", "true") == 0
+    said = capsys.readouterr().err
+    assert "not bit for bit as it was: data.valid.orders_copies False -> True" in said
+    assert line not in said
+
+
+@pytest.mark.parametrize(
+    ("metadata", "orders_copies"),
+    [
+        ({}, True),  # an imported model
+        ({"cursor": {}}, False),
+        ({"cursor": {}, "stream": {}}, False),
+        ({"cursor": {}, "stream": {"orders_copies": True}}, True),
+        ({"cursor": 3, "stream": "of another program"}, False),
+        ({"cursor": {}, "config": {"data": {"valid": {"orders_copies": True}}}}, True),
+    ],
+)
+def test_which_steps_are_of_runs_whose_validation_orders_copies(metadata: dict, orders_copies: bool) -> None:
+    before = recorded_config(Root(1, "0" * 16, ParallelLayout(), 1, {}, (), metadata))
+    assert settled(Config(), before).data.valid.orders_copies is orders_copies
+    assert settled(Config()).data.valid.orders_copies is True
 
 
 def test_validation_samples_that_an_older_run_did_not_have_are_a_change() -> None:
