@@ -64,6 +64,11 @@ class BlockCache:
     def max_bytes(self, most: int) -> None:
         self._folder.max_bytes = most
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Return how many bytes of blocks it has room for."""
+        return self._folder.ahead_bytes
+
     def check_step(self, blocks: Int64s) -> None:
         """Raise UserError if the blocks of these sizes, which are mapped for a first batch, are more than the cache."""
         num_bytes, largest = int(blocks.sum()), pages([int(blocks.max(initial=0))])

@@ -2,9 +2,9 @@
 
 All that takes room on the disk is counted, in pages: blocks, what processes hold of them, and what is being written. To
 make room the blocks used longest ago are removed, but for what is held. Packing indices are held up to a quarter of the
-bound, and the files of shards too, in equal parts for all processes. Blocks are held up to half of the rest, in equal
-parts: so there is always room for a quarter. With 1,000 MiB, of which the files of shards take 200, each of four
-processes holds 100 MiB of blocks at most.
+bound, and with the files of shards, in equal parts for all processes, up to half. Blocks are held up to half of the
+rest, in equal parts: so there is always room for a quarter. With 1,000 MiB, of which the files of shards take 200, each
+of four processes holds 100 MiB of blocks at most.
 
 A folder that somebody removed is made again by whoever needs it next. A full disk is made room on as a full cache is.
 The folder of a machine start that is over is removed: after a loss of power blocks may hold anything.
@@ -36,8 +36,9 @@ Value = TypeVar("Value")
 PATIENCE_S = 60.0  # a lock is waited for so long; then its owner is taken for stopped
 ROOM_PATIENCE_S = 30.0  # room that others hold is waited for so long
 MOST_MAPPED, MOST_OPEN, MOST_FILES = 1 << 14, 32, 128  # blocks that are mapped or open, and whole files, of all stores
-HELD_PART = 4  # this part of the cache may be held for packing indices, and for the files of shards
+SHARED_PART, FILES_PART = 4, 2  # these parts of the cache may be held for packing indices, and for all whole files
 ROOM_PART = 16  # an eviction frees this part of the cache beyond what is asked for, so that few look through it
+AHEAD_PART = 0.85  # of the room beside whole files
 PAGE_BYTES = 4096  # a file takes whole pages
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HEADER = struct.Struct("<qq")  # bytes that all files have, about, and processes
@@ -70,6 +71,12 @@ class CacheFolder:
         return self.max_bytes - min(self.max_bytes // 64, 1 << 20)
 
     @property
+    def ahead_bytes(self) -> int:
+        """Return how many bytes of blocks that are read soon it has room for, beside those that were just read."""
+        held = self.holdings.num_bytes
+        return int(AHEAD_PART * (self.most_bytes - held[Kind.FILE] - held[Kind.SHARED]))
+
+    @property
     def holdings(self) -> Holdings:
         """What this process holds; a forked one begins with nothing."""
         if self._holdings.process != os.getpid():
@@ -98,7 +105,7 @@ class CacheFolder:
 
     def may_hold(self, num_bytes: int, kind: Kind) -> bool:
         """Return whether this process may hold so much more, after it let go what it used longest ago."""
-        bounds = {Kind.BLOCK: (self.mapped, self.opened), Kind.FILE: (self.files,), Kind.SHARED: ()}[kind]
+        bounds = {Kind.BLOCK: (self.mapped, self.opened), Kind.FILE: (self.files,), Kind.SHARED: (self.files,)}[kind]
         while num_bytes > self._free_to_hold(kind):
             if not any(bound.drop_oldest() for bound in bounds):
                 return False
@@ -108,11 +115,12 @@ class CacheFolder:
         held = self.holdings.num_bytes
         if time.monotonic() > self._looked_s + 1:
             self._look()
-        share = self.most_bytes // self._num_processes
+        num, most = self._num_processes, self.most_bytes
+        files = held[Kind.FILE] + held[Kind.SHARED] // num
         if kind is Kind.BLOCK:
-            rest = share - held[Kind.FILE] - held[Kind.SHARED] // self._num_processes
-            return rest // 2 - held[kind]
-        return (share if kind is Kind.FILE else self.most_bytes) // HELD_PART - held[kind]
+            return (most // num - files) // 2 - held[kind]
+        of_files = most // num // FILES_PART - files
+        return of_files if kind is Kind.FILE else min(num * of_files, most // SHARED_PART - held[kind])
 
     def _look(self) -> None:
         """Learn how many processes use the cache."""

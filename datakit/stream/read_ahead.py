@@ -30,8 +30,6 @@ from threefold.errors import UserError
 
 NUM_THREADS = 8  # and requests at a time; fewer once half of what may be read ahead is there, as they make steps late
 LEAST_AT_ONCE = 2
-# of the cache; the rest is what evictions free at once, and for the indices of stores that are no archives
-AHEAD_PART, STORES_AHEAD_PART = 0.94, 0.8
 MAX_STEPS, MAX_PIECES = 1 << 14, 1 << 19  # that are planned; a piece of a row takes 48 bytes
 RUN_BYTES = 12 << 20  # of a request at most; so many each thread holds in memory
 MAX_TOGETHER = 64  # steps that are planned together
@@ -65,9 +63,7 @@ class ReadAhead:
         `samples_of(first)` are the samples of the step that begins at sample `first`.
         """
         self._blend, self._samples_of, self._begin, self.stride = blend, samples_of, begin, stride
-        remote = [store for store in blend.stores if isinstance(store, RemoteStore)]
-        part = AHEAD_PART if all(store.source.record for store in remote) else STORES_AHEAD_PART
-        self._most_bytes = int(part * min(cache.max_bytes for cache in blend.caches))
+        self._caches = blend.caches
         self._changed = threading.Condition()
         self._awaited: Callable[[], bool] = lambda: False  # by the thread that plans
         self._now, self._num_over, self._is_closed = 0, 0, False
@@ -86,6 +82,11 @@ class ReadAhead:
         self._planner = threading.Thread(target=self._plan_steps, name="datakit-read-ahead", daemon=True)
         end_with_program(self)
         self._planner.start()
+
+    @property
+    def _most_bytes(self) -> int:
+        """Return how much may be read ahead; whole files that are opened leave less."""
+        return max(1, min(cache.ahead_bytes for cache in self._caches))
 
     def number(self, first: int) -> int | None:
         """Return which step begins at a sample, None if none does that is not over."""
@@ -251,12 +252,12 @@ class ReadAhead:
         while True:
             with self._changed:
                 self._awaited = condition
-                self._changed.wait_for(lambda: self._is_closed or self._must_map() or condition())
+                self._changed.wait_for(lambda: self._is_closed or self._must_map() or self._to_unmap or condition())
                 if self._is_closed:
                     return False
-                if not self._must_map():
+                if not self._must_map() and not self._to_unmap:
                     return True
-                _, blocks = self._to_map.popleft()
+                blocks = self._to_map.popleft()[1] if self._must_map() else []
                 over, self._to_unmap = self._to_unmap, []
             for block in over:
                 block.store.unmap(block)
@@ -270,7 +271,7 @@ class ReadAhead:
 
     def _let_plan(self) -> None:
         """Wake the thread that plans if what it waits for is so; in vain that would cost others the interpreter."""
-        if self._must_map() or self._awaited():
+        if self._must_map() or self._to_unmap or self._awaited():
             self._changed.notify()
 
     def _has_room(self, number: int, parts: Mapping[Place, _Part]) -> bool:

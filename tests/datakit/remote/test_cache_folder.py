@@ -12,6 +12,7 @@ import pytest
 
 from datakit import write_store
 from datakit.remote.block_cache import BlockCache
+from datakit.store.kept_open import KeptOpen
 from datakit.store.shard_file import ShardFile
 from tests.datakit.remote.test_block_cache import PROCESS, SIZE, blocks, content, get
 
@@ -44,6 +45,25 @@ def test_mapped_and_open_blocks_stay_within_the_bound(tmp_path: Path) -> None:
     assert len(held) == 4 * 4  # half of the cache, in equal parts
     assert [memory.tobytes() for memory in held] == [content(str(number)) for number in range(16)]
     assert {str(number) for number in range(16)} <= blocks(tmp_path).keys()  # so nothing is fetched again
+
+
+def test_whole_files_are_held_up_to_half_and_leave_less_to_read_ahead(tmp_path: Path) -> None:
+    cache, fetched = BlockCache(tmp_path, 40 * SIZE), list[str]()
+
+    def fetch(name: str) -> bytes:
+        fetched.append(name)
+        return content(name)
+
+    names = [f"file {number}" for number in range(19)]
+    files = KeptOpen[Any](cache.files)
+    for number in [*range(19), *range(19)]:
+        files.get(number, lambda number: cache.memory(names[number], SIZE, lambda: fetch(names[number])))
+    assert fetched == names
+    assert len(files) == 19
+    room = cache.max_bytes - 19 * SIZE
+    assert 0.75 * room < cache.ahead_bytes < 0.9 * room
+    files.get(19, lambda _: cache.memory("one more", SIZE, lambda: fetch("one more")))
+    assert len(files) == 19  # the oldest makes room
 
 
 def test_what_is_held_goes_with_who_holds_it(tmp_path: Path) -> None:
