@@ -5,13 +5,14 @@ of rows that are read whole. What `ckptkit export --to tensorstore` wrote has it
 
 In Zarr a chunk that is not there is one of fill values, an array that is not there none, and so is a lost file. Our own
 folders name all that they have, and are compared with the certificate of the save. Of others each missing chunk is
-counted, and refused unless it is allowed.
+counted, by the names that are listed, and refused unless it is allowed.
 """
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,12 +38,16 @@ from threefold.errors import CheckFailed, UserError, listed, quoted
 from threefold.packages import needed_for
 from threefold.storage.folders import local_root
 
-NUM_THREADS, ROWS_BYTES, MAX_LOOKED_AT = 8, 64 << 20, 10_000
+NUM_THREADS, ROWS_BYTES = 8, 64 << 20
 VERSION = 2  # of what our exports say; 1 had no certificate, and arrays did not say whose they are
 CONSOLIDATED = ".zmetadata"
 CHUNK = re.compile(r"c|[0-9]+(?:\.[0-9]+)*")  # the last words of a chunk's key
+CHUNK_KEY = re.compile(r"c|(?:c[./])?[0-9]+(?:[./][0-9]+)*")  # behind the array's path
 OCDBT, ATTRIBUTES = "manifest.ocdbt", "threefold"
 DESCRIPTIONS = {"zarr.json": "zarr3", ".zarray": "zarr"}
+
+
+Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Contents:
 
     arrays: Mapping[str, Any]
     known: Mapping[str, Any]
+    stored: Mapping[str, Collection[Ints]]  # the numbers of the chunks that are there, or of the shards
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -107,14 +113,15 @@ class TensorstoreFolder(ForeignFolder):
         if are_ours and not known:
             text = f"{self.storage.url} lacks the zarr.json of the folder, which names all arrays of an export"
             raise CheckFailed(text, hint="fetch the folder again, or export the step again")
-        return Contents(found, known)
+        return Contents(found, known, chunks_by_array(keys, found))
 
     @cached_property
     def chunks(self) -> None:
         """Look once whether all chunks are there; refuse missing ones, or say that they are read as fill values."""
         arrays, is_own = self.contents.arrays, bool(self.contents.known)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            numbers = zip(arrays, pool.map(missing_chunks, arrays.values()), strict=True)
+            counted = pool.map(lambda name: missing_chunks(arrays[name], self.contents.stored[name]), arrays)
+            numbers = zip(arrays, counted, strict=True)
             missing = {name: number for name, number in numbers if number[0]}
         if not missing:
             return
@@ -199,20 +206,60 @@ def lost_arrays(keys: Collection[str], found: Collection[str], described: Iterab
     return sorted(lost - set(found))
 
 
-def missing_chunks(array: Any) -> tuple[int, int]:
-    """Return how many chunks of an array are not there, of all that were looked at; inner chunks of shards count."""
-    shape = array.shape
+def chunks_by_array(keys: Iterable[str], arrays: Collection[str]) -> dict[str, set[Ints]]:
+    """Return the numbers of the chunks that have a key, by the array's path; those of shards where there are shards.
+
+    With an array `w` the keys `w/c/0/1`, `w/0/1` and `w/0.1` are of its chunk (0, 1).
+    """
+    found: dict[str, set[Ints]] = {name: set() for name in arrays}
+    for key in keys:
+        words = key.split("/")
+        above = (at for at in range(len(words) - 1, 0, -1) if "/".join(words[:at]) in found)
+        at = next(above, 0)
+        name, rest = ("/".join(words[:at]), "/".join(words[at:])) if at else ("array", key)
+        if name in found and CHUNK_KEY.fullmatch(rest):
+            found[name].add(tuple(int(word) for word in re.split("[./]", rest) if word != "c"))
+    return found
+
+
+def missing_chunks(array: Any, stored: Collection[Ints]) -> tuple[int, int]:
+    """Return how many chunks of an array are not there, of all; inner chunks of shards count.
+
+    `stored` are the numbers of the chunks, or shards, that have a key. Only shards with gaps are looked into.
+    """
+    shape, layout = array.shape, array.chunk_layout
     if 0 in shape or array.storage_statistics(query_fully_stored=True).result().fully_stored:
         return 0, 0
-    steps = [step or size for step, size in zip(array.chunk_layout.read_chunk.shape or (), shape, strict=True)]
-    starts = itertools.product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
-    missing = number = 0
-    for start in itertools.islice(starts, MAX_LOOKED_AT):
-        ends = [min(at + step, size) for at, step, size in zip(start, steps, shape, strict=True)]
-        chunk = array[tuple(map(slice, start, ends))]
-        missing += chunk.storage_statistics(query_not_stored=True).result().not_stored
-        number += 1
-    return max(missing, 1), number
+    outer, inner = (
+        [step or size for step, size in zip(each.shape or shape, shape, strict=True)]
+        for each in (layout.write_chunk, layout.read_chunk)
+    )
+    num_stored = 0
+    for number in stored if shape else ():
+        box = [(at * step, min((at + 1) * step, size)) for at, step, size in zip(number, outer, shape, strict=False)]
+        if len(number) == len(shape) and all(start < stop for start, stop in box):
+            num_stored += _num_of(box, inner) - (_gaps(array, box, inner) if outer != inner else 0)
+    num_chunks = _num_of([(0, size) for size in shape], inner)
+    return max(num_chunks - num_stored, 1), num_chunks
+
+
+def _num_of(box: Sequence[tuple[int, int]], steps: Sequence[int]) -> int:
+    """Return in how many chunks a box is that begins with one."""
+    return math.prod(-(-(stop - start) // step) for (start, stop), step in zip(box, steps, strict=True))
+
+
+def _gaps(array: Any, box: Sequence[tuple[int, int]], steps: Sequence[int]) -> int:
+    """Return how many chunks of a shard are not there."""
+    shard = array[tuple(slice(start, stop) for start, stop in box)]
+    if shard.storage_statistics(query_fully_stored=True).result().fully_stored:
+        return 0
+    starts = itertools.product(*(range(start, stop, step) for (start, stop), step in zip(box, steps, strict=True)))
+    ends = [stop for _, stop in box]
+    return sum(
+        array[tuple(slice(at, min(at + step, end)) for at, step, end in zip(start, steps, ends, strict=True))]
+        .storage_statistics(query_not_stored=True).result().not_stored
+        for start in starts
+    )  # fmt: skip
 
 
 class TensorstoreReader(FolderReader):

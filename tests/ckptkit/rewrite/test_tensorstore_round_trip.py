@@ -270,6 +270,16 @@ def test_missing_chunks_of_others_are_counted_and_refused_unless_allowed(
     assert read_root(open_storage(tmp_path / "run"), 0).tensors["m/w"].shape == (7, 5)
 
 
+def test_all_chunks_of_a_large_array_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensorstore = pytest.importorskip("tensorstore", reason=NEEDED)
+    spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/arrays/|ocdbt:w", "create": True}
+    array = tensorstore.open(spec | {"metadata": {"chunks": [1, 2]}}, shape=[6000, 4], dtype="uint8").result()
+    for begin, end in ((0, 5), (6, 5500), (5501, 6000)):
+        array[begin:end].write(np.ones((end - begin, 4), np.uint8)).result()
+    assert call("import", tmp_path / "arrays", tmp_path / "run", "--from", "tensorstore") == 2
+    assert ":\n  w: 4 of 12,000\n" in capsys.readouterr().err
+
+
 def test_chunks_that_may_be_missing_are_of_zarr_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("import", tmp_path / "a", tmp_path / "run", "--from", "dcp", "--allow-missing-chunks") == 2
     assert "is of Zarr arrays, not of --from dcp" in capsys.readouterr().err
