@@ -19,7 +19,6 @@ from datakit.foreign.exact_reader import ExactReader, damaged, open_exactly
 from datakit.foreign.foreign_store import Choices, store_of_files
 from datakit.store.shard import Int64s, Tokens
 from datakit.store.token_store import TokenStore
-from threefold.cli import log
 from threefold.errors import UserError, listing, quoted
 
 SUFFIX = ".ds"
@@ -36,11 +35,13 @@ def from_datatrove(
 ) -> TokenStore:
     """Make a store of `.ds` files, or of all in folders, in the order of their names.
 
-    UserError if a loss mask hides tokens, which a store cannot say. A `.ds` without index is one stream.
+    UserError if a loss mask hides tokens, which a store cannot say, or if the numbers of a folder's files leave any
+    out. A `.ds` without index is one stream.
     """
     folders = [ds_files(Path(source)) for source in sources]
     for absent in filter(None, map(absent_numbers, folders)):
-        log(f"warning: {absent}: lost, or of tasks that had no document")
+        text = f"{absent}: lost, or of tasks that had no document"
+        raise UserError(text, hint="fetch what is lost; if nothing is, name the files that are there, *.ds")
     files = [_DsFile.open(path, choices.dtype) for found in folders for path in found]
     inputs = [path for file in files for path in (file.path, file.index) if path is not None]
     return store_of_files("datatrove", files, inputs, output, choices)

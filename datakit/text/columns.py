@@ -84,9 +84,21 @@ def _parquet_columns(part: FileSlice, find: FindColumns) -> Iterator[list[Any]]:
             row += file.metadata.row_group(number).num_rows
         if row != file.metadata.num_rows:
             raise EOFError(f"its row groups have {row} rows, its footer says {file.metadata.num_rows}")
-        if groups:
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+        for number in groups:
+            for batch in _row_group(file, number, columns):
                 yield [_as_bytes(_column(batch, path)) for path in paths]
+
+
+def _row_group(file: Any, number: int, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield a row group in batches; what is wrong with it is said with its number."""
+    from pyarrow import ArrowException
+
+    try:
+        yield from file.iter_batches(_BATCH_ROWS, row_groups=[number], columns=columns, use_threads=False)
+    except (ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise EOFError(f"row group {number} of {file.num_row_groups}: {error}") from None
 
 
 def _arrow_columns(part: FileSlice, find: FindColumns) -> Iterator[list[Any]]:

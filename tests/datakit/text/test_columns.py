@@ -145,6 +145,21 @@ def test_a_truncated_file_is_refused(table: Path, kept: float) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_a_row_group_that_is_lost_is_named(tmp_path: Path, compression: str) -> None:
+    """As zeros, which a file system leaves of what did not get to the disk."""
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"{number} of the texts" for number in range(300)]})
+    parquet.write_table(table, path, row_group_size=100, compression=compression)
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin : begin + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged, or no parquet: row group 1 of 3: "):
+        list(read_columns(whole(path), ["text"]))
+
+
 def test_a_stream_that_was_cut_between_two_batches_is_refused(tmp_path: Path) -> None:
     path = write_table(tmp_path / "stream.arrow", {"text": ["one", "two"]}, 1)
     os.truncate(path, path.stat().st_size - 8)  # without its end mark
