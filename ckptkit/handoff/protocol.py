@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from ckptkit.format.root import Share
@@ -99,7 +99,8 @@ class SaveOrder(_Message):
     `draft` is, for the first writer, a root of which only the tensors count: it fills in the rest and commits it.
     `arena_bytes` is the size of the arena now: the writer maps it again when it grew. `abandoned` are the seats of a
     writer that was killed, whose files are of no use. `tier_copies` follow the save; `overflow` is where the step goes
-    instead if it has no room. `needed` are steps that stay whatever the retention says.
+    instead if it has no room. `needed` are steps that stay whatever the retention says, `intervals` those of all slower
+    tiers, by their URLs.
     """
 
     seat: Seat
@@ -122,6 +123,7 @@ class SaveOrder(_Message):
     tier_copies: tuple[TierCopy, ...] = ()
     overflow: Seat | None = None
     needed: tuple[int, ...] = ()
+    intervals: Mapping[str, int] = field(default_factory=dict)
 
     def moved(self, url: str) -> Self:
         """Return the same save as it went to another run."""

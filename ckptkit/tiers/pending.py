@@ -50,7 +50,9 @@ class PendingCopies:
 
     def with_tiers(self, order: SaveOrder, *, is_window: bool) -> SaveOrder:
         """Return an order with the copies that are due, and where its step goes if the first tier is full."""
-        return replace(order, tier_copies=self.due(order), overflow=self.overflow(order, is_window=is_window))
+        intervals = {tier.url: tier.every for tier in self._tiers}
+        overflow = self.overflow(order, is_window=is_window)
+        return replace(order, tier_copies=self.due(order), overflow=overflow, intervals=intervals)
 
     def all(self, order: SaveOrder) -> tuple[TierCopy, ...]:
         """Return its part in copying a step to all tiers, but those that it was ordered to before."""

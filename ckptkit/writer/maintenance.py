@@ -41,7 +41,7 @@ class Maintenance:
         """Delete what is not to be kept once a step is committed, but no step that is still `needed`."""
         storage = open_storage(self._url)
         with self._pruning:
-            self._warn(self._pruner.after_save(storage, step, retention, needed=needed, elsewhere=self.elsewhere))
+            self.warn(self._pruner.after_save(storage, step, retention, needed=needed, elsewhere=self.elsewhere))
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether so many bytes fit, as far as that is known."""
@@ -57,12 +57,13 @@ class Maintenance:
         """Delete what is not to be kept although nothing new was saved, but no step that is still `needed`."""
         storage = open_storage(self._url)
         with self._pruning:
-            self._warn(
+            self.warn(
                 self._pruner.make_room(storage, retention, needed=needed, elsewhere=self.elsewhere,
                                        debris_older_than_s=debris_older_than_s)
             )  # fmt: skip
 
-    def _warn(self, warning: str) -> None:
+    def warn(self, warning: str) -> None:
+        """Keep a warning for `take_warning`, "" for none."""
         if warning and warning not in self._warnings:
             self._warnings.append(warning)
 

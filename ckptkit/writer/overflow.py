@@ -2,6 +2,9 @@
 
 The leader alone prunes, and its word decides, so that all writers save to the same place. Blocks whose memory is reused
 are there once: a save of such goes elsewhere only if the lack of room is seen before it begins.
+
+What an earlier writer may still be copying stays until this one has saved. A slower tier that does not answer counts as
+lacking all that it is to have, as long as saves find a place; a save that finds none lets those steps go, for the next.
 """
 
 from collections.abc import Callable, Collection
@@ -13,6 +16,7 @@ from ckptkit.format.seat import Seat
 from ckptkit.handoff.protocol import SaveOrder
 from ckptkit.loading.roots import newest_first
 from ckptkit.runs.catalogue import committed_steps
+from ckptkit.tiers.tier import owed
 from ckptkit.writer.commit import NoRoom, NotCommitted, await_commit
 from ckptkit.writer.maintenance import Maintenance
 from ckptkit.writer.retries import Retries
@@ -43,12 +47,31 @@ class Room:
         num_bytes = sum(file.size_bytes + file.index.size for file in self.order.files)
         return self.maintenance.has_room(num_bytes * self.order.seat.num_writers + SMALL_FILES_BYTES)
 
-    def make(self) -> None:
+    def make(self, *, spares_uncopied: bool = True) -> None:
         """Delete what is not to be kept, and what saves left that broke off; a leader alone does."""
         if self.order.seat.leads and self.may_prune():
-            needed = {*self.copied(), *(_uncopied(self.order) if self.is_new else ())}
+            needed = {*self.copied(), *(self._uncopied() if self.is_new and spares_uncopied else ())}
             debris_s = DEADLINES_OF_DEBRIS * self.order.deadline_s
             self.maintenance.make_room(self.order.retention, needed, debris_s)
+
+    def let_go(self) -> None:
+        """Delete also what slower tiers may lack, as no place took a step, so that the next one finds room."""
+        if self.is_new and self.order.intervals and not self.is_there:
+            step = self.order.seat.step
+            self.maintenance.warn(f"no place took step {step}: older steps did not wait for slower tiers")
+            self.make(spares_uncopied=False)
+
+    def _uncopied(self) -> set[int]:
+        """Return the steps that slower tiers lack of those that they are to have: all, if one does not answer."""
+        order, uncopied = self.order, set[int]()
+        steps = committed_steps(open_storage(order.seat.url)) if order.intervals else []
+        for url, every in order.intervals.items():
+            try:
+                newest = next(newest_first(open_storage(url)), -1)
+            except UserError:
+                newest = -1
+            uncopied |= owed(every, steps, newest)
+        return uncopied
 
 
 def save_where_room_is(
@@ -58,6 +81,17 @@ def save_where_room_is(
 
     Raise what the first place's failure was, if it was not for want of room or no place is left.
     """
+    try:
+        return _saved(room, write, patience_s, retries)
+    except StorageError:
+        room.let_go()
+        raise
+
+
+def _saved(
+    room: Room, write: Callable[[Seat], Root | None], patience_s: Callable[[], float], retries: Retries
+) -> tuple[Root | None, Seat]:
+    """Save where there is room."""
     order, seat = room.order, room.order.seat
     if seat.leads and not room.is_there:
         room.make()
@@ -109,16 +143,3 @@ def _await_word(seat: Seat, patience_s: Callable[[], float], retries: Retries) -
         await_commit(open_storage(seat.url), seat, lambda: 2 * patience_s(), retries=retries)
     except NoRoom:
         return
-
-
-def _uncopied(order: SaveOrder) -> set[int]:
-    """Return the steps that slower tiers lack of those that this step is due at, as far as these answer."""
-    uncopied: set[int] = set()
-    steps = committed_steps(open_storage(order.seat.url)) if order.tier_copies else []
-    for tier_copy in order.tier_copies:
-        try:
-            newest = next(newest_first(open_storage(tier_copy.target.url)), -1)
-        except UserError:
-            continue
-        uncopied |= {step for step in steps if step > newest}
-    return uncopied

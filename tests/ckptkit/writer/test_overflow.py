@@ -26,7 +26,7 @@ from tests.ckptkit.support.model_tables import gpt_tensors, values
 from tests.ckptkit.support.saves import ONE, assert_holds, pieces_of, save_one
 from tests.support.small_disk import small_disk
 from threefold.errors import StorageError
-from threefold.storage import open_storage
+from threefold.storage import Storage, open_storage
 from tools.fault_proxy import Fault, FaultProxy
 
 TENSORS = gpt_tensors(hidden=64, kv=32, ffn=96, vocab=61)
@@ -94,6 +94,48 @@ def test_a_step_that_the_next_tier_lacks_stays_until_that_has_a_newer_one(disk: 
     assert steps_of(slow) == [8]
     assert steps_of(disk / "run") == [9]
     assert_holds(slow, 8, TENSORS, scale=8)
+
+
+def test_a_step_that_a_tier_is_to_have_stays_though_the_first_save_is_not_due_there(disk: Path, tmp_path: Path) -> None:
+    """What the tier holds was not known when the run began."""
+    fill(disk / "run", 6, 7)
+    options = CheckpointerOptions(deadline_s=20.0, tiers=(Tier(str(tmp_path / "slow"), every=6),),
+                                  retention=Retention(keep_last=1))  # fmt: skip
+    [report] = save(Checkpointer(str(disk / "run"), attempt="b", options=options), 8)
+    assert (report.ok, report.warning) == (True, f"in {tmp_path / 'slow'}, as {disk / 'run'} has no room")
+
+
+def test_steps_stay_for_a_tier_that_is_silent_as_long_as_saves_find_a_place(disk: Path, tmp_path: Path) -> None:
+    """Once one did not, the next one does: a run of a full disk and a tier that takes nothing goes on."""
+    fill(disk / "run", 6, 7)
+    (tmp_path / "file").write_text("not a folder")
+    failed, saved = save(saver(disk / "run", tmp_path / "file" / "slow", every=6), 8, 9)
+    assert "has no room for step 8; nor did the next tier take it" in failed.error
+    assert (saved.ok, saved.warning) == (True, "no place took step 8: older steps did not wait for slower tiers")
+    assert steps_of(disk / "run") == [9]
+
+
+def test_a_tier_that_does_not_answer_may_lack_all_that_it_is_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kept(Place):
+        """What is needed is seen."""
+
+        def make_room(self, retention: Retention, needed: set[int], debris_s: float) -> None:
+            self.needed = needed
+
+    def opened(url: str) -> Storage:
+        if url == "s3://silent":
+            raise StorageError("no answer")
+        return open_storage(url)
+
+    fill(tmp_path / "run", 5, 6, 7)
+    monkeypatch.setattr("ckptkit.writer.overflow.open_storage", opened)
+    place = Kept()
+    found = room(place, intervals={"s3://silent": 6, str(tmp_path / "slow"): 5})
+    found = replace(found, is_new=True, order=found.order.moved(str(tmp_path / "run")))
+    found.make()
+    assert place.needed == {5, 6}
 
 
 def test_older_steps_than_the_next_tier_has_go(disk: Path, tmp_path: Path) -> None:
