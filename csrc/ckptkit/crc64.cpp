@@ -5,7 +5,11 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
+
+#include "../cpu.h"
 
 namespace ckptkit {
 namespace {
@@ -69,60 +73,73 @@ uint64_t append(uint64_t crc, const uint8_t* data, size_t size) {
 
 #if defined(__x86_64__)
 #define CARRYLESS __attribute__((target("pclmul,sse4.1")))
+using Words = __m128i;  // a low word and a high one
 
+CARRYLESS inline Words of_words(uint64_t low, uint64_t high) {
+  return _mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low));
+}
+CARRYLESS inline Words load(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const Words*>(from)); }
+CARRYLESS inline Words plus(Words a, Words b) { return _mm_xor_si128(a, b); }
+CARRYLESS inline Words product_of_low(Words a, Words b) { return _mm_clmulepi64_si128(a, b, 0x00); }
+CARRYLESS inline Words product_of_high(Words a, Words b) { return _mm_clmulepi64_si128(a, b, 0x11); }
+CARRYLESS inline uint64_t low_word(Words words) { return static_cast<uint64_t>(_mm_cvtsi128_si64(words)); }
+CARRYLESS inline uint64_t high_word(Words words) { return static_cast<uint64_t>(_mm_extract_epi64(words, 1)); }
+#elif defined(__aarch64__)
+#define CARRYLESS __attribute__((target("+aes")))
+using Words = uint64x2_t;
+
+CARRYLESS inline Words of_words(uint64_t low, uint64_t high) { return Words{low, high}; }
+CARRYLESS inline Words load(const uint8_t* from) { return vreinterpretq_u64_u8(vld1q_u8(from)); }
+CARRYLESS inline Words plus(Words a, Words b) { return veorq_u64(a, b); }
+CARRYLESS inline Words product_of_low(Words a, Words b) {
+  return vreinterpretq_u64_p128(vmull_p64(vgetq_lane_u64(a, 0), vgetq_lane_u64(b, 0)));
+}
+CARRYLESS inline Words product_of_high(Words a, Words b) {
+  return vreinterpretq_u64_p128(vmull_high_p64(vreinterpretq_p64_u64(a), vreinterpretq_p64_u64(b)));
+}
+CARRYLESS inline uint64_t low_word(Words words) { return vgetq_lane_u64(words, 0); }
+CARRYLESS inline uint64_t high_word(Words words) { return vgetq_lane_u64(words, 1); }
+#endif
+
+#if defined(CARRYLESS)
 // Of 128 bits the low word weighs x^64 more; a product of words is one x too much, which the constants make up for.
 template <uint64_t kBits>
-CARRYLESS inline __m128i times_power(__m128i value) {
+CARRYLESS inline Words times_power(Words value) {
   constexpr uint64_t low = power_of_x(kBits + 63), high = power_of_x(kBits - 1);
-  const __m128i powers = _mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low));
-  return _mm_xor_si128(_mm_clmulepi64_si128(value, powers, 0x00), _mm_clmulepi64_si128(value, powers, 0x11));
+  const Words powers = of_words(low, high);
+  return plus(product_of_low(value, powers), product_of_high(value, powers));
 }
-
-CARRYLESS inline __m128i load(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 
 CARRYLESS uint64_t crc64_carryless(const uint8_t* data, size_t size) {
   constexpr size_t kLanes = 8, kTurn = 16 * kLanes;
-  __m128i all = load(data);
+  Words all = load(data);
   if (size < 2 * kTurn) {
     data += 16, size -= 16;
   } else {
-    __m128i lanes[kLanes];
+    Words lanes[kLanes];
     for (size_t i = 0; i < kLanes; ++i) lanes[i] = load(data + 16 * i);
     for (data += kTurn, size -= kTurn; size >= kTurn; data += kTurn, size -= kTurn)
-      for (size_t i = 0; i < kLanes; ++i) lanes[i] = _mm_xor_si128(times_power<8 * kTurn>(lanes[i]), load(data + 16 * i));
+      for (size_t i = 0; i < kLanes; ++i) lanes[i] = plus(times_power<8 * kTurn>(lanes[i]), load(data + 16 * i));
     all = lanes[0];
-    for (size_t i = 1; i < kLanes; ++i) all = _mm_xor_si128(times_power<128>(all), lanes[i]);
+    for (size_t i = 1; i < kLanes; ++i) all = plus(times_power<128>(all), lanes[i]);
   }
-  for (; size >= 16; data += 16, size -= 16) all = _mm_xor_si128(times_power<128>(all), load(data));
-  const auto low = static_cast<uint64_t>(_mm_cvtsi128_si64(all)), high = static_cast<uint64_t>(_mm_extract_epi64(all, 1));
-  return append(of_word(of_word(low) ^ high), data, size);
+  for (; size >= 16; data += 16, size -= 16) all = plus(times_power<128>(all), load(data));
+  return append(of_word(of_word(low_word(all)) ^ high_word(all)), data, size);
 }
 
 CARRYLESS uint64_t multiply_carryless(uint64_t a, uint64_t b) {
-  const __m128i product = _mm_clmulepi64_si128(
-      _mm_cvtsi64_si128(static_cast<int64_t>(a)), _mm_cvtsi64_si128(static_cast<int64_t>(b)), 0x00);
-  const auto low = static_cast<uint64_t>(_mm_cvtsi128_si64(product));
-  const auto high = static_cast<uint64_t>(_mm_extract_epi64(product, 1));
+  const Words product = product_of_low(of_words(a, 0), of_words(b, 0));
+  const uint64_t low = low_word(product), high = high_word(product);
   return of_word(low << 1) ^ (high << 1 | low >> 63);
 }
 #endif
 
 }  // namespace
 
-bool has_carryless() {
-#if defined(__x86_64__)
-  static const bool has = [] {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  }();
-  return has;
-#else
-  return false;
-#endif
-}
+bool has_carryless() { return cpu::has_carryless(); }
 
 uint64_t crc64(const uint8_t* data, size_t size, bool carryless) {
-#if defined(__x86_64__)
+#if defined(CARRYLESS)
   if (carryless && size >= 16) return crc64_carryless(data, size);
 #endif
   static_cast<void>(carryless);
@@ -130,7 +147,7 @@ uint64_t crc64(const uint8_t* data, size_t size, bool carryless) {
 }
 
 uint64_t crc64_multiply(uint64_t a, uint64_t b, bool carryless) {
-#if defined(__x86_64__)
+#if defined(CARRYLESS)
   if (carryless) return multiply_carryless(a, b);
 #endif
   static_cast<void>(carryless);

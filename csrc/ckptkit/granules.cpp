@@ -15,11 +15,10 @@
 namespace ckptkit {
 namespace {
 
-constexpr uint64_t kPastCache = 64 << 10;  // copies of this size and more would only push other things out of the cache
-
 // What was just verified is in the cache; where it goes is not, and need not be read into it to be overwritten.
 void copy_past_cache(uint8_t* target, const uint8_t* source, uint64_t size) {
 #if defined(__SSE2__)
+  constexpr uint64_t kPastCache = 64 << 10;  // copies of this size and more would only push other things out of the cache
   if (size >= kPastCache) {
     const uint64_t head = -reinterpret_cast<uintptr_t>(target) % 64;
     std::memcpy(target, source, head);

@@ -49,9 +49,15 @@ class Twister {  // state: 624 words, and how many of them are used up
   uint32_t* words_;
 };
 
-// The first source of those whose weight * sample - count is largest. Rounded as written: no multiply-add is fused, as
-// neither instruction set has one.
-__attribute__((target_clones("avx2", "default"))) int64_t most_wanted(const Lanes* weights, const Lanes* counts,
+#if defined(__x86_64__)
+#define FOR_EACH_SIMD __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_SIMD
+#endif
+
+// The first source of those whose weight * sample - count is largest. Rounded as written: no multiply-add is fused
+// (-ffp-contract=off).
+FOR_EACH_SIMD int64_t most_wanted(const Lanes* weights, const Lanes* counts,
                                                                       int64_t num_blocks, double sample) {
   Lanes best = weights[0] * sample - counts[0], other = best;
   for (int64_t block = 1; block < num_blocks; block += 2) {

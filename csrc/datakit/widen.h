@@ -13,9 +13,10 @@ void widen_avx2(const uint8_t* source, int64_t bytes_a_token, int64_t num_tokens
 void widen_avx512(const uint8_t* source, int64_t bytes_a_token, int64_t num_tokens, int64_t* target);
 
 inline Widen widen_for(hashing::Simd simd) {
-  switch (simd) {
-    case hashing::Simd::avx512: return widen_avx512;
-    case hashing::Simd::avx2: return widen_avx2;
-    default: return widen_base;
-  }
+#if defined(__x86_64__)
+  if (simd == hashing::Simd::avx512) return widen_avx512;
+  if (simd == hashing::Simd::avx2) return widen_avx2;
+#endif
+  static_cast<void>(simd);
+  return widen_base;
 }

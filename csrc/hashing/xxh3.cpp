@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "../cpu.h"
+
 namespace hashing {
 namespace {
 
@@ -83,15 +85,21 @@ uint64_t hash_up_to_240(const uint8_t* data, size_t size, uint64_t seed) {
   return avalanche(hash + mix16(data + size - 16, kSecret + 136 - 17, seed));
 }
 
+decltype(&xxh3_stripes_base) stripes_for(Simd simd) {
+#if defined(__x86_64__)
+  if (simd == Simd::avx512) return xxh3_stripes_avx512;
+  if (simd == Simd::avx2) return xxh3_stripes_avx2;
+#endif
+  static_cast<void>(simd);
+  return xxh3_stripes_base;
+}
+
 uint64_t hash_long(const uint8_t* data, size_t size, Simd simd, uint8_t* target, const Reader* reader) {
   uint64_t lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  const auto stripes = stripes_for(simd);
   const auto hash = [&](size_t start, size_t part, bool is_end) {
     uint8_t* const to = target != nullptr ? target + start : nullptr;
-    switch (simd) {
-      case Simd::avx512: xxh3_stripes_avx512(data + start, part, lanes, to, is_end); break;
-      case Simd::avx2: xxh3_stripes_avx2(data + start, part, lanes, to, is_end); break;
-      case Simd::base: xxh3_stripes_base(data + start, part, lanes, to, is_end); break;
-    }
+    stripes(data + start, part, lanes, to, is_end);
     if (reader != nullptr) reader->read(reader->context, data + start, part);
   };
   size_t done = 0;
@@ -107,16 +115,7 @@ uint64_t hash_long(const uint8_t* data, size_t size, Simd simd, uint8_t* target,
 
 }  // namespace
 
-Simd best_simd() {
-  static const Simd best = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-      return Simd::avx512;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? Simd::avx2 : Simd::base;
-  }();
-  return best;
-}
+Simd best_simd() { return static_cast<Simd>(cpu::widest_simd()); }
 
 uint64_t xxh3_64(const void* data, size_t size, Simd simd, void* target, const Reader* reader) {
   const auto* const bytes = static_cast<const uint8_t*>(data);

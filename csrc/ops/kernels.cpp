@@ -4,31 +4,22 @@
 #include <algorithm>
 #include <atomic>
 
-namespace {
+#include "../cpu.h"
 
-int widest() {
-  static const int simd = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-      return OP_SIMD_AVX512;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? OP_SIMD_AVX2 : OP_SIMD_BASE;
-  }();
-  return simd;
-}
+namespace {
 
 std::atomic<int> limit{OP_SIMD_AVX512};
 
 }  // namespace
 
-int op_simd() { return std::min(widest(), limit.load()); }
+int op_simd() { return std::min(cpu::widest_simd(), limit.load()); }
 
 void op_limit_simd(int simd) { limit = simd; }
 
 const Kernels& kernels() {
-  switch (op_simd()) {
-    case OP_SIMD_AVX512: return kernels_avx512;
-    case OP_SIMD_AVX2: return kernels_avx2;
-    default: return kernels_base;
-  }
+#if defined(__x86_64__)
+  if (op_simd() == OP_SIMD_AVX512) return kernels_avx512;
+  if (op_simd() == OP_SIMD_AVX2) return kernels_avx2;
+#endif
+  return kernels_base;
 }
