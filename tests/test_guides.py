@@ -31,6 +31,7 @@ from tests.datakit.foreign.test_datatrove import write_ds
 from tests.datakit.foreign.test_litdata import spec, write_litdata
 from tests.datakit.foreign.test_megatron import write_dataset
 from tests.datakit.foreign.test_mosaic import tokens_only, write_mds
+from tests.trainer.support.launcher import write_launcher
 from threefold.storage import open_storage
 from trainer.config import Config
 
@@ -121,6 +122,8 @@ def write_model(folder: Path) -> None:
 TAKEN_AS_GIVEN: dict[str, Callable[[Path], None]] = {  # by a section's title, besides corpus, tokenizer and store
     "Rank files": write_llama3,
     "From Megatron": write_megatron,
+    "Turn a launcher into a file": write_launcher,
+    "Type what you are used to": write_config,
     "From datatrove": write_datatrove,
     "From MosaicML streaming (MDS)": write_mosaic,
     "From litdata": write_lightning,

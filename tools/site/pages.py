@@ -14,6 +14,7 @@ from typing import Any
 
 from tools.site.commands import command_pages
 from tools.site.configuration import configuration_page
+from tools.site.foreign_names import foreign_names_page
 from tools.site.reference import reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,11 @@ def gather_pages(folder: Path) -> None:
 
 def made_pages() -> dict[str, str]:
     """Return the pages that are made of the code and of lists of files, by their places in the site."""
-    made = {"docs/configuration.md": configuration_page(), "benchmarks/index.md": results_page()}
+    made = {
+        "docs/configuration.md": configuration_page(),
+        "docs/foreign-names.md": foreign_names_page(),
+        "benchmarks/index.md": results_page(),
+    }
     return made | reference_pages() | command_pages()
 
 

@@ -67,6 +67,8 @@ class Conversion:
         settings = complete({}, read_by(parser, both), faults)
         given = frozenset(complete({}, read_by(parser, alone), []))
         settings = without_idle(with_batch(settings, launch), both.faults)
+        both.faults += [text for names, text in faults if names]  # of what is there, and is to be converted
+        faults = [fault for fault in faults if not fault[0]]
         raise_faults("the command line", faults, hint="correct it, and try again")
         return cls(launch, settings, given, translator.left, both.faults, typed(settings))
 

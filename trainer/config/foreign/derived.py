@@ -17,6 +17,14 @@ MARK = "~"
 WHAT = "a number of {}, got {!r}"
 
 
+class NotConverted(ValueError):
+    """A dataset that is to become a store first; `options` name it as if it was one."""
+
+    def __init__(self, message: str, options: dict[str, str]) -> None:
+        super().__init__(message)
+        self.options = options
+
+
 def complete(tables: Mapping[str, Any], given: Settings, faults: list[Fault]) -> dict[str, FlagText]:
     """Return settings with what their marked ones set; faults of these go into `faults`."""
     found = {name: text for name, text in given.items() if not name.startswith(MARK)}
@@ -28,8 +36,8 @@ def complete(tables: Mapping[str, Any], given: Settings, faults: list[Fault]) ->
         try:
             options = work_out(draft, text)
         except ValueError as error:
-            faults.append((set(), f"{text.flag}: {error}"))
-            continue
+            options = error.options if isinstance(error, NotConverted) else {}
+            faults.append((set(options), f"{text.flag}: {error}"))
         found |= {option: FlagText(value, text.flag) for option, value in options.items()}
     return found
 
@@ -117,14 +125,13 @@ def stores(text: FlagText, table: str) -> dict[str, str]:
     weights, paths = words[0::2], words[1::2]
     if len(words) % 2 or not all(map(is_number, weights)):
         weights, paths = [], words
-    for path in paths:
-        if Path(f"{path}.idx").is_file():
-            raise ValueError(
-                f"{path} is a dataset of Megatron: datakit convert {path} --output STORE makes a store of it, "
-                "without tokenizing again"
-            )
     weighed = {f"{table}.weights": ",".join(weights)} if weights else {}
-    return {f"{table}.stores": ",".join(paths), **weighed}
+    options = {f"{table}.stores": ",".join(paths), **weighed}
+    foreign = [path for path in paths if Path(f"{path}.idx").is_file()]
+    if foreign:
+        what = f"{foreign[0]} is a dataset of Megatron: datakit convert {foreign[0]} --output STORE makes a store of it"
+        raise NotConverted(f"{what}, without tokenizing again", options)
+    return options
 
 
 def is_number(text: str) -> bool:

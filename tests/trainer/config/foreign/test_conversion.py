@@ -166,3 +166,13 @@ def test_words_are_expanded_as_a_shell_does() -> None:
         *("--a", "3", "--b", "2", "--a 3 --b 2", "$X", "a", "b", "c", "a", "b c", "d", "e", "d e", "--c=$1", "$A"),
         "pre3post",
     ]
+
+
+def test_a_dataset_of_megatron_is_named_with_its_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text_document.idx").touch()
+    text, said = converted(capsys, "--lr 1 --train-data-path 1 text_document")
+    assert tomllib.loads(text)["data"]["stores"] == ["text_document"]
+    assert "datakit convert text_document --output STORE makes a store of it" in said
