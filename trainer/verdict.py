@@ -21,14 +21,14 @@ class StepStats:
     `comm_s` is that in collectives, `comm_tp_s` and `comm_dp_s` parts of it, `bubble_s` that for pipeline neighbours.
     """
 
-    loss: float
-    grad_norm: float
-    lr: float
-    num_tokens: int
-    comm_s: float
-    comm_tp_s: float
-    comm_dp_s: float
-    bubble_s: float
+    loss: float  # of a token, over the global batch
+    grad_norm: float  # of the whole gradient, before it was clipped
+    lr: float  # of this step
+    num_tokens: int  # unmasked tokens of the global batch
+    comm_s: float  # waits in all collectives
+    comm_tp_s: float  # those along tp among them
+    comm_dp_s: float  # those along dp among them
+    bubble_s: float  # waits for pipeline neighbours
 
 
 class PendingStats:

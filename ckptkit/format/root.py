@@ -75,15 +75,15 @@ class Root:
     """
 
     step: int
-    attempt: str
-    layout: ParallelLayout
-    num_layers: int
-    tensors: Mapping[str, TensorInfo]
-    parts: tuple[Part, ...]
-    metadata: Mapping[str, Any]
-    saved: Saved | None = None
-    share: Share | None = None
-    certificate: Mapping[str, Any] | None = None
+    attempt: str  # the folder of its files, below that of the step
+    layout: ParallelLayout  # that it was saved under
+    num_layers: int  # what pipeline stages are cut from
+    tensors: Mapping[str, TensorInfo]  # all of them, by name
+    parts: tuple[Part, ...]  # the files of all writers
+    metadata: Mapping[str, Any]  # free JSON of the saver; its numbers are metrics
+    saved: Saved | None = None  # how, where and when
+    share: Share | None = None  # which writers, if not all
+    certificate: Mapping[str, Any] | None = None  # the sums of the values of its tensors
 
     def check(self) -> None:
         """Raise UserError if a reader would refuse this root, before anything is saved."""

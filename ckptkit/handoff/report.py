@@ -14,15 +14,15 @@ class SaveReport:
     """
 
     step: int
-    ok: bool
-    error: str
-    data_bytes: int
-    write_s: float
-    stall_s: float
-    num_attempts: int = 1
-    skipped: bool = False
-    warning: str = ""
-    url: str = ""
+    ok: bool  # the step is committed
+    error: str  # why it is not; empty if it is
+    data_bytes: int  # bytes of this rank's data files
+    write_s: float  # seconds of writer and storage
+    stall_s: float  # seconds that the training loop waited
+    num_attempts: int = 1  # more than 1 if something was tried again
+    skipped: bool = False  # left out, as the save before still ran
+    warning: str = ""  # why older steps were not pruned
+    url: str = ""  # the tier of a copy; empty for the save itself
 
 
 @dataclass(frozen=True, slots=True)

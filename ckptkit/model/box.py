@@ -13,11 +13,12 @@ from typing import Any
 class Box:
     """An axis-aligned n-D box in a global tensor's index space."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # the first index in each dim
+    shape: tuple[int, ...]  # the length in each dim
 
     @property
     def numel(self) -> int:
+        """Return the elements of the box."""
         return math.prod(self.shape)
 
 

@@ -26,12 +26,12 @@ class Coords:
 class ParallelLayout:
     """Sizes of the axes; `virtual` is the number of stages that a pipeline rank holds."""
 
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    dp: int = 1
-    pp: int = 1
-    virtual: int = 1
+    tp: int = 1  # tensor parallel
+    cp: int = 1  # context parallel
+    ep: int = 1  # expert parallel, borrowed from dp * cp
+    dp: int = 1  # data parallel
+    pp: int = 1  # pipeline parallel
+    virtual: int = 1  # stages of a pipeline rank
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -43,10 +43,12 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks, tp * cp * dp * pp."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def num_stages(self) -> int:
+        """Return the stages of all pipeline ranks."""
         return self.pp * self.virtual
 
     def along(self, axis: Axis, coords: Coords) -> tuple[int, int]:

@@ -22,17 +22,19 @@ MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL, MAX_LAYERS = 8, 255, 1 << 48, 1 << 20
 class TensorInfo:
     """Name, dtype (safetensors' names), true global shape and placement of one logical tensor."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    placement: Placement
+    name: str  # global, such as layers.17.attn.q.weight
+    dtype: str  # as in safetensors: F32, BF16, I64
+    shape: tuple[int, ...]  # of the whole tensor, without padding
+    placement: Placement  # which ranks hold which part
 
     @property
     def numel(self) -> int:
+        """Return the elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
+        """Return the bytes of the whole tensor."""
         return self.numel * ITEMSIZE[self.dtype]
 
 

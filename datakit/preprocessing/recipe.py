@@ -35,12 +35,12 @@ class Recipe:
     append_eod: bool = False
     text_key: str = "text"
     txt_split: str = "file"
-    split: tuple[float, float] | None = None
-    skip_invalid: bool = False
-    skip_empty: bool = False
-    max_chars: int | None = None
-    tags: tuple[Tag, ...] = ()
-    dedup: bool = False
+    split: tuple[float, float] | None = None  # shares of the train and the valid store
+    skip_invalid: bool = False  # leave out what cannot be read or tokenized
+    skip_empty: bool = False  # leave out documents without a text
+    max_chars: int | None = None  # leave out longer documents
+    tags: tuple[Tag, ...] = ()  # names of parts of the input
+    dedup: bool = False  # leave out texts that came before
     rules_version: int = RULES_VERSION
 
     def __post_init__(self) -> None:

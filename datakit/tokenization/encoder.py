@@ -30,7 +30,8 @@ class Encoder(Protocol):
     """What turns documents into ids in bulk; `after` are the ids that are put after each text."""
 
     @property
-    def after(self) -> tuple[int, ...]: ...
+    def after(self) -> tuple[int, ...]:
+        """Return the ids that are put after each text."""
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Return the ids of each text, on one thread."""

@@ -177,3 +177,10 @@ options = CheckpointerOptions(tiers=(Tier("s3://bucket/run", every=1000),))  # b
 from ckptkit import Node, nodes_of
 
 nodes: list[Node] = nodes_of(["a", "a", "b", "b"], [0, 0, 2, 2])  # the machines of four ranks
+
+# %% NodePlaces
+from ckptkit import NodePlaces, nodes_here
+
+[node] = nodes_here(Alone())  # of each rank of the job
+places = NodePlaces(["run"], node, rank=0)  # this node's own disk, then the replica if it has one
+print([step for _, step in places.committed()])

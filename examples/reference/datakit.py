@@ -23,6 +23,12 @@ tokenizer: Tokenizer = open_tokenizer("tok.json")
 [ids] = tokenizer.encode_batch(["A token"])
 assert tokenizer.decode(ids) == "A token"
 
+# %% TokenizerTraining
+from datakit import TokenizerTraining
+
+training = TokenizerTraining(vocab_size=300, special_tokens=("<|user|>",), max_bytes=1_000_000)  # of a sample
+print(training.train(["corpus.txt"], "chat.json", report=print).num_documents)
+
 # %% Encoder
 from datakit import Encoder, choose_backend, open_encoder
 

@@ -25,7 +25,7 @@ def command_page(kit: str) -> str:
         (f"[`{kit} {verb.dest}`](#{kit}-{verb.dest})", plain(verb.help or "")) for verb in verbs._choices_actions
     ]
     return "\n".join([
-        f"# The command {kit}\n",
+        f"# {kit} commands\n",
         f"{plain(parser.description)} Each verb shows this with `{kit} VERB --help`.\n",
         table(("verb", "what it does"), summaries),
         *sections,

@@ -44,7 +44,7 @@ def gather_pages(folder: Path) -> None:
         shutil.copy(picture, folder / picture.relative_to(ROOT))
     for name, text in made_pages().items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(with_blank_lines(text))
     check_contents(tomllib.loads(CONFIG.read_text()), folder)
 
 

@@ -66,7 +66,16 @@ def reference_page(door: str) -> str:
     options = "    options:\n      heading: {0}\n      toc_label: {0}\n"
     entries = [f"::: {module}.{name}\n{options.format(name)}" for name, module in names.items()]
     where = f"the modules of `{door}`" if door in NAMED else f"`{door}`"
-    return "\n".join([f"# {door}\n", f"Import these from {where}.\n", *entries])
+    return "\n".join([f"# {door}\n", docstring(door) + "\n", f"Import these from {where}.\n", *entries])
+
+
+def docstring(door: str) -> str:
+    """Return what a door says of itself, without its name in front."""
+    stem = ROOT / door.replace(".", "/")
+    file = next(file for file in (stem / "__init__.py", stem.with_suffix(".py")) if file.is_file())
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    text = text.removeprefix(f"{door}: ")
+    return text[:1].upper() + text[1:]
 
 
 def reference_pages() -> dict[str, str]:

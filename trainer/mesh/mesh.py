@@ -74,6 +74,7 @@ class ProcessMesh:
 
     @property
     def has_last_stage(self) -> bool:
+        """Return whether this rank holds the last stage of the pipeline."""
         return self.coords.pp == self.layout.pp - 1
 
     def holders(self, name: str) -> Group:
