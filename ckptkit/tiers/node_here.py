@@ -35,9 +35,9 @@ def nodes_here(exchange: Exchange, given: Node | None = None) -> list[Node]:
 
 
 def _first_rank(exchange: Exchange) -> int:
-    """Return the first rank of this node."""
-    number = os.environ.get(LOCAL_RANK, "" if exchange.size > 1 else "0")
-    if not number.isdecimal():
+    """Return the first rank of this node; of a process alone it is that one, whatever started it."""
+    number = os.environ.get(LOCAL_RANK, "") if exchange.size > 1 else "0"
+    if not number.isdecimal() or int(number) > exchange.rank:
         text = f"rank {exchange.rank} of {exchange.size} does not know which ranks its node has: {LOCAL_RANK}={number}"
         raise UserError(
             text, hint="start the program with torchrun, or pass CheckpointerOptions(node=ckptkit.Node(...))"

@@ -1,7 +1,6 @@
 """NodePlaces: where one node of a run keeps its own files, on its disk and with its peer."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -63,17 +62,6 @@ class NodePlaces:
             return " ".join(map(str, self.quarantine(*newer))).encode()
 
         return sorted({int(each) for heard in agreed(exchange, act) for each in heard.split()})
-
-    def set_aside_after(self, step: int, exchange: Exchange, *, dry_run: bool) -> tuple[list[int], list[int]]:
-        """Set the steps after one aside in the places of all nodes; return them, and those that were damaged."""
-
-        def act() -> bytes:
-            reports = [run.set_aside_after(step, dry_run=dry_run) for run in (self.runs if self.leads else ())]
-            return json.dumps([[each.set_aside, each.quarantined] for each in reports]).encode()
-
-        done = [report for heard in agreed(exchange, act) for report in json.loads(heard)]
-        aside, damaged = (sorted({each for report in done for each in report[kind]}, reverse=True) for kind in (0, 1))
-        return aside, damaged
 
     def mark(self, token: str) -> None:
         """Leave a mark of this node in its own place, which no other node is to find."""

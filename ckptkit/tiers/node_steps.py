@@ -17,8 +17,6 @@ from ckptkit.format.keys import named_writers, step_folder
 from ckptkit.format.root import Part, Root, Share
 from ckptkit.io.blocks import xxh3_64
 from ckptkit.loading.exchange import Exchange, agreed, on_all
-from ckptkit.runs.catalogue import no_step
-from ckptkit.runs.rollback import RollbackReport
 from ckptkit.tiers.node_places import NodePlaces
 from ckptkit.tiers.node_reader import NodeReader, Source
 from ckptkit.tiers.tier import Node
@@ -28,6 +26,7 @@ from threefold.errors import CheckFailed
 T = TypeVar("T")
 Copy = tuple[int, int, int]  # of a file: the number of its part, the node and the place
 ALONE = Share(0, 1, 1)  # a root without a share names all files
+HINT = "start the missing nodes again, under their names, or load from a slower tier, which holds whole steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +105,6 @@ class NodeSteps:
                 on_all(self._exchange, lambda: self.places.quarantine(each))  # noqa: B023  # called at once
                 self._say(f"step {each} of {self.url} is not whole: {why}; it is set aside, and can be saved again")
 
-    def rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
-        """Make a whole step the newest on all nodes; UserError, before anything changes, if a newer one is pinned."""
-        if next(self.whole(step), None) is None:
-            raise no_step(self.places.runs[0].storage, step)
-        report = RollbackReport(self.url, step, dry_run)
-        for is_trial in (True, False)[: 1 if dry_run else 2]:
-            done = self.places.set_aside_after(step, self._exchange, dry_run=is_trial)
-            report.set_aside, report.quarantined = done
-        return report
-
     def check_apart(self, token: str) -> None:
         """UserError on all ranks if two nodes save to one place; `token` is a name that no other start has."""
         names = [node.name for node in self._nodes]
@@ -170,7 +159,7 @@ class NodeSteps:
         """Open a step without those copies of its files that are lost."""
         shares, why = put_together(self._look(step))
         if why:
-            raise CheckFailed(f"step {step} of {self.url} is not whole: {why}")
+            raise CheckFailed(f"step {step} of {self.url} is not whole: {why}", hint=HINT)
         assert self._seen is not None, "looked at"
         roots = self._seen.roots
         mine = {

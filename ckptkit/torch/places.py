@@ -6,13 +6,15 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from shlex import quote
 from typing import TypeVar
 
 from ckptkit.loading.exchange import Exchange, agreed, on_all
 from ckptkit.loading.reader import CheckpointReader
 from ckptkit.loading.roots import read_root
-from ckptkit.runs.catalogue import no_step
 from ckptkit.runs.fallback import Candidate, committed_candidates, set_aside
+from ckptkit.runs.rollback import RollbackReport
 from ckptkit.runs.run import Run
 from ckptkit.saving.options import CheckpointerOptions
 from ckptkit.tiers.node_here import nodes_here, own_name
@@ -82,7 +84,7 @@ class Places:
         for candidate in heapq.merge(own, shared, key=lambda each: -each.step):
             yield candidate
         if candidate is None:
-            raise no_step(self._first.storage, wanted)
+            raise self._lacking(wanted)
 
     def whole(self, exchange: Exchange, wanted: int | None) -> Iterator[int]:
         """Yield the steps that all nodes together hold, or a slower place, newest first; with a step that one."""
@@ -114,6 +116,23 @@ class Places:
         if exchange.rank == 0:
             set_aside((each for each in damaged if not self._is_of_nodes(each.url)), log)
 
+    def rollback(self, step: int, exchange: Exchange, *, dry_run: bool) -> RollbackReport:
+        """Set the steps after one aside on all nodes and in slower places; UserError, before, if none holds it."""
+        if next(self.whole(exchange, step), None) is None:
+            raise self._lacking(step)
+        places = [*self.own(exchange), *(self.slower if exchange.rank == 0 else ())]
+        report = RollbackReport(self.nodes(exchange).url, step, dry_run)
+
+        def act(is_trial: bool) -> bytes:
+            done = [place.set_aside_after(step, dry_run=is_trial) for place in places]
+            return json.dumps([[each.set_aside, each.quarantined] for each in done]).encode()
+
+        for is_trial in (True, False)[: 1 if dry_run else 2]:  # a pin anywhere is found before anything goes
+            done = [each for heard in agreed(exchange, partial(act, is_trial)) for each in json.loads(heard)]
+            report.set_aside = sorted({number for aside, _ in done for number in aside}, reverse=True)
+            report.quarantined = sorted({number for _, damaged in done for number in damaged}, reverse=True)
+        return report
+
     def prepare_saves(self, step: int, token: str, exchange: Exchange) -> None:
         """See to it, before the first save, that each node has a place of its own, and no remains in its way."""
         if self._tiers is not None:
@@ -140,6 +159,13 @@ class Places:
             for tier, step in zip(shared, known, strict=True)
         ]
         return (*(tier for tier in tiers if tier.of_node), *found)
+
+    def _lacking(self, wanted: int | None) -> UserError:
+        """Return the error that no place holds a step, or any."""
+        assert self._tiers is not None, "the first place is each node's own"
+        text = f"no node holds {'a step' if wanted is None else f'step {wanted}'} of {self._tiers.first.url}"
+        slower = "".join(f", nor does {place.url}" for place in self.slower)
+        return UserError(f"{text}{slower}", hint=f"check the URL; on this node: ckptkit ls {quote(self.own_url)}")
 
     def _is_of_nodes(self, url: str) -> bool:
         return self._tiers is not None and url == self._first.storage.address

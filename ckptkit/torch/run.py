@@ -182,10 +182,13 @@ class Run(AnyRun, Closing):
         return (step for step, _ in itertools.groupby(merged))
 
     def rollback(self, step: int, *, dry_run: bool = False) -> RollbackReport:
-        """Make a committed step the newest: set all newer ones aside, on every node; UserError if one is pinned."""
+        """Make a committed step the newest: set all newer ones aside; UserError if one is pinned.
+
+        Where the first tier is each node's own: on every node, and in slower tiers.
+        """
         if not self.is_of_nodes:
             return super().rollback(step, dry_run=dry_run)
-        return self._places.nodes(self._opened_exchange()).rollback(step, dry_run=dry_run)
+        return self._places.rollback(step, self._opened_exchange(), dry_run=dry_run)
 
     @property
     def is_of_nodes(self) -> bool:

@@ -27,7 +27,9 @@ STEPS_A_EPOCH = 10
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def trained(folder: Path, *, ours: bool, resumes: bool = False, options: Any = None, **named: Any) -> Any:
+def trained(
+    folder: Path, *, ours: bool, resumes: bool = False, options: Any = None, run: str = "run", **named: Any
+) -> Any:  # fmt: skip
     """Return a Trainer that has trained, whose checkpoints are its own or steps of a run."""
     from ckptkit.torch import HfTrainerCallback
 
@@ -36,7 +38,7 @@ def trained(folder: Path, *, ours: bool, resumes: bool = False, options: Any = N
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "label_names": ["y"],
         **named,
     }  # fmt: skip
-    callback = HfTrainerCallback(folder / "run", options or CheckpointerOptions())
+    callback = HfTrainerCallback(folder / run, options or CheckpointerOptions())
     trainer = transformers.Trainer(
         Small(), transformers.TrainingArguments(str(folder / "own"), **given), train_dataset=Samples(),
         eval_dataset=torch.utils.data.Subset(Samples(), range(8)), callbacks=[callback] if ours else [],
@@ -249,6 +251,21 @@ def test_a_slower_tier_is_gone_on_from(tmp_path: Path) -> None:
     trained(tmp_path, ours=True, resumes=True, options=options, max_steps=12)
     assert Run(tmp_path / "run").steps() == [12]
     assert Run(tmp_path / "slow").steps() == [4, 8, 12]
+
+
+def test_a_nodes_own_disk_and_its_replica_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THREEFOLD_NODE", "n0")
+    own, replica = tmp_path / "nvme" / "n0", tmp_path / "peers" / "n0" / "n0"
+    named: dict[str, Any] = {"run": "nvme/{node}", "save_total_limit": 2}
+    named["options"] = CheckpointerOptions(tiers=(Tier(f"{tmp_path}/peers/{{peer}}/{{node}}"),))
+    trained(tmp_path, ours=True, max_steps=12, **named)
+    assert (Run(own).steps(), Run(replica).newest()) == ([8, 12], 12)
+    shutil.rmtree(own)
+    trainer = trained(tmp_path, ours=True, resumes=True, max_steps=20, **named)
+    assert (Run(own).steps(), Run(replica).newest()) == ([16, 20], 20)
+    assert 8 not in Run(replica).steps()
+    expected = trained(tmp_path / "straight", ours=True, max_steps=20)
+    assert all(map(torch.equal, parameters_of(trainer.model), parameters_of(expected.model)))
 
 
 def test_a_step_beyond_the_limit_stays_until_slower_tiers_have_it(

@@ -274,6 +274,8 @@ def test_what_it_does_not_serve_is_refused_when_it_is_made(tmp_path: Path) -> No
     with pytest.raises(UserError, match="has a retention") as caught:
         LightningCheckpointIO(tmp_path, CheckpointerOptions(retention=Retention(keep_last=1)))
     assert "save_top_k" in str(caught.value.hint)
+    with pytest.raises(UserError, match="is each node's own"):
+        LightningCheckpointIO(tmp_path / "{node}")
     with pytest.raises(UserError, match="names one step"):
         LightningCheckpointIO(tmp_path / "step-000000001")
     plugin = LightningCheckpointIO(tmp_path)

@@ -39,10 +39,10 @@ class Job:
         """The committed steps of each node's own disk."""
         return [AnyRun(self.disk(node.name)).steps() for node in dict.fromkeys(self.nodes)]
 
-    def open(self, exchange: ThreadExchange, **options: Any) -> Run:
+    def open(self, exchange: ThreadExchange, step: str = "", **options: Any) -> Run:
         node = self.nodes[exchange.rank]
         made = CheckpointerOptions(node=node, tiers=self._tiers, deadline_s=5, retry_s=0, **options)
-        url = f"{self.folder}/machine-{node.name}/{{node}}"
+        url = f"{self.folder}/machine-{node.name}/{{node}}{step}"
         return Run(url, made, exchange=None if exchange.size == 1 else exchange)
 
     def run(self, function: Callable[[Run, int], Any], **options: Any) -> list[Any]:
@@ -158,14 +158,14 @@ def test_what_is_there_of_a_step_is_loaded_by_other_ranks_and_nodes(tmp_path: Pa
     assert {report.step for report in other.load(strict=len(other.nodes) == 4)} == {2}
 
 
-def test_one_node_and_one_rank(tmp_path: Path) -> None:
-    for sizes in ((1,), (2,)):
-        job = Job(tmp_path / str(sizes[0]), sizes, slower=2)
+def test_one_rank_one_node_and_uneven_nodes(tmp_path: Path) -> None:
+    for sizes in ((1,), (2,), (2, 1)):
+        job = Job(tmp_path / str(sizes), sizes, slower=2)
         job.save(1, 3)
-        assert AnyRun(tmp_path / str(sizes[0]) / "slow").steps() == [3]
+        assert AnyRun(tmp_path / str(sizes) / "slow").steps() == [3]
         assert job.load()[0].step == 3
         shutil.rmtree(job.disk("n0"))
-        assert job.load()[0].step == 3
+        assert job.load()[-1].step == 3
 
 
 def test_what_is_not_whole_is_no_step_and_not_in_the_way(tmp_path: Path, capfd: Console) -> None:
@@ -186,14 +186,33 @@ def test_what_is_not_whole_is_no_step_and_not_in_the_way(tmp_path: Path, capfd: 
     assert job.load()[0].step == 4
 
 
+def test_a_step_that_is_named_is_looked_for_in_all_places(tmp_path: Path) -> None:
+    job = Job(tmp_path, replica=False, slower=2)
+    job.save(2, 4)
+
+    def look(run: Run, rank: int) -> tuple[int | None, list[int], int]:
+        return run.newest(), list(run.newest_first()), run.load(state_of(rank, 0)).step
+
+    assert job.run(look, step="/step-000000002") == [(2, [2], 2)] * 4
+    shutil.rmtree(job.disk("n0"))
+    assert job.run(look, step="/step-000000002") == [(2, [2], 2)] * 4
+    assert job.load(2)[0].step == 2
+    assert job.steps() == [[], [2, 4]]
+    with pytest.raises(UserError, match=r"no node holds step 3 of .*\{node\}, nor does .*slow"):
+        job.load(3)
+    job.run(lambda run, rank: run.rollback(2))
+    assert (job.steps(), AnyRun(tmp_path / "slow").steps()) == ([[], [2]], [2])
+
+
 def test_roots_of_different_tries_are_not_one_step(tmp_path: Path) -> None:
     one, other = Job(tmp_path / "a", replica=False), Job(tmp_path / "b", replica=False)
     for job in (one, other):
         job.save(2)
     shutil.rmtree(one.disk("n1"))
     shutil.copytree(other.disk("n1"), one.disk("n1"))
-    with pytest.raises(CheckFailed, match="no node that is here has the files of writers"):
+    with pytest.raises(CheckFailed, match="no node that is here has the files of writers") as lacking:
         one.load()
+    assert "a slower tier" in str(lacking.value.hint)
 
 
 def test_rollback_goes_back_on_all_nodes(tmp_path: Path) -> None:
@@ -208,7 +227,7 @@ def test_rollback_goes_back_on_all_nodes(tmp_path: Path) -> None:
     assert job.steps() == [[2], [2]]
     assert job.load()[0].step == 2
     job.save(4)
-    with pytest.raises(UserError, match="holds no committed step 6"):
+    with pytest.raises(UserError, match="no node holds step 6 of"):
         job.run(lambda run, rank: run.rollback(6))
 
 
