@@ -14,6 +14,7 @@ from threefold.packages import needed_for
 with needed_for("datakit.torch"):
     from torch.utils.data import DataLoader
 
+LIBRARIES = ("torch.", "torchdata.")  # in whose frames a local "loader" is the one that begins
 COLLATORS = ("default_collate", "default_data_collator")  # which put a dim before those of the items
 OF_TRAINERS = "per_device_train_batch_size=1 and data_collator=lambda items: items[0]"
 PREPARE = "accelerator.prepare(model, optimizer) without the loader: each process reads what its dp_rank has"
@@ -24,7 +25,8 @@ def check_loader(dataset: Any, dp_size: int) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         loader, outer = frame.f_locals.get("loader"), frame.f_locals.get("self")
-        if isinstance(loader, DataLoader) and loader.dataset is dataset:
+        is_torchs = str(frame.f_globals.get("__name__")).startswith(LIBRARIES)
+        if is_torchs and isinstance(loader, DataLoader) and loader.dataset is dataset:
             _check_items(loader)
         num_sharers = _num_sharers(outer, dataset)
         if num_sharers > 1 and dp_size > 1:

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from datakit.dedup.item_hashes import find_duplicates
 from datakit.preprocessing.meter import Meter
-from datakit.preprocessing.recipe import TRAIN, VALID, WHOLE, Recipe, differences, input_digest, rules_of
+from datakit.preprocessing.recipe import (
+    TRAIN,
+    VALID,
+    WHOLE,
+    Recipe,
+    content_probe,
+    input_digest,
+    older_rules,
+    require_same,
+    rules_of,
+)
 from datakit.preprocessing.sources import Sources, require_unchanged
 from datakit.preprocessing.summary import StoreSummary, Summary
 from datakit.preprocessing.task import HASH, Task
@@ -156,6 +166,7 @@ class _Job:
             )
         self._files, self._item_bytes = files, item_bytes or default_item_bytes(files)
         self._sources: Sources | None = None  # of complete stores
+        self._rules_reported = recipe.rules_version
         self._input = {
             "num_files": len(files),
             "size_bytes": sum(file.size_bytes for file in files),
@@ -190,7 +201,9 @@ class _Job:
             if found is None:
                 return False
             self._follow(found.settings)
-            self._compare(found.tokenizer, found.settings, self._settings(part))
+            wanted = self.identity, self._settings(part)
+            require_same(self.output.place, (found.tokenizer, found.settings), wanted)
+            self._report_rules()
         self._sources = require_unchanged(self.output, self._files, self._report)
         self.output.settle(self.recipe.parts)  # a kill may have come between the last manifest and this
         return True
@@ -198,7 +211,10 @@ class _Job:
     def begin(self, backend: str) -> None:
         """Compare with what was begun here, or note what is begun now; UserError if the backend cannot serve."""
         require_backend(backend, self.recipe.tokenizer, self.tokenizer)
-        made_of = {"tokenizer": asdict(self.identity), "settings": self.recipe.settings(WHOLE), "input": self._input}
+        probe, tokenizes = content_probe(self._files), asdict(self.identity)
+        made_of = {
+            "tokenizer": tokenizes, "settings": self.recipe.settings(WHOLE), "input": self._input, "probe": probe
+        }  # fmt: skip
         place = f"{self.output.place}/{self.output.note_key}"
         note = self.output.begin(made_of)
         try:
@@ -207,9 +223,11 @@ class _Job:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckFailed(f"{place} is damaged: {error!r}", hint="choose another --output") from None
         self._follow(settings)
-        self._compare(tokenizer, settings, self.recipe.settings(WHOLE))
-        if found.get("input", self._input) != self._input:
-            self.output.take_over(note, input=self._input)
+        wanted = self.identity, self.recipe.settings(WHOLE)
+        require_same(self.output.place, (tokenizer, settings), wanted)
+        self._report_rules()
+        if found.get("input", self._input) != self._input or found.get("probe", probe) != probe:
+            self.output.take_over(note, input=self._input, probe=probe)
 
     def report_end(self) -> None:
         """Report an end-of-document token that is not written, as the tokenizer itself ends documents with it."""
@@ -321,18 +339,11 @@ class _Job:
 
     def _follow(self, settings: dict[str, Any]) -> None:
         """Go on by the rules of what is there, if they are older ones."""
-        version = rules_of(settings)
-        if version < self.recipe.rules_version:
-            self.recipe = replace(self.recipe, rules_version=version)
-            self._report(
-                f"{self.output.place} follows the rules that it was begun under: a row of nulls is an empty document, "
-                "--append-eod writes an end token also after the tokenizer's own"
-            )
+        version = min(rules_of(settings), self.recipe.rules_version)
+        self.recipe = replace(self.recipe, rules_version=version)
 
-    def _compare(self, tokenizer: TokenizerIdentity, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        sentences = differences((tokenizer, found), (self.identity, wanted))
-        if sentences:
-            raise UserError(
-                f"{self.output.place} was made otherwise: {'; '.join(sentences)}",
-                hint="rerun with what it was made with, or choose another --output",
-            )
+    def _report_rules(self) -> None:
+        """Report once that what is there follows older rules, after it was compared: what they change here."""
+        if self.recipe.rules_version < self._rules_reported:
+            self._rules_reported = self.recipe.rules_version
+            self._report(f"{self.output.place} follows the rules that it was begun under: {older_rules(self.recipe)}")

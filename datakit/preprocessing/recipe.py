@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from datakit.files.remote_file import is_url
 from datakit.store.tags import Tag
 from datakit.text.documents import DocumentRules
 from datakit.text.inputs import InputFile
@@ -16,6 +17,7 @@ from threefold.errors import UserError
 from threefold.masking import masked
 
 WHOLE, TRAIN, VALID = "", "train", "valid"
+MOST_PROBED, PROBED_BYTES = 1024, 4096
 RULES_VERSION = 2  # by version 1 a row of nulls was an empty document, and an end token that was there came twice
 
 
@@ -116,6 +118,42 @@ def ends_with(after: Sequence[int], identity: TokenizerIdentity) -> bool:
 def input_digest(files: Sequence[InputFile]) -> str:
     """XXH3-64 over the paths and sizes of the input files."""
     return xxhash.xxh3_64_hexdigest(orjson.dumps([[masked(file.path), file.size_bytes] for file in files]))
+
+
+def content_probe(files: Sequence[InputFile]) -> str:
+    """XXH3-64 of what a glance shows of the content of the files: ETags, else their first and last bytes.
+
+    Files of equal names and sizes on two machines may differ. Of many files some are looked at, evenly spread.
+    """
+    digest = xxhash.xxh3_64()
+    for file in files[:: -(-len(files) // MOST_PROBED)]:
+        digest.update(file.etag.encode() or _ends_of(file))
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _ends_of(file: InputFile) -> bytes:
+    if is_url(file.path):  # without an ETag, and a request for each would take long
+        return b""
+    first = file.read_range(0, min(PROBED_BYTES, file.size_bytes))
+    return first + file.read_range(max(file.size_bytes - PROBED_BYTES, 0), file.size_bytes)
+
+
+def older_rules(recipe: Recipe) -> str:
+    """Return what the rules of version 1 do otherwise with this recipe."""
+    end = ", --append-eod writes an end token also after the tokenizer's own" if recipe.append_eod else ""
+    return f"a row of nulls is an empty document{end}"
+
+
+def require_same(
+    place: str, found: tuple[TokenizerIdentity, dict[str, Any]], wanted: tuple[TokenizerIdentity, dict[str, Any]]
+) -> None:
+    """Raise UserError if what is at a place was made with another tokenizer or other settings."""
+    if sentences := differences(found, wanted):
+        raise UserError(
+            f"{place} was made otherwise: {'; '.join(sentences)}",
+            hint="rerun with what it was made with, or choose another --output",
+        )
 
 
 def differences(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from datakit.files.durable import reading
-from datakit.remote.cache_folder import CacheFolder, checked, is_full, pages
+from datakit.remote.cache_folder import CacheFolder, checked, is_full, larger_cache, pages
 from datakit.remote.holdings import Kind
 from datakit.remote.native import cache_library
 from datakit.store.shard import Int64s, mapped_at
@@ -75,7 +75,7 @@ class BlockCache:
         if num_bytes > self.max_bytes and not self.is_used:
             raise UserError(
                 f"the cache {self.place} has {self.max_bytes} bytes, and a step maps {num_bytes} bytes of blocks",
-                hint=f"--data.cache-mib {max(-(-num_bytes >> 20), _least_mib(largest))}, or more",
+                hint=larger_cache(max(-(-num_bytes >> 20), _least_mib(largest))),
             )
         self.is_used = True
 
@@ -221,7 +221,7 @@ class BlockCache:
             raise UserError(
                 f"a block of {num_bytes} bytes does not fit into a quarter of the cache {self.place}, as it has to: "
                 f"that has {self.max_bytes} bytes",
-                hint=f"--data.cache-mib {_least_mib(num_bytes)}, or more",
+                hint=larger_cache(_least_mib(num_bytes)),
             )
         self._folder.retried(lambda: self._write_all(blocks, contents, num_bytes))
         self.bytes_added += sum(size for _, size in blocks)
@@ -253,7 +253,10 @@ def shared_cache(folder: str | Path, cache_mib: int) -> BlockCache:
     if not isinstance(cache_mib, int) or cache_mib < 1:
         raise UserError(f"a cache has a whole number of MiB, 1 or more, not {cache_mib!r}", hint="cache_mib=10240")
     if "://" in str(folder):
-        raise UserError(f"the cache {folder} is not a folder of this machine", hint="--data.cache /local/cache")
+        raise UserError(
+            f"the cache {folder} is not a folder of this machine",
+            hint="--data.cache /local/cache, or cache='/local/cache' in a program",
+        )
     open_storage(folder)  # refuses "~", which only a shell knows, and what is not a path
     place, max_bytes = Path(folder).absolute(), cache_mib << 20
     with _lock:

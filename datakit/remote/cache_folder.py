@@ -46,6 +46,11 @@ _LOCKS, _IN_USE = ".locks", ".in-use"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def larger_cache(least_mib: int) -> str:
+    """Return the hint that asks for a larger cache: of a configuration's flag, and of a program's argument."""
+    return f"--data.cache-mib {least_mib}, or more; cache_mib={least_mib} in a program"
+
+
 class CacheFolder:
     """Safe to use from several threads and processes, and after a fork.
 
@@ -145,7 +150,7 @@ class CacheFolder:
                 raise UserError(
                     f"the cache {self.place} of {self.max_bytes} bytes has no room for {num_bytes} more beside what "
                     f"{self._num_processes} processes hold of it",
-                    hint=f"--data.cache-mib {-(-2 * (self.max_bytes + num_bytes) >> 20)}, or more",
+                    hint=larger_cache(-(-2 * (self.max_bytes + num_bytes) >> 20)),
                 )
             time.sleep(pause_s)
         try:
@@ -259,11 +264,10 @@ class CacheFolder:
         try:
             yield
         except OSError as error:
-            hint = "--data.cache FOLDER that can be written"
+            hint = "--data.cache FOLDER that can be written, or cache=FOLDER in a program"
             if is_full(error):
-                hint = (
-                    f"make room, or --data.cache-mib less than {max(2, self.max_bytes >> 20)}, or another --data.cache"
-                )
+                most = max(2, self.max_bytes >> 20)
+                hint = f"make room, or --data.cache-mib (cache_mib in a program) below {most}, or another cache"
             what = f"cannot use the cache {self.place}: {error.strerror or error}"
             raise StorageError(what, hint=hint) from error
 

@@ -149,7 +149,7 @@ class Loader(Closing):
         blend.sources.check_steps(cursor.num_samples, self.global_batch_size)
         self._drop_ahead()
         if blend is not self._blend:
-            self._end_reading()
+            self._end_step()
             self._blend = blend
             vars(self).pop("_record", None)
         self._num_samples = cursor.num_samples
@@ -297,6 +297,14 @@ class Loader(Closing):
     def _start_thread(self) -> None:
         self._thread, self._process = MakingThread("datakit-loader"), os.getpid()
         self._ahead = self._reading = None
+
+    def _end_step(self) -> None:
+        """End the thread with what it makes, which reads of one blend; the next step starts another."""
+        if self._process == os.getpid() and not self._thread.is_closed:
+            self._thread.close()
+            self._thread.wait()
+            self._end_reading()
+            self._start_thread()
 
     def _end_reading(self) -> None:
         if self._reading:

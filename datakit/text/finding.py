@@ -193,7 +193,21 @@ def _once(files: Iterable[tuple[str, int]], repeated: list[str]) -> Iterator[str
 
 
 def _find_remote(url: str, faults: Faults) -> tuple[str, dict[str, ObjectInfo]]:
-    """Return a folder and the objects below it that a URL names; for one object itself that, under the key ""."""
+    """Return a folder and the objects below it that a URL names; for one object itself that, under the key "".
+
+    What cannot be listed, and what is not there, goes into `faults`.
+    """
+    try:
+        folder, objects = _listed(url)
+    except UserError as error:
+        faults.append(error)
+        return url, {}
+    if not objects:
+        faults.append(UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files"))
+    return folder, objects
+
+
+def _listed(url: str) -> tuple[str, dict[str, ObjectInfo]]:
     if not glob.has_magic(url):
         storage, name = storage_of(url)
         if name and not url.endswith("/") and (info := storage.info(name)):
@@ -204,8 +218,6 @@ def _find_remote(url: str, faults: Faults) -> tuple[str, dict[str, ObjectInfo]]:
         folder = url[: re.search(r"[*?[]", url).start()].rpartition("/")[0]  # type: ignore[union-attr]  # has_magic
         matches = _matcher(url[len(folder) + 1 :])
         objects = {info.key: info for info in open_repeating(folder).list() if matches(info.key)}
-    if not objects:
-        faults.append(UserError(f"no such input: {url}", hint="check the URL; a folder must hold text files"))
     return folder, objects
 
 

@@ -104,6 +104,21 @@ def test_a_right_that_is_lacking_stays_one_error(home: Path, s3_url: str) -> Non
     assert "aws sso login" in str(caught.value.hint)
 
 
+def test_a_refusal_of_keys_in_a_file_that_is_as_it_was_makes_no_other_session(
+    home: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_credentials(home, "default", READ_ONLY_KEY, READ_ONLY_SECRET)
+    storage, made, usual = open_storage(s3_url), [], AwsCredentials.find
+    monkeypatch.setattr(AwsCredentials, "find", lambda url: (made.append(url), usual(url))[1])
+    for _ in range(3):
+        with pytest.raises(StorageError, match="refused the profile 'default'"):
+            storage.write("key", b"content")
+    assert not made
+    write_credentials(home, "default", ACCESS_KEY, SECRET_KEY)
+    storage.write("key", b"content")
+    assert len(made) == 1
+
+
 def test_a_program_that_fails_is_named(home: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_process(home, [{"Version": 7}])
     monkeypatch.setenv("AWS_PROFILE", "made")

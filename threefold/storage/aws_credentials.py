@@ -19,6 +19,7 @@ BY_OBSTORE = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )  # fmt: skip
 FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+OF_FILES = ("shared-credentials-file", "config-file")  # botocore's providers of keys that are in a file
 _OF_THE_MACHINE = ("container-role", "iam-role")  # providers that ask a server which may not be there
 
 
@@ -27,7 +28,12 @@ class AwsCredentials:
 
     def __init__(self, url: str, found: Any, profile: str, region: str | None) -> None:
         self.url, self.profile, self.region, self.fault = url, profile, region, ""
-        self._found = found
+        self._found, self._files = found, _state_of_files()
+
+    @property
+    def may_be_new(self) -> bool:
+        """Whether a look at the files may find others: keys that are in a file are as they were while that is."""
+        return self._found.method not in OF_FILES or _state_of_files() != self._files
 
     @classmethod
     def find(cls, url: str) -> "AwsCredentials | None":
@@ -71,6 +77,19 @@ class AwsCredentials:
     def hint(self) -> str:
         """What to do if they are refused."""
         return _hint(self.profile)
+
+
+def _state_of_files() -> list[tuple[int, int] | None]:
+    """Return size and time of change of each file, None of one that is not there."""
+    found: list[tuple[int, int] | None] = []
+    for name, path in FILES.items():
+        try:
+            status = Path(os.environ.get(name) or path).expanduser().stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _hint(profile: str) -> str:

@@ -271,8 +271,8 @@ class ObjectStorage:
             raise self._failure(error, doing, key) from shown_cause(error)
 
     def _renew(self) -> bool:
-        """Read credentials of files once more, as they may have been replaced; False if they are of the environment."""
-        if self._service.credentials is None:
+        """Read credentials of files once more, if they may have been replaced; False if no others can be there."""
+        if self._service.credentials is None or not self._service.credentials.may_be_new:
             return False
         try:
             self._service = open_service(self.url)

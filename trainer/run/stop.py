@@ -6,6 +6,7 @@ import sys
 import time
 
 from threefold.cli import SAME_WITHIN_S
+from threefold.errors import UserError
 from trainer.job.heard_signals import ASKING, HeardSignals
 
 ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of these ends the process
@@ -21,6 +22,8 @@ class StopRequest:
 
     def __init__(self, *, speaks: bool, max_time_s: float = 0.0) -> None:
         """Prepare; `speaks` on the one rank that reports the signal. `number` is OUT_OF_TIME after `max_time_s`."""
+        if not max_time_s >= 0:  # so put that a NaN is refused too
+            raise UserError(f"train.max_time_s is {max_time_s}, not 0 or more", hint="--train.max-time-s 3600")
         self._speaks, self._signal = speaks, 0
         self._first_s = 0.0  # when the first of ENDING came
         self._ends_at_s = time.monotonic() + max_time_s if max_time_s else float("inf")

@@ -86,6 +86,14 @@ class IterableDatasetShard:
         return list(islice(self.dataset, 2))
 
 
+def test_another_loader_over_the_same_dataset_that_nothing_reads_is_not_judged(stream: NumberedStream) -> None:
+    dataset = StreamDataset(stream.blend, ROWS)
+    loader = DataLoader(dataset, batch_size=3)
+    read = DataLoader(dataset, batch_size=None)
+    assert [stream.samples(batch) for batch in first_batches(read, 3)] == stream.expected(0, 3, ROWS)
+    assert loader.batch_size == 3
+
+
 def test_a_dispatcher_that_is_being_made_is_no_fault(stream: NumberedStream) -> None:
     dispatcher = DataLoaderDispatcher(2)
     del dispatcher.state

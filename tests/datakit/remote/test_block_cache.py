@@ -263,7 +263,7 @@ def test_the_first_batch_that_maps_more_than_there_is_names_the_least(tmp_path: 
     for sizes, least in ((blocks, 5), (np.array([1 << 20, 1]), 5), (np.append(blocks, 5 << 20), 21)):
         with pytest.raises(UserError, match=rf"has 1048576 bytes, and a step maps {sizes.sum()} bytes") as caught:
             cache.check_step(sizes)
-        assert caught.value.hint == f"--data.cache-mib {least}, or more"
+        assert caught.value.hint == f"--data.cache-mib {least}, or more; cache_mib={least} in a program"
         enough = BlockCache(tmp_path, least << 20)
         enough.check_step(sizes)
         name, size = str(least), int(sizes.max())

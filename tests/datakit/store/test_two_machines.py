@@ -133,6 +133,26 @@ def test_two_runs_of_one_input_make_one_store(
     assert not verify(f"{s3_url}/out")
 
 
+@pytest.mark.parametrize("verb", ["preprocess", "preprocess --dedup"])
+def test_other_content_of_equal_names_and_sizes_is_another_input(
+    s3_url: str, tmp_path: Path, texts: list[str], tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Each machine has a file of this name and size on a disk of its own."""
+    (tmp_path / "tok.json").write_bytes(Path(tokenizer_path).read_bytes())
+    write_jsonl(tmp_path / "a.jsonl", texts[:40])
+    content = (tmp_path / "a.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            VERBS[verb](tmp_path / "a", f"{s3_url}/out")
+    (tmp_path / "a.jsonl").write_bytes(content.swapcase())
+    with pytest.raises(UserError, match="was begun from other input by run"):
+        VERBS[verb](tmp_path / "a", f"{s3_url}/out")
+    (tmp_path / "a.jsonl").write_bytes(content)  # a copy has another time
+    VERBS[verb](tmp_path / "a", f"{s3_url}/out")
+    assert not verify(f"{s3_url}/out")
+
+
 def test_a_half_made_store_of_this_machine_goes_on_with_input_that_has_changed(
     tmp_path: Path, stores: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """Copies of a store in a blend: each has an order of its own, by the format page; older runs go on as they began."""
 
 import pickle
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +130,30 @@ def test_a_stream_in_the_older_order_follows_a_cursor_of_the_newer(older: Blend,
         loader.load_state_dict(other.state_dict())
         assert loader.state_dict() == other.state_dict()
         assert (loader.next_step().tokens == other.next_step().tokens).all()
+
+
+@pytest.mark.filterwarnings("ignore:the run goes on as it began")
+def test_a_step_in_flight_reads_of_one_stream_while_a_state_brings_another(
+    older: Blend, newer: Blend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, blends, usual = threading.Event(), list[tuple[Blend, Blend]](), Loader.read_ahead
+
+    def read_ahead(loader: Loader, *arguments: int, **named: int) -> None:
+        before = loader.blend
+        begun.set()
+        time.sleep(0.2)
+        blends.append((before, loader.blend))
+        usual(loader, *arguments, **named)
+
+    monkeypatch.setattr(Loader, "read_ahead", read_ahead)
+    with Loader(newer, 2, 3) as loader, Loader(older, 2, 3) as other:
+        loader.prefetch()
+        assert begun.wait(60)
+        loader.load_state_dict(other.state_dict())
+        assert loader.blend.digest() == older.digest() != newer.digest()
+        assert (loader.next_step().tokens == other.next_step().tokens).all()
+    assert len(blends) >= 2
+    assert all(before is after for before, after in blends)
 
 
 @pytest.mark.filterwarnings("ignore:the run goes on as it began")

@@ -109,6 +109,15 @@ def test_what_is_named_twice_is_read_once_and_named(folder: Path, arguments: lis
     assert once == ([expected] if expected else [])
 
 
+def test_urls_that_cannot_be_listed_are_faults_beside_the_others(folder: Path) -> None:
+    urls = ["s3://bucket/a//b", "ftp://:nowhere.invalid:x/a", "memory://nothing-here"]
+    found = find([*urls, "absent.jsonl"])
+    said = [fault.message for fault in found.faults]
+    assert any("empty part" in text for text in said)
+    assert any("absent.jsonl" in text for text in said)
+    assert len(said) == len(urls) + 1
+
+
 def test_many_that_are_named_twice_are_counted(folder: Path) -> None:
     names = [f"c/{number}.txt" for number in range(5)]
     for name in names:

@@ -13,6 +13,7 @@ import pytest
 
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import ROOT, Job, call, last_step
+from threefold.errors import UserError
 from threefold.storage import open_storage
 from trainer.run import stop
 from trainer.run.stop import StopRequest
@@ -79,6 +80,12 @@ def test_time_that_is_over_asks_for_an_end_and_a_signal_goes_first() -> None:
         wait_until(lambda: request.number == signal.SIGTERM)
     assert not StopRequest(speaks=False).number
     assert not StopRequest(speaks=False, max_time_s=3600).number
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0])
+def test_a_time_that_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(UserError, match=r"train\.max_time_s is"):
+        StopRequest(speaks=False, max_time_s=seconds)
 
 
 def test_a_second_signal_ends_a_process_that_waits_in_a_library() -> None:
