@@ -10,6 +10,7 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -110,14 +111,30 @@ class HfTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._remove_surplus()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
-        """Wait for the last save."""
+        """Wait for the last save, and make it again if it failed: no other follows."""
         try:
             if self._run is not None:
+                self._finish(self._run, state.global_step)
                 self._run.close()
                 self._remove_surplus(at_end=True)
         finally:
             self._run = None
             self._forget_resumed()
+
+    def _finish(self, run: Run, step: int) -> None:
+        """Save the last step again as long as it is not there, up to the bound of failures in a row.
+
+        With load_best_model_at_end the model is another one by now.
+        """
+        if self._trainer.args.load_best_model_at_end:
+            return
+        while step in self._saved and not run.has_saved(step):
+            log(f"saving step {step} again")
+            self._saved.discard(step)
+            self._save(self._trainer.model)
+        if step in self._saved:
+            with suppress(StorageError):  # saves that failed before were logged
+                run.wait()
 
     def _attach(self, trainer: Any) -> None:
         """Take the place of a Trainer's methods, once."""

@@ -219,6 +219,13 @@ class Run(AnyRun, Closing):
         self._collect(wait=True)
         return self._ended.take() if self._ended is not None else []
 
+    def has_saved(self, step: int) -> bool:
+        """Return, on all ranks together, whether a step is committed, once no save runs; no failure is forgotten."""
+        self._collect(wait=True)
+        exchange = self._opened_exchange()
+        there = agreed(exchange, lambda: json.dumps(exchange.rank == 0 and self.is_committed(step)).encode())
+        return bool(json.loads(there[0]))
+
     def close(self) -> None:
         """Wait for the running save and end the writer process; StorageError if a save failed that was not reported.
 

@@ -278,6 +278,24 @@ def test_a_step_beyond_the_limit_stays_until_slower_tiers_have_it(
     assert {4, 12} <= {*Run(s3_url).steps()}
 
 
+def test_a_last_save_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None follows it; what fails once is a place that is not a folder until the training is done."""
+    blocked, usual = tmp_path / "run" / "step-000000008", Run.has_saved
+
+    def has_saved(run: Run, step: int) -> bool:
+        found = usual(run, step)
+        if blocked.is_file():
+            blocked.unlink()
+        return found
+
+    monkeypatch.setattr(Run, "has_saved", has_saved, raising=False)
+    blocked.parent.mkdir()
+    blocked.write_text("")
+    trained(tmp_path, ours=True, max_steps=8)
+    assert Run(tmp_path / "run").steps() == [4, 8]
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
 def test_a_callback_of_another_trainer_is_named(tmp_path: Path) -> None:
     from ckptkit.torch import HfTrainerCallback
 
