@@ -88,10 +88,10 @@ class Rewording:
                 self.faults.append(f"{flag} {value}: it is a switch, leave it out")
         elif value is not None:
             self.arguments.append(f"{name}={value}")
+        elif rest and (not rest[0].startswith("--") or " " in rest[0]):
+            self.arguments += [name, rest.popleft()]
         else:
-            self.arguments.append(name)
-            if rest and (not rest[0].startswith("--") or " " in rest[0]):
-                self.arguments.append(rest.popleft())
+            self.faults.append(f"{flag}: needs a value")
         return True
 
     def _read_foreign(self, flag: str, value: str | None, rest: deque[str]) -> bool:

@@ -49,7 +49,11 @@ class Translator:
         if entry.meaning(values).kind == "no" and entry.metavar:
             num_values = max(num_values, len(list(open_values(following))))
         found = Found()
-        if not entry.metavar and not entry.is_family and values:
+        is_switch = not entry.metavar and not entry.is_family
+        if is_switch and values and values[0].lower() not in SWITCHED:
+            found.faults.append(f"{flag} {values[0]}: it is a switch, without a value")
+            return Taken(num_values, faults=found.faults)
+        if is_switch and values:
             is_negated = is_negated != (values.pop().lower() == "false")
         if entry.metavar and not values and not entry.metavar.endswith("?"):
             found.faults.append(f"{flag}: needs a value")
@@ -170,26 +174,27 @@ def answers(tables: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any],
     faults: list[tuple[set[str], str]] = []
     for name, value in tables.items():
         if not isinstance(value, Mapping) or not value:
-            if name in known or not add_answer(faults, name):
+            if name in known or not add_answer(faults, name, value):
                 kept[name] = value
             continue
         inner = {key: each for key, each in value.items() if f"{name}.{key}" in known}
         inner |= {
-            key: each for key, each in value.items() if key not in inner and not add_answer(faults, f"{name}.{key}")
+            key: each
+            for key, each in value.items()
+            if key not in inner and not add_answer(faults, f"{name}.{key}", each)
         }
         if inner or name in known:
             kept[name] = inner
     return kept, faults
 
 
-def add_answer(faults: list[tuple[set[str], str]], name: str) -> bool:
+def add_answer(faults: list[tuple[set[str], str]], name: str, value: Any) -> bool:
     """Add what another program's key of a TOML file is here; return whether a table has it."""
     entry = entry_of(name)
     if entry is None or entry.program != "torchtitan":
         return False
-    said = [meaning.text for meaning in entry.meanings if meaning.kind in ("no", "so")]
-    sets = [meaning.text for meaning in entry.meanings if meaning.kind == "sets"]
-    faults.append(
-        (set(), f"{name}: here it is {' or '.join(sets)}" if sets else f"{name}: {(said or ['leave it out'])[0]}")
-    )
+    meaning = entry.meaning([str(value)])
+    said = {"sets": f"here it is {meaning.text}", "by": f"as a flag, {entry.name}, it is understood"}
+    answer = said.get(meaning.kind) or (meaning.text if meaning.kind == "no" else f"leave it out, {meaning.text}")
+    faults.append((set(), f"{name}: {answer}"))
     return True

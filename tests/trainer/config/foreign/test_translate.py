@@ -109,11 +109,14 @@ def test_a_switch_of_ours_does_without_its_value(words: list[str], value: str) -
 
 
 def test_an_unknown_flag_stands_in_the_same_list(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = refused(capsys, "run.toml", "--fp16", "--model.num-layer", "3", "--per_device_train_batch_size")
+    words = ["--fp16", "--model.num-layer", "3", "--per_device_train_batch_size", "--swiglu=maybe", "--seq-length"]
+    lines = refused(capsys, "run.toml", *words)
     assert lines == [
         "--fp16: fp16 and its scaled loss do not exist here: --bf16",
         "unknown argument --model.num-layer, did you mean --model.num-layers?",
         "--per_device_train_batch_size: needs a value",
+        "--swiglu maybe: it is a switch, without a value",
+        "--seq-length: needs a value",
     ]
 
 
@@ -198,7 +201,8 @@ def test_a_deepspeed_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFix
 def test_keys_of_torchtitan_in_a_file_are_answered_with_ours() -> None:
     tables = {
         "training": {"local_batch_size": 8, "seq_len": 2048},
-        "optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-3, "name": "AdamW"},
+        "lr_scheduler": {"min_lr_factor": 0.1, "decay_type": "sqrt"},
         "model": {"name": "llama3", "num_layers": 2},
         "float8": {"emulate": False},
         "train": {"train_steps": 3},
@@ -209,6 +213,9 @@ def test_keys_of_torchtitan_in_a_file_are_answered_with_ours() -> None:
         "  training.local_batch_size: here it is train.micro_batch_size",
         "  training.seq_len: here it is train.seq_length",
         "  optimizer.lr: here it is optim.lr",
+        "  optimizer.name: leave it out, the optimizer is AdamW",
+        "  lr_scheduler.min_lr_factor: as a flag, --lr-scheduler.min-lr-factor, it is understood",
+        "  lr_scheduler.decay_type: the rate follows a cosine to --optim.min-lr",
         "  model.name: there is one transformer; its shape is in [model]: --model.num-layers, --model.hidden-size and "
         "others",
         "  float8.emulate: fp8 does not exist here: --bf16",
