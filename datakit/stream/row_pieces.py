@@ -24,6 +24,7 @@ ROW, STORE, START, NUM_TOKENS, GOES_ON = range(5)  # the columns of spans, each 
 _, _TOKENS, _COUNT, _ITEMSIZE, _GOES_ON = range(5)  # and of pieces, each a dk_piece
 
 _NO_MEMORY = -(2**63)
+_HOT_PIECES = 256  # are placed between two looks at what is in memory, as a look takes a tenth of a small batch's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class ShardTable:
 
     def __init__(self, stores: Sequence[TokenStore]) -> None:
         """Take the stores of a blend, or some of them."""
-        self._stores, self.is_cold = stores, False
+        self._stores, self.is_cold, self._num_unseen = stores, False, _HOT_PIECES
         self._starts = [array("q", store.token_starts) for store in stores]
         rows = [(each.buffer_info()[0], len(each) - 1, store.itemsize) for each, store in zip(self._starts, stores)]
         self._native = np.array(rows, np.int64)
@@ -140,6 +141,10 @@ class ShardTable:
         return pieces, held, begins
 
     def _ask_ahead(self, pieces: Int64s, held: list[Any], begins: Int64s) -> bool:
+        self._num_unseen += len(pieces)
+        if self._num_unseen < _HOT_PIECES and not self.is_cold:
+            return False
+        self._num_unseen = 0
         mapped = np.ascontiguousarray(pieces[begins != 0]) if None in held else pieces
         return len(mapped) > 0 and stream_library().dk_ask_ahead(address_of(mapped), len(mapped)) > 0
 
