@@ -1,6 +1,6 @@
 """Draw one number of several metrics files, by default the loss, as labelled curves over the steps into a PNG.
 
-Where a run was resumed, and where one was killed, its curve has a mark.
+Where a run was resumed, and where one was killed, its curve has a mark. The loss of evaluations is a dotted curve.
 """
 
 import argparse
@@ -36,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {path} holds no step with a {arguments.key}", file=sys.stderr)
             return 2
         # later runs are drawn thinner, so that a curve beneath one that it equals stays visible
-        axes.plot(*zip(*points, strict=True), label=label, linewidth=max(4 - 1.2 * index, 1.2))
+        [curve] = axes.plot(*zip(*points, strict=True), label=label, linewidth=max(4 - 1.2 * index, 1.2))
+        if evaluated := evaluations(found[path]) if arguments.key == "loss" else []:
+            style = {"color": curve.get_color(), "linestyle": ":", "marker": ".", "linewidth": max(3 - index, 1)}
+            axes.plot(*zip(*evaluated, strict=True), label=f"{label}: validation", **style)
         for step, how in marks(found[path], last_step):
             at = min(points, key=lambda point: abs(point[0] - step))
             shape = {"marker": "x"} if how == KILLED else {"marker": "o", "fillstyle": "none"}
@@ -58,6 +61,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 def points_of(lines: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     """(step, value) of every step that has the value."""
     return [(line["step"], line[key]) for line in lines if "event" not in line and line.get(key) is not None]
+
+
+def evaluations(lines: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(step, loss) of every evaluation."""
+    return [(line["step"], line["loss"]) for line in lines if line.get("event") == "eval"]
 
 
 def marks(lines: Sequence[dict[str, Any]], last_step: int) -> list[tuple[int, str]]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from threefold.cli import Parser, print_json, run
@@ -29,6 +29,7 @@ READ_ONLY_KEY, READ_ONLY_SECRET = "rokey", "rosecret"
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 20.0
 # Without these two it keeps 4 GB of uploads in memory.
+SOCKETS = Path("/tmp")  # where the server puts a socket for each of its ports, whatever TMPDIR says
 MEMORY_LIMIT, UPLOAD_LIMIT_MB = "700MiB", 256
 PORT_FLAGS = (
     "s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc",
@@ -43,6 +44,7 @@ class Server:
     pid: int
     port: int
     bucket: str
+    ports: tuple[int, ...] = ()  # of all its listeners: its sockets in SOCKETS are named by them
 
     @property
     def environment(self) -> dict[str, str]:
@@ -84,8 +86,8 @@ def start(directory: Path, port: int = 0, bucket: str = "test") -> Server:
             start_new_session=True,
             env=os.environ | {"GOMEMLIMIT": MEMORY_LIMIT},
         )
-    server = Server(process.pid, ports["s3.port"], bucket)
-    (directory / "server.json").write_text(json.dumps({"pid": server.pid, "port": server.port, "bucket": bucket}))
+    server = Server(process.pid, ports["s3.port"], bucket, tuple(ports.values()))
+    (directory / "server.json").write_text(json.dumps(asdict(server)))
     try:
         _wait_until_writable(server, process, directory / "weed.log")
     except BaseException:
@@ -96,10 +98,11 @@ def start(directory: Path, port: int = 0, bucket: str = "test") -> Server:
 
 
 def stop(directory: Path) -> bool:
-    """End the server on `directory` and wait until it is gone; whether one was running."""
-    server = running(directory)
+    """End the server on `directory`, wait until it is gone, and remove its sockets; whether one was running."""
+    known, server = noted(directory), running(directory)
     (directory / "server.json").unlink(missing_ok=True)
     if server is None:
+        remove_sockets(known)
         return False
     os.kill(server.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_WITHIN_S
@@ -108,6 +111,7 @@ def stop(directory: Path) -> bool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
         time.sleep(0.05)
+    remove_sockets(server)
     return True
 
 
@@ -185,12 +189,31 @@ def _wait_until_writable(server: Server, process: subprocess.Popen[bytes], log: 
 
 def running(directory: Path) -> Server | None:
     """Return the server that `directory` names, if that process still lives and really is ours."""
+    server = noted(directory)
+    if server is None:
+        return None
     try:
-        server = Server(**json.loads((directory / "server.json").read_text()))
         command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return None
     return server if f"-dir={directory / 'data'}".encode() in command.split(b"\0") else None
+
+
+def noted(directory: Path) -> Server | None:
+    """Return the server that `directory` names, be it alive or not."""
+    try:
+        fields = json.loads((directory / "server.json").read_text())
+    except FileNotFoundError:
+        return None
+    return Server(**fields | {"ports": tuple(fields.get("ports", ()))})
+
+
+def remove_sockets(server: Server | None) -> None:
+    """Remove what a server that ended left for its ports, which belong to no other since."""
+    for port in server.ports if server else ():
+        for path in SOCKETS.glob(f"seaweedfs-*-{port}.sock"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _alive(pid: int) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plot_metrics import KILLED, RESUMED, marks
+from tools.plot_metrics import KILLED, RESUMED, evaluations, marks, points_of
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
@@ -29,6 +29,12 @@ def test_a_plot_of_two_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert output.read_bytes().startswith(b"\x89PNG")
     assert plot(tmp_path / "a.jsonl", "--key", "nothing", "--output", output).returncode == 2
+
+
+def test_evaluations_are_a_curve_of_their_own() -> None:
+    lines = [{"step": 1, "loss": 3.0}, {"event": "eval", "step": 1, "loss": 4.0}, {"event": "save", "step": 1}]
+    assert evaluations(lines) == [(1, 4.0)]
+    assert points_of(lines, "loss") == [(1, 3.0)]
 
 
 def test_kills_and_resumes_are_marked() -> None:

