@@ -11,6 +11,7 @@ from threefold.options import argument
 from trainer.config import Config
 from trainer.config.foreign.translate import translated
 from trainer.job.failure import let_first_speak
+from trainer.job.slurm import adopt_slurm
 
 T = TypeVar("T")
 ELSEWHERE = (
@@ -28,7 +29,8 @@ class OfCheckpoint:
 
 
 def world_size() -> int:
-    """Return the number of processes torchrun started; 1 without it."""
+    """Return the number of processes that torchrun or srun started; 1 without them."""
+    adopt_slurm(os.environ)
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
