@@ -53,6 +53,8 @@ def test_the_journeys_run_as_typed(tmp_path: Path, s3_url: str) -> None:
     write_jsonl(folder / "corpus" / "a.jsonl", [path.read_text() for path in sources])
     (folder / "examples").mkdir()
     (folder / "examples" / "gpt-small.toml").write_text(SMALL)
+    tiny = (ROOT / "examples" / "tiny.toml").read_text()
+    (folder / "examples" / "tiny.toml").write_text(tiny.replace("train_steps = 80", "train_steps = 12"))
     commands = re.sub(r"(?<= )/data/", f"{tmp_path}/data/", journeys().replace("s3://bucket", s3_url))
     for typed, smaller in SMALLER.items():
         assert typed in commands
