@@ -18,6 +18,7 @@ BY_OBSTORE = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )  # fmt: skip
+DEFAULT_REGION = "us-east-1"
 FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 OF_FILES = ("shared-credentials-file", "config-file")  # botocore's providers of keys that are in a file
 _OF_THE_MACHINE = ("container-role", "iam-role")  # providers that ask a server which may not be there
@@ -46,11 +47,14 @@ class AwsCredentials:
             from botocore.exceptions import BotoCoreError
             from botocore.session import Session
         session = Session()
+        region = session.get_config_variable("region")
+        # of STS; botocore itself reads no AWS_REGION, and without any region asks no server
+        session.set_config_variable("region", os.environ.get("AWS_REGION") or region or DEFAULT_REGION)
         try:
             resolver = session.get_component("credential_provider")
             for name in _OF_THE_MACHINE:
                 resolver.remove(name)
-            found, region = session.get_credentials(), session.get_config_variable("region")
+            found = session.get_credentials()
         except BotoCoreError as error:
             raise UserError(f"cannot open {url}: {error}", hint=_hint(profile)) from error
         if found is None and profile:

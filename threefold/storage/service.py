@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from threefold.errors import UserError
 from threefold.masking import shown_cause
 from threefold.packages import needed_for
-from threefold.storage.aws_credentials import AwsCredentials
+from threefold.storage.aws_credentials import DEFAULT_REGION, AwsCredentials
 from threefold.storage.contract import OBJECT_STORES
 
 DEFAULT_ATTEMPTS = 8
@@ -94,7 +94,7 @@ def s3_endpoint() -> str | None:
 
 def s3_region(of_profile: str | None = None) -> str:
     """Return the region that the environment names, or a profile does."""
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or of_profile or "us-east-1"
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or of_profile or DEFAULT_REGION
 
 
 def _s3(bucket: str, path: str) -> Service:
