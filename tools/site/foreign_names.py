@@ -14,7 +14,8 @@ hide: [toc]
 
 Flags of these programs may be typed to `trainer train` as they are, and keys of torchtitan may be in its file. What
 exists here is taken. What does not ends the command: all of it is answered at once, in the words of this page.
-[From Megatron-LM](guides/from-megatron.md) shows how. `*` is any text.
+[From Megatron-LM](guides/from-megatron.md) shows how. `*` is any text. Flags that have one name in both, such as
+`--seq-length` and `--lr`, are among [the keys](configuration.md).
 """
 TITLES = {"deepspeed": "DeepSpeed: keys of its JSON"}
 FUNCTIONS = {
