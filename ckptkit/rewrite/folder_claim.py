@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptkit.foreign.folder import NOTE
 from ckptkit.loading.reader import CheckpointReader
+from ckptkit.runs.temporaries import Temporary, remove_unless_written
 from threefold.errors import CheckFailed, StorageError, UserError
 from threefold.storage import AlreadyExists, Storage, written_name
 from threefold.storage.folders import local_root
@@ -140,7 +141,10 @@ class FolderClaim:
                         os.rmdir(folder)
 
     def make_room(self, *, dry_run: bool) -> int:
-        """Remove the hidden files of a try that was killed; return their bytes, which a dry run leaves there."""
+        """Remove the hidden files of a try that was killed, not those that a living process writes.
+
+        Return the bytes of all of them; a dry run leaves them there.
+        """
         root, sizes = local_root(self._target), dict[str, int]()
         for folder, _, names in os.walk(root or ""):
             inner = os.path.relpath(folder, root)
@@ -150,8 +154,9 @@ class FolderClaim:
                     with contextlib.suppress(FileNotFoundError):  # renamed meanwhile by another process
                         status = os.lstat(os.path.join(folder, name))
                         sizes[os.path.normpath(f"{inner}/{name}")] = status.st_blocks * 512
-        if not dry_run:
-            self._target.delete(sizes)
+        for key in () if dry_run else sizes:
+            with contextlib.suppress(StorageError):  # another process removed it
+                remove_unless_written(self._target, Temporary(key, "", sizes[key], 0.0))
         return sum(sizes.values())
 
 

@@ -1,5 +1,6 @@
 """Two machines at once export into one folder, or make one step, of other checkpoints: one of them wins whole."""
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,21 @@ def test_an_export_does_not_delete_what_another_call_took_over(
     export_tensorstore(readers[0], target)
     assert ended
     assert objects_of(target) == alone(export_tensorstore, readers[0])
+
+
+def test_an_export_leaves_the_files_that_another_process_writes(
+    readers: tuple[CheckpointReader, CheckpointReader], tmp_path: Path
+) -> None:
+    """Those of a try that was killed go; a call that runs at the same time keeps its own."""
+    export_tensorstore(readers[0], open_storage(tmp_path / "out"))
+    chunk = next(path for path in (tmp_path / "out").rglob("0") if path.is_file())
+    killed, written = (chunk.with_name(f".{chunk.name}.{number:016x}.tmp") for number in (1, 2))
+    for path in (killed, written):
+        path.write_bytes(b"begun")
+    with open(written, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        export_tensorstore(readers[0], open_storage(tmp_path / "out"))
+    assert [killed.exists(), written.exists()] == [False, True]
 
 
 VERBS: dict[str, Verb] = {
