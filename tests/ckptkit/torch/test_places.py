@@ -158,14 +158,14 @@ def test_what_is_there_of_a_step_is_loaded_by_other_ranks_and_nodes(tmp_path: Pa
     assert {report.step for report in other.load(strict=len(other.nodes) == 4)} == {2}
 
 
-def test_one_rank_one_node_and_uneven_nodes(tmp_path: Path) -> None:
-    for sizes in ((1,), (2,), (2, 1)):
-        job = Job(tmp_path / str(sizes), sizes, slower=2)
-        job.save(1, 3)
-        assert AnyRun(tmp_path / str(sizes) / "slow").steps() == [3]
-        assert job.load()[0].step == 3
-        shutil.rmtree(job.disk("n0"))
-        assert job.load()[-1].step == 3
+@pytest.mark.parametrize("sizes", [(1,), (2,), (2, 1)])
+def test_one_rank_one_node_and_uneven_nodes(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    job = Job(tmp_path, sizes, slower=2)
+    job.save(1, 3)
+    assert AnyRun(tmp_path / "slow").steps() == [3]
+    assert job.load()[0].step == 3
+    shutil.rmtree(job.disk("n0"))
+    assert job.load()[-1].step == 3
 
 
 def test_what_is_not_whole_is_no_step_and_not_in_the_way(tmp_path: Path, capfd: Console) -> None:
