@@ -109,7 +109,7 @@ class Run(AnyRun, Closing):
             checkpointer.copy_next()  # the slower tiers lack that step
         self._num_known_failed = plan.status[FAILED]
         if self.is_of_nodes and not plan.status[FAILED] and not plan.status[BUSY]:
-            self.whole_step = self._last_step or self.whole_step
+            self.whole_step = self.whole_step if self._last_step is None else self._last_step
         checkpointer.needed = () if self.whole_step is None else (self.whole_step,)
         if self._options.when_busy == "skip" and plan.status[BUSY]:
             error = "skipped: a save before it still runs"
