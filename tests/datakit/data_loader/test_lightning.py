@@ -1,5 +1,6 @@
 """Lightning's own resume, with the callback: micro-batches go on after the last one that was trained on."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,15 @@ def test_a_loader_with_a_state_of_its_own_is_refused(stream: NumberedStream, tmp
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=needed).StatefulDataLoader
     with pytest.raises(UserError, match=r"Lightning saves the state of a StatefulDataLoader one micro-batch late"):
         fit(tmp_path, stream, 2, loader=stateful)
+
+
+def test_a_loader_with_a_state_is_warned_of_without_the_callback(stream: NumberedStream) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata: pip install torchdata")
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    loaders = stateful.StatefulDataLoader, DataLoader
+    for loader, warns in zip(loaders, (True, False), strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = pl.Trainer(max_steps=2, enable_model_summary=False, **options)
+            trainer.fit(Model(), loader(StreamDataset(stream.blend, 4), batch_size=None))
+        assert any("passes one over" in str(warning.message) for warning in caught) == warns

@@ -1,5 +1,7 @@
 """The loader around a dataset: options that change items or their order are refused, wherever it starts workers."""
 
+import sys
+import warnings
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +94,43 @@ def test_another_loader_over_the_same_dataset_that_nothing_reads_is_not_judged(s
     read = DataLoader(dataset, batch_size=None)
     assert [stream.samples(batch) for batch in first_batches(read, 3)] == stream.expected(0, 3, ROWS)
     assert loader.batch_size == 3
+
+
+class _PrefetchDataFetcher:
+    """As Lightning's: it has the next batch before the last one is trained on."""
+
+    def __init__(self, loader: Any, *, prefetch_batches: int) -> None:
+        self.loader, self.prefetch_batches, self.length = loader, prefetch_batches, None
+
+    def batches(self) -> list[Any]:
+        return first_batches(self.loader, 2)
+
+
+class StatefulLoader(DataLoader):
+    def load_state_dict(self, state: Any) -> None:
+        """As that of torchdata."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "ahead", "warns"), [(StatefulLoader, 1, 1), (StatefulLoader, 0, 0), (DataLoader, 1, 0)]
+)
+def test_a_state_that_will_be_ahead_is_warned_of(
+    stream: NumberedStream,
+    kind: type[DataLoader],
+    ahead: int,
+    warns: int,
+    num_workers: int,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader = kind(StreamDataset(stream.blend, ROWS), batch_size=None, num_workers=num_workers)
+    said = "passes one over: Trainer(callbacks=[LightningCursor(dataset)])"
+    with monkeypatch.context() as patch:  # of the workers, which are forked, too
+        patch.setattr(warnings, "warn", lambda text, **_: print(text, file=sys.stderr, flush=True))
+        read = _PrefetchDataFetcher(loader, prefetch_batches=ahead).batches()
+    assert [stream.samples(batch) for batch in read] == stream.expected(0, 2, ROWS)
+    assert capfd.readouterr().err.count(said) == warns
 
 
 def test_a_dispatcher_that_is_being_made_is_no_fault(stream: NumberedStream) -> None:
