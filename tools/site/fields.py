@@ -32,19 +32,42 @@ class Fields(griffe.Extension):
     def on_attribute_instance(self, *, node: Any, attr: griffe.Attribute, agent: Any, **more: Any) -> None:
         """Take default and help out of an option, or the comment behind a field."""
         value = getattr(node, "value", None)
-        if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "option" and attr.parent.is_class:
-            default, text = value.args[:2]
-            attr.value = griffe.safe_get_expression(default, parent=attr.parent)
-            attr.docstring = griffe.Docstring(joined(text), parent=attr)
-        elif attr.docstring is None and attr.parent.is_class and isinstance(attr.filepath, Path):
+        if not attr.parent.is_class:
+            return
+        if isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("option", "field"):
+            made = [keyword.value for keyword in value.keywords if keyword.arg == "default_factory"]
+            for default in value.args[:1] or made:
+                attr.value = griffe.safe_get_expression(called(default), parent=attr.parent)
+            if len(value.args) > 1:
+                attr.docstring = griffe.Docstring(sentence(joined(value.args[1])), parent=attr)
+        elif attr.docstring is None and isinstance(attr.filepath, Path):
             line = agent.code.splitlines()[node.end_lineno - 1]
             if comment := COMMENT.search(line):
-                attr.docstring = griffe.Docstring(comment[1][:1].upper() + comment[1][1:] + ".", parent=attr)
+                attr.docstring = griffe.Docstring(sentence(comment[1]), parent=attr)
 
     def on_class(self, *, cls: griffe.Class, loader: Any, **more: Any) -> None:
-        """Add the example of a class to its docstring."""
+        """Add the example of a class to its docstring, and leave out what its constructor makes for itself."""
+        for name, attr in list(cls.members.items()):
+            if not attr.is_attribute or "class-attribute" in attr.labels or attr.docstring is not None:
+                continue
+            if attr.annotation is None:
+                del cls.members[name]
+            elif "dataclass" not in cls.labels:
+                attr.value = None
         if (code := self.examples.get(cls.path)) and cls.docstring and "```python" not in cls.docstring.value:
             cls.docstring.value += f"\n\n```python\n{code}\n```"
+
+
+def called(default: ast.expr) -> ast.expr:
+    """Return a default, or the call of what makes it: `dict` and a class become `dict()` and `Class()`."""
+    is_made = isinstance(default, ast.Name) and (default.id in ("dict", "list") or default.id[:1].isupper())
+    is_constant = isinstance(default, ast.Name) and default.id.isupper()
+    return ast.Call(default, [], []) if is_made and not is_constant else default
+
+
+def sentence(text: str) -> str:
+    """Return a text with a capital letter and a full stop."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 def joined(node: ast.expr) -> str:
