@@ -60,6 +60,8 @@ def compared(exchange: Exchange, saved: Saved, match: Match, *, strict: bool) ->
         held_back = union("held_back")
         only_loose = strict and not union("faults")
         hint = "strict=False loads the rest and reports these" if only_loose else f"ckptkit inspect {quote(saved.url)}"
+        if only_loose and any(name.partition("/")[0] not in saved.keys for name in missing):
+            hint = f"its keys are {', '.join(saved.keys)}; {hint}"
         if any(fault.endswith(OTHER_KIND) for fault in faults):
             hint = 'make the optimizer that was saved, or leave its key out: run.load({"model": model})'
         if held_back and only_loose and not missing and not unexpected:

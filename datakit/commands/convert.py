@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from datakit.commands.shared import Linking, print_store
@@ -22,7 +23,10 @@ class Options(Linking):
         None, "what the sources are, else found out", flag="--from"
     )
     output: str = option(..., "folder or URL to make; a rerun continues in it", metavar="DIR")
-    tokenizer: str | None = option(None, "the tokenizer that made the datasets; for --to store", metavar="FILE")
+    tokenizer: str | None = option(
+        None, "the tokenizer that made the datasets, for --to store; else a store's own, if they are its shards",
+        metavar="FILE",
+    )  # fmt: skip
     eod_token: str | None = option(None, "its end-of-document token, else <|endoftext|>", metavar="TOKEN")
     documents: Literal["auto", "items", "eod"] = option(
         "auto",
@@ -58,15 +62,25 @@ def run(options: Options) -> None:
         print(*prefixes, sep="\n")
 
 
+def kept_beside(source: str) -> str | None:
+    """Return the folder of a source that is a shard of a store which keeps its tokenizer; None if it is not."""
+    from datakit.store.manifest import FILE_NAME, Manifest
+
+    folder = Path(source).parent
+    keeps = (folder / FILE_NAME).is_file() and Manifest.read(folder).tokenizer_files
+    return str(folder) if keeps else None
+
+
 def _convert_to_store(options: Options) -> None:
     from datakit.foreign.conversion import convert_to_store
     from datakit.foreign.foreign_store import Choices
     from datakit.tokenization.tokenizer import DEFAULT_EOD
 
-    if not options.tokenizer:
+    tokenizer = options.tokenizer or kept_beside(options.sources[0])
+    if tokenizer is None:
         raise UserError("a store needs the tokenizer that made its tokens", hint="--tokenizer FILE")
     eod_token = options.eod_token or DEFAULT_EOD
-    choices = Choices(options.tokenizer, eod_token, options.documents, options.column, options.dtype)
+    choices = Choices(tokenizer, eod_token, options.documents, options.column, options.dtype)
     store = convert_to_store(
         options.sources, options.output, choices, source_format=options.source_format, copy=options.copy
     )

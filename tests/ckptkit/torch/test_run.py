@@ -186,7 +186,7 @@ def test_names_that_do_not_match_are_one_error_and_nothing_changes(tmp_path: Pat
         assert lines == {
             *(f"missing in the checkpoint: {name}" for name in ("else", "model/0.weight", "model/0.bias", "nested/c")),
             *(f"not in the program: {name}" for name in ("model/weight", "model/bias", "nested/b")),
-            "hint: strict=False loads the rest and reports these",
+            "hint: its keys are model, epoch, nested; strict=False loads the rest and reports these",
         }
         for strict in (True, False):
             with pytest.raises(UserError, match=r"model/weight: float32 \[4, 3\] in the checkpoint, float32 \[4, 5\]"):

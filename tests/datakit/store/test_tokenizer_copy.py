@@ -81,12 +81,14 @@ def test_every_way_of_a_store_carries_it(tmp_path: Path, corpus: Path, tokenizer
     assert merge([old, store.path], tmp_path / "merged").manifest == merged.manifest  # complete already
 
 
-def test_converted_stores_keep_it(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+def test_converted_stores_keep_it(tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli) -> None:
     from datakit.foreign.foreign_store import Choices
 
     store = make(corpus, tmp_path / "store", tokenizer_path)
     made = from_megatron([store.path / "shard-000000-000"], tmp_path / "made", Choices(tokenizer_path))
     assert text_of(made) == TEXTS[1]
+    assert cli("convert", store.path / "shard-000000-000", "--output", tmp_path / "again") == 0  # by the store's own
+    assert text_of(TokenStore.open(tmp_path / "again")) == TEXTS[1]
 
 
 def test_damage_is_found_and_named(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
