@@ -251,7 +251,7 @@ def test_the_sample_shows_every_key() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_examples_are_valid(path: Path) -> None:
-    load_config(str(path))
+    load_config(str(path), {"data.valid.stores": FlagText("valid", "--data.valid.stores")})
 
 
 json_values = st.recursive(
@@ -275,7 +275,8 @@ def test_no_value_breaks_the_walker(name: str, value: object) -> None:
 def test_datakit_reads_of_a_runs_file_what_the_trainer_reads(example: Path) -> None:
     flags = {"data.stores": "a,b", "data.weights": "2,1", "data.max_epochs": "3", "train.seed": "7"}
     overrides = {name: FlagText(text, "--" + name) for name, text in flags.items()}
-    run, config = RunStream.read(str(example), overrides), load_config(str(example), overrides)
+    validates = {"data.valid.stores": FlagText("c", "--data.valid.stores")}  # the trainer's alone
+    run, config = RunStream.read(str(example), overrides), load_config(str(example), overrides | validates)
     for part, whole in ((run.data, config.data), (run.train, config.train)):
         assert dataclasses.asdict(part).items() <= dataclasses.asdict(whole).items()
     assert (run.data.stores, run.data.weights, run.data.max_epochs, run.train.seed) == (("a", "b"), (2.0, 1.0), 3, 7)
