@@ -20,6 +20,7 @@ from tools.site.reference import reference_pages
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "zensical.toml"
 RESULTS = "benchmarks/*/results*.md"  # pages that a page lists, and the contents need not
+SOURCES = tomllib.loads(CONFIG.read_text())["project"]["repo_url"]
 WIDE = ("docs/index.md",)  # pages without a list of their headings beside them
 MOVED = {"docs/index.md": "index.md", "README.md": "journeys.md"}  # pages that have another place in the site
 LINK = re.compile(r"(\]\(|\bsrc=\"|\bhref=\")(?![a-z]+:|#)([^)\s\"#]+)")
@@ -76,12 +77,17 @@ def results_page() -> str:
 
 
 def relinked(text: str, name: str) -> str:
-    """Return a page with its relative links led to where pages are in the site, from its own place there."""
+    """Return a page with its relative links led to where pages are in the site, and files that have no place there.
+
+    A file of the project that is not in the site, such as an example, is a link to the sources.
+    """
     here = PurePosixPath(name).parent
     new_here = PurePosixPath(MOVED.get(name, name)).parent
 
     def moved(link: re.Match[str]) -> str:
         place = relpath(here / link[2], ".")
+        if (ROOT / place).is_file() and not place.startswith("docs/") and not place.endswith((".md", ".png")):
+            return f"{link[1]}{SOURCES}/blob/main/{place}"
         return link[1] + relpath(MOVED.get(place, place), new_here)
 
     return re.sub(LINK, moved, text)

@@ -38,6 +38,12 @@ def test_links_follow_pages_that_moved() -> None:
     assert relinked("[a](https://a.b/README.md) [b](#here)", "docs/ops.md") == "[a](https://a.b/README.md) [b](#here)"
 
 
+def test_a_file_that_is_not_in_the_site_is_a_link_to_the_sources() -> None:
+    [link] = re.findall(r"\((.+)\)", relinked("[a](../../examples/gpt-small.toml)", "docs/guides/save.md"))
+    assert re.fullmatch(r"https://[^ ]+/blob/main/examples/gpt-small\.toml", link)
+    assert relinked("[a](../../examples/gone.toml)", "docs/guides/save.md") == "[a](../../examples/gone.toml)"
+
+
 def test_the_contents_list_every_page_once(tmp_path: Path) -> None:
     gather_pages(tmp_path)
     assert "docs/guides/save.md" in set(listed(tomllib.loads(CONFIG.read_text())["project"]["nav"]))
