@@ -1,5 +1,6 @@
 """Two machines, whose locks do not see each other, make one output behind a URL: one corpus is there whole, or both."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def test_other_content_of_equal_names_and_sizes_is_another_input(
         VERBS[verb](tmp_path / "a", f"{s3_url}/out")
     (tmp_path / "a.jsonl").write_bytes(content)  # a copy has another time
     VERBS[verb](tmp_path / "a", f"{s3_url}/out")
+    assert not verify(f"{s3_url}/out")
+
+
+def test_a_claim_from_before_content_was_glanced_at_is_gone_on_with(
+    s3_url: str, stores: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            VERBS["preprocess"](stores[0], f"{s3_url}/out")
+    storage, key = open_storage(f"{s3_url}/out"), Output(f"{s3_url}/out").note_key
+    note = json.loads(storage.read(key))
+    [made_of] = [part for part in (note, *note.values()) if isinstance(part, dict) and "probe" in part]
+    del made_of["probe"]
+    storage.write(key, json.dumps(note).encode())
+    VERBS["preprocess"](stores[0], f"{s3_url}/out")
     assert not verify(f"{s3_url}/out")
 
 
