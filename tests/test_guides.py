@@ -270,9 +270,9 @@ def test_every_command_of_a_guide_runs(
         if "s3://bucket/store" in commands and "--output s3://bucket/store" not in commands:
             preprocess([str(folder / "corpus")], f"{url}/store", Recipe(str(folder / "tok.json"), append_eod=True))
     if "ray start" in commands:
-        pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+        pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
     if "import tensorstore" in commands:
-        pytest.importorskip("tensorstore", reason="needs tensorstore: pip install 'threefold[tensorstore]'")
+        pytest.importorskip("tensorstore", reason="needs tensorstore: pip install -e '.[tensorstore]'")
     for package in ("torchdata", "transformers", "lightning", "accelerate"):
         if f"pip install {package}" in commands:
             pytest.importorskip(package, reason=f"needs {package}: pip install {package}", exc_type=ImportError)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from threefold.errors import UserError
+from threefold.installing import repair
 
 HEADERS = {"datakit": "datakit/datakit.h", "ckptkit": "ckptkit/ckptkit.h", "trainer": "ops/ops.h"}  # in csrc/
-BUILD = "pip install --force-reinstall --no-deps threefold    # in a clone: make native"
 Prototypes = Mapping[str, tuple[Any, ...]]  # by C name: the ctypes type of the result (None: void), then the arguments
 # the types that prototypes are written in; a pointer is an address, whatever it points to
 POINTER, TEXT, DOUBLE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
@@ -25,8 +25,13 @@ def load_library(kit: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     header = _package(kit).parent / "csrc" / HEADERS[kit]
     if header.exists() and _digest(header) != _built_of(library):
-        raise UserError(f"{kit}: {path} was built of another {header}", hint=BUILD)
+        raise UserError(f"{kit}: {path} was built of another {header}", hint=rebuild())
     return library
+
+
+def rebuild() -> str:
+    """Return the command that builds a native library again."""
+    return f"{repair()}    # in a clone: make native"
 
 
 def library_path(kit: str) -> Path:
@@ -36,7 +41,7 @@ def library_path(kit: str) -> Path:
         return path
     installed = importlib.util.find_spec(f"{kit}._native")  # an editable install keeps it in site-packages
     if installed is None or installed.origin is None:
-        raise UserError(f"{kit}: its native library is not built", hint=BUILD)
+        raise UserError(f"{kit}: its native library is not built", hint=rebuild())
     return Path(installed.origin)
 
 

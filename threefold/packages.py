@@ -14,9 +14,9 @@ from pathlib import Path
 
 from threefold.console import report
 from threefold.errors import UserError
+from threefold.installing import install, repair
 from threefold.version import __version__
 
-REPAIR = "pip install --force-reinstall --no-deps threefold"
 KITS = ("datakit", "ckptkit", "trainer")
 EXTRA_OF = {
     "torch": "train",
@@ -33,9 +33,6 @@ EXTRA_OF = {
     "shtab": "completion",
     "tensorstore": "tensorstore",
 }
-
-
-OTHERS = ("transformers", "lightning")  # whose trainers are served where they are, and that no extra has
 
 
 def start(kit: str) -> int:
@@ -75,16 +72,15 @@ def needed_for(what: str) -> Iterator[None]:
 
 def missing(package: str, what: str) -> UserError:
     """Return the error for a package that is not installed, with the command that installs it."""
-    extra = EXTRA_OF.get(package)
-    name = f"threefold[{extra}]" if extra else package if package in OTHERS else "threefold"
-    return UserError(f"{what} needs the package {package}, which is not installed", hint=f'pip install "{name}"')
+    hint = install(package, EXTRA_OF.get(package))
+    return UserError(f"{what} needs the package {package}, which is not installed", hint=hint)
 
 
 def explained(error: ImportError, what: str = "this command") -> UserError | None:
     """Return what an import that failed means for the user; None if it is a fault of ours."""
     name = (error.name or "").partition(".")[0]
     if name in KITS:
-        return foreign_kit(name) or UserError(f"the package {name} is not whole: {error}", hint=REPAIR)
+        return foreign_kit(name) or UserError(f"the package {name} is not whole: {error}", hint=repair())
     if isinstance(error, ModuleNotFoundError) and name and find_spec(name) is None:
         return missing(name, what)
     if name in EXTRA_OF:
@@ -99,7 +95,7 @@ def foreign_kit(kit: str) -> UserError | None:
     """
     spec = find_spec(kit)
     if spec is None:
-        return UserError(f"the package {kit} is missing", hint=REPAIR)
+        return UserError(f"the package {kit} is missing", hint=repair())
     if _is_ours(spec):
         return None
     from importlib.metadata import packages_distributions
@@ -109,7 +105,7 @@ def foreign_kit(kit: str) -> UserError | None:
     if others:
         return UserError(
             f"the package {kit} in {found} is that of {' and '.join(others)}, not of threefold",
-            hint=f"pip uninstall -y {' '.join(others)} && {REPAIR}",
+            hint=f"pip uninstall -y {' '.join(others)} && {repair()}",
         )
     return UserError(
         f"{found} is found in place of threefold's package {kit}",

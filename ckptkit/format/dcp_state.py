@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from threefold.errors import CheckFailed, UserError
+from threefold.installing import NEWER
 
 METADATA, VERSION = "dcp", 1
 Path = tuple[str | int, ...]
@@ -37,7 +38,7 @@ class DcpState:
         try:
             if described["version"] != VERSION:
                 text = f"{where} has a DCP state of version {described['version']!r}, this program reads {VERSION}"
-                raise UserError(text, hint="pip install -U threefold")
+                raise UserError(text, hint=NEWER)
             paths, dtypes = described["paths"], described["dtypes"]
             found = None if paths is None else {str(name): checked_path(path) for name, path in paths.items()}
             return cls(found, frozenset(map(str, described["bytes"])), {str(k): str(v) for k, v in dtypes.items()})

@@ -17,6 +17,7 @@ from ckptkit.io.blocks import Columns, num_granules, xxh3_64
 from ckptkit.model.chunk_table import ChunkTable, Ints, TensorColumns
 from ckptkit.model.tensor import MAX_DIMS, MAX_NAME_BYTES, MAX_NUMEL
 from threefold.errors import CheckFailed, UserError
+from threefold.installing import NEWER
 
 MAGIC, VERSIONS = b"CKPTIDX\0", (1, 2)
 MAX_INDEX_BYTES = 1 << 30
@@ -132,7 +133,7 @@ def _checked_header(data: bytes, where: str) -> tuple[int, ...]:
     if version not in VERSIONS:
         raise UserError(
             f"{where} has format version {version}, this program reads {' and '.join(map(str, VERSIONS))}",
-            hint="pip install -U threefold",
+            hint=NEWER,
         )
     if num_dims > MAX_DIMS or size_bytes > MAX_DATA_BYTES or not data_offset <= size_bytes:
         raise CheckFailed(f"{where}: {num_dims} dims, a file of {size_bytes} bytes with data from {data_offset}")

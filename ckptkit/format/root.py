@@ -26,6 +26,7 @@ from ckptkit.io.blocks import xxh3_64
 from ckptkit.model.layout import ParallelLayout
 from ckptkit.model.tensor import MAX_LAYERS, TensorInfo
 from threefold.errors import CheckFailed, UserError
+from threefold.installing import NEWER
 from threefold.masking import masked
 
 FORMAT, VERSION, READ_VERSIONS = "ckptkit", 2, (1, 2)
@@ -163,7 +164,7 @@ class Root:
         if version not in READ_VERSIONS:
             raise UserError(
                 f"{where} has format version {version!r}, this program reads {' and '.join(map(str, READ_VERSIONS))}",
-                hint="pip install -U threefold",
+                hint=NEWER,
             )
         try:
             root = cls(

@@ -17,6 +17,7 @@ from ckptkit.model.box import Box, Piece
 from ckptkit.model.tensor import ITEMSIZE
 from ckptkit.torch.objects import RNG
 from threefold.errors import UserError
+from threefold.installing import NEWER
 
 COMPARED_BYTES = 64 << 20  # of each of two tensors, at once
 
@@ -53,7 +54,7 @@ class Saved:
             )
         if described.get("version") != VERSION:
             text = f"{reader.url} has state of version {described.get('version')!r}, this program reads {VERSION}"
-            raise UserError(text, hint="pip install -U threefold")
+            raise UserError(text, hint=NEWER)
         self.url, self.root = reader.url, root
         self.world_size = int(described["world_size"])
         self._owners: Mapping[str, list[int | None]] = described["owners"]

@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any
 
 from threefold.errors import CheckFailed, UserError
+from threefold.installing import NEWER
 from threefold.storage import Storage
 from threefold.storage.folders import local_root
 from threefold.storage.second_look import read_checked
@@ -99,5 +100,5 @@ class StepNames:
             raise CheckFailed(f"{place} is damaged, and no step with it", hint=hint) from None
         if version != VERSION:
             text_of = f"{place} is of version {version!r}, this program reads {VERSION}"
-            raise UserError(text_of, hint="pip install -U threefold")
+            raise UserError(text_of, hint=NEWER)
         return text

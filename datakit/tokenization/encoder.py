@@ -19,10 +19,10 @@ from datakit.tokenization.probe import PROBE, texts_of_tokens
 from datakit.tokenization.tokenizer import TextFault, Tokenizer, open_tokenizer
 from datakit.tokenization.tokenizer_path import tokenizer_path
 from threefold.errors import UserError
+from threefold.installing import install
 
 AUTO, FAST = "auto", "gigatoken"
 _MAX_SHOWN = 3
-INSTALL = "pip install 'threefold[fast]'"
 SPACE = "▁"  # what sentencepiece writes for a blank; user-defined pieces of it are found in text otherwise
 
 
@@ -88,8 +88,10 @@ def choose_backend(asked: str, path: str, reference: Tokenizer, texts: Sequence[
         terms = find_terms(path, reference, probe)
     except ImportError:
         if asked == FAST:
-            raise UserError(f"{FAST} is not installed", hint=INSTALL) from None
-        return Choice(reference.kind, f"{FAST} is not installed; {INSTALL} makes this some ten times as fast")
+            raise UserError(f"{FAST} is not installed", hint=install(FAST, "fast")) from None
+        return Choice(
+            reference.kind, f"{FAST} is not installed; {install(FAST, 'fast')} makes this some ten times as fast"
+        )
     except Unfit as fault:
         if asked == FAST:
             raise UserError(f"{FAST} {fault}", hint=f"--tokenizer-backend {AUTO}") from None

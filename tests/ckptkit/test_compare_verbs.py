@@ -115,7 +115,7 @@ def test_statistics(capsys: Capture, runs: tuple[str, str], tmp_path: Path) -> N
 def test_the_page_of_statistics(
     capsys: Capture, runs: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("jinja2", reason="needs jinja2: pip install 'threefold[plot]'")
+    pytest.importorskip("jinja2", reason="needs jinja2: pip install -e '.[plot]'")
     page = tmp_path / "stats.html"
     code, _, err = call(capsys, "inspect", runs[0], "--html", str(page))
     assert (code, err) == (0, f"wrote {page}\n")
@@ -124,5 +124,5 @@ def test_the_page_of_statistics(
     assert_refused(call(capsys, "inspect", runs[0], "--html", str(tmp_path / "no" / "p")), 2, "hint: mkdir -p")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     result = call(capsys, "inspect", runs[0], "--html", str(tmp_path / "other.html"))
-    assert_refused(result, 2, "needs the package jinja2", 'hint: pip install "threefold[plot]"')
+    assert_refused(result, 2, "needs the package jinja2", 'hint: pip install "matplotlib>=3.8" "jinja2>=3.1"')
     assert not (tmp_path / "other.html").exists()

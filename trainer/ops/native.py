@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from threefold.errors import UserError
-from threefold.native import BUILD, DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library
+from threefold.native import DOUBLE, INT, INT64, POINTER, TEXT, UINT64, Prototypes, bind, load_library, rebuild
 
 DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}
 MIN_CAPABILITY = (8, 0)  # CMakeLists.txt: the oldest GPU that the kernels are built for
@@ -135,5 +135,5 @@ def _function(name: str) -> Any:
     """Return a function by its name without `op_`; UserError if the library is older than these sources."""
     function = getattr(library(), f"op_{name}", None)
     if function is None:
-        raise UserError(f"the trainer's native library has no op_{name}: it is older than this code", hint=BUILD)
+        raise UserError(f"the trainer's native library has no op_{name}: it is older than this code", hint=rebuild())
     return function

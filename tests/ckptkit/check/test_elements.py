@@ -27,7 +27,7 @@ def test_elements_mean_what_the_reference_says(dtype: str) -> None:
     [("BF16", "bfloat16"), ("F16", "float16"), ("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")],
 )
 def test_all_bits_of_a_narrow_dtype_mean_what_torch_says(dtype: str, name: str) -> None:
-    torch = pytest.importorskip("torch", reason="needs torch: pip install 'threefold[train]'")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -e '.[train]'")
     bits = np.arange(256, dtype=np.uint8) if dtype.startswith("F8") else np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         found = widened(bits.view(np.uint8), dtype)

@@ -107,7 +107,7 @@ def test_tied_tensors_are_read_once_and_patterns_choose() -> None:
 
 
 def test_the_page_shows_every_tensor_and_needs_nothing_else() -> None:
-    pytest.importorskip("jinja2", reason="needs jinja2: pip install 'threefold[plot]'")
+    pytest.importorskip("jinja2", reason="needs jinja2: pip install -e '.[plot]'")
     names = ["a<b>&'\"", "empty", "of zeros", "of nan"]
     arrays = dict(zip(names, ([0.5, -3.0, 3.5], [], [0.0, -0.0], [np.nan, np.inf]), strict=True))
     infos = [TensorInfo(name, "F32", (len(data),), Placement("first")) for name, data in arrays.items()]
@@ -129,7 +129,7 @@ def test_the_page_shows_every_tensor_and_needs_nothing_else() -> None:
 
 
 def test_the_page_of_a_checkpoint_without_tensors() -> None:
-    pytest.importorskip("jinja2", reason="needs jinja2: pip install 'threefold[plot]'")
+    pytest.importorskip("jinja2", reason="needs jinja2: pip install -e '.[plot]'")
     storage = MemoryStorage()
     root = write_checkpoint(storage, 1, ParallelLayout(), 1, [], {})
     assert "</html>" in render_statistics(describe(root, "here"), {})

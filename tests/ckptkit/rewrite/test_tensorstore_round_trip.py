@@ -23,7 +23,7 @@ from tests.ckptkit.support.saves import save_whole
 from threefold.storage import open_storage
 
 STEP = 20
-NEEDED = "needs tensorstore: pip install 'threefold[tensorstore]'"
+NEEDED = "needs tensorstore: pip install -e '.[tensorstore]'"
 
 
 def call(*arguments: object) -> int:

@@ -21,8 +21,9 @@ from datakit import BatchOptions, Blend, Cursor, HostBatch, Loader, TokenStore, 
 from datakit.stream.batch import PLAIN
 from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import CheckFailed, UserError
+from threefold.installing import install
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 DataLoader = torch.utils.data.DataLoader
 datasets = import_module("datakit.data_loader.datasets")
 MapDataset, StreamDataset = datasets.MapDataset, datasets.StreamDataset
@@ -283,7 +284,7 @@ def test_without_torch_the_import_is_one_line_with_the_command(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"^datakit.torch needs the package torch, which is not installed\n") as caught:
         import_module("datakit.torch")
-    assert caught.value.hint == 'pip install "threefold[train]"'
+    assert caught.value.hint == install("torch", "train")
 
 
 def test_nothing_else_of_datakit_brings_torch() -> None:

@@ -9,7 +9,7 @@ from datakit import Blend
 from tests.datakit.support.streams import NumberedStream
 from threefold.errors import UserError
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 for package in ("transformers", "accelerate"):
     pytest.importorskip(package, reason=f"needs {package}: pip install {package}")
 from torch.utils.data import DataLoader  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from tests.datakit.support.streams import NumberedStream
 from threefold.errors import UserError
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
 from torch.utils.data import DataLoader  # noqa: E402
 

@@ -10,7 +10,7 @@ from datakit import BatchOptions, Blend, PackedStore, pack, write_store
 from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import UserError
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 from torch.utils.data import DataLoader  # noqa: E402
 
 from datakit.torch import MapDataset, StreamDataset  # noqa: E402

@@ -12,7 +12,7 @@ from tests.datakit.support.data_loaders import first_batches
 from tests.datakit.support.streams import NumberedStream
 from threefold.errors import UserError
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 from torch.utils.data import DataLoader  # noqa: E402
 
 from datakit.torch import MapDataset, StreamDataset  # noqa: E402

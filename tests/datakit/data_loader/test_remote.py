@@ -11,7 +11,7 @@ from datakit import Blend, RemoteStore, archive, write_store
 from tests.datakit.support.data_loaders import first_batches
 from threefold.errors import StorageError
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 DataLoader = torch.utils.data.DataLoader
 StreamDataset = import_module("datakit.torch").StreamDataset
 L = 8

@@ -45,7 +45,7 @@ def kill_tree(process: psutil.Process) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
     """The address of two nodes on loopback, and the second one's process."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+    pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token of other clusters may lie in the home folder
     address = f"127.0.0.1:{free_port()}"
     nodes = [start_node("--head", f"--port={address[10:]}", "--include-dashboard=false")]
@@ -127,7 +127,7 @@ def test_workers_that_cannot_begin_end_the_run(
 def test_no_cluster_at_an_address_is_told(
     cli: Cli, tmp_path: Path, tokenizer_path: str, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'threefold[ray]'")
+    pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     flags = ["--tokenizer", tokenizer_path, "--engine", "ray", "--ray-address", f"127.0.0.1:{free_port()}"]
     assert cli("preprocess", source, "--output", tmp_path / "s", *flags) == 3
@@ -140,4 +140,4 @@ def test_without_ray_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match="needs the package ray, which is not installed") as caught:
         _import_ray()
-    assert caught.value.hint == 'pip install "threefold[ray]"'
+    assert caught.value.hint == 'pip install "ray>=2.40"'

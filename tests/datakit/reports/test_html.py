@@ -48,7 +48,7 @@ def test_without_a_package_the_hint_installs_it(
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, package, None)
     assert cli("stats", store, "--report", tmp_path / "r.html") == 2
-    assert 'hint: pip install "threefold[plot]"' in capsys.readouterr().err
+    assert 'hint: pip install "matplotlib>=3.8" "jinja2>=3.1"' in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 from datakit import Blend, Cursor, TokenStore, write_store
 from threefold.errors import UserError
 
-pytest.importorskip("torch", reason='needs torch: pip install "threefold[train]"')
+pytest.importorskip("torch", reason='needs torch: pip install -e ".[train]"')
 datasets = import_module("datakit.torch")
 MapDataset, StreamDataset = datasets.MapDataset, datasets.StreamDataset
 

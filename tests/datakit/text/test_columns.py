@@ -287,7 +287,7 @@ def test_without_pyarrow_the_command_says_what_to_install(
     assert cli("preprocess", path, "--output", tmp_path / "s", "--tokenizer", tokenizer_path) == 2
     assert capsys.readouterr().err == (
         f"error: {path}: reading parquet needs the package pyarrow, which is not installed\n"
-        'hint: pip install "threefold[arrow]"\n'
+        'hint: pip install "pyarrow>=15"\n'
     )
 
 

@@ -212,7 +212,7 @@ def test_without_tiktoken_the_error_says_what_to_install(rank_path: Path, monkey
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(UserError, match="reading ranks needs the package tiktoken") as caught:
         open_tokenizer(rank_path)
-    assert caught.value.hint == 'pip install "threefold[tiktoken]"'
+    assert caught.value.hint == 'pip install "tiktoken>=0.9"'
 
 
 def test_a_text_that_tiktoken_cannot_take_is_named(
