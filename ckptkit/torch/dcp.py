@@ -5,7 +5,7 @@
 
 What DCP plans is written as a step of a run: durable, checksummed, committed by one write, last. A tensor goes by its
 name in DCP's flat state; what DCP pickles is a tensor of opaque bytes, which DCP alone unpickles. Each rank reads the
-bytes that it wants, and no others. For torch 2.11 to 2.13.
+bytes that it wants, and no others. For torch 2.11 to 2.14.
 """
 
 import io

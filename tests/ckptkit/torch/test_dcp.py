@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint through DcpWriter and DcpReader: what it saves it loads, on any ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckptkit import Run, verify_checkpoint
 from ckptkit.cli import main
@@ -209,3 +212,45 @@ def test_ranks_save_and_any_others_go_on(tmp_path: Path, layout: str, others: tu
     for step in (2, 4):
         with Run(str(tmp_path)).open(step) as reader:
             assert verify_checkpoint(reader).ok
+
+
+class ShardPlanner(DefaultSavePlanner):
+    """Plans as torch 2.14 does for a plain tensor that is some shards of a global one, each a slice of it."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        [whole] = plan.items
+        assert whole.tensor_data is not None
+        shards = [
+            replace(
+                whole,
+                index=MetadataIndex("w", torch.Size((0, 3 * number)), number),
+                type=WriteItemType.SHARD,
+                tensor_data=replace(
+                    whole.tensor_data,
+                    chunk=ChunkStorageMetadata(torch.Size((0, 3 * number)), torch.Size((4, 3))),
+                    size=torch.Size((4, 6)),
+                ),
+            )
+            for number in range(2)
+        ]
+        return replace(plan, items=shards)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        at = 5 * (write_item.index.index or 0)  # 2 columns of padding are between the two
+        return self.state_dict["w"][:, at : at + 3]
+
+
+def test_shards_that_are_slices_of_one_tensor_are_written_as_one(tmp_path: Path) -> None:
+    local = torch.arange(32.0).reshape(4, 8)
+    writer = DcpWriter(tmp_path / STEP)
+    dcp.save({"w": local}, storage_writer=writer, planner=ShardPlanner(flatten_state_dict=False), no_dist=True)
+    found = {"w": torch.empty(4, 6)}
+    dcp.load(found, storage_reader=DcpReader(tmp_path / STEP), no_dist=True)
+    assert found["w"].equal(torch.cat([local[:, :3], local[:, 5:]], 1))
