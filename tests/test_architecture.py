@@ -19,7 +19,8 @@ PROGRAMS = ("tools", "benchmarks", "examples")
 BELOW = {"threefold": set(), "datakit": {"threefold"}, "ckptkit": {"threefold"}, "trainer": set(KITS) - {"trainer"}}
 # folders of a kit from the lowest to the highest, with files beside them; other files are above all
 FOLDERS = {
-    "threefold": ["version", "masking", "errors", "debug", "console", "packages", "backoff", "closing", "storage"],
+    "threefold": ["version", "masking", "errors", "debug", "console", "installing", "packages", "backoff", "closing",
+                  "storage"],
     "ckptkit": ["model", "io", "format", "plan", "loading", "runs", "handoff", "tiers", "writer", "saving", "torch",
                 "check", "foreign", "rewrite", "commands"],
     "datakit": ["files", "text", "tokenization", "store", "archives", "packing", "remote", "stream", "data_loader",

@@ -1,0 +1,73 @@
+"""A release: refused where it could not be repeated, and then the same version in every file."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import release
+
+ROOT = Path(__file__).parents[2]
+
+
+def git(root: Path, *words: str) -> None:
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=root, check=True, capture_output=True
+    )
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    for name in (*release.PLACES, "CHANGELOG.md"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text((ROOT / name).read_text())
+    git(tmp_path, "init", "-q", "tree")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "one")
+    return root
+
+
+def test_every_file_gets_the_version_and_the_changelog_the_date(tree: Path) -> None:
+    assert release.refused(tree, "7.8.9") is None
+    before = {name: (tree / name).read_text() for name in (*release.PLACES, "CHANGELOG.md")}
+    texts = release.changed(tree, "7.8.9", "2031-02-03")
+    assert texts.keys() == before.keys()
+    for name, text in texts.items():
+        (tree / name).write_text(text)
+        lines = [pair for pair in zip(before[name].splitlines(), text.splitlines(), strict=True) if pair[0] != pair[1]]
+        assert len(lines) == 1, name
+        assert "7.8.9" in lines[0][1]
+    assert "## 7.8.9 (2031-02-03)\n" in texts["CHANGELOG.md"]
+    assert {release.found_in(tree, name) for name in release.PLACES} == {"7.8.9"}
+    git(tree, "commit", "-aqm", "release")
+    assert "nothing to release" in str(release.refused(tree, "7.9.0"))
+
+
+def test_a_tree_that_could_not_be_made_again_is_refused(tree: Path) -> None:
+    assert "is not a version" in str(release.refused(tree, "next"))
+    (tree / "note.txt").write_text("x")
+    assert "not committed: ?? note.txt" in str(release.refused(tree, "7.8.9"))
+    (tree / "note.txt").unlink()
+    git(tree, "tag", "v7.8.9")
+    assert release.refused(tree, "7.8.9") == "v7.8.9 is a tag already"
+    (tree / "CITATION.cff").write_text("version: 0.0.9\n")
+    git(tree, "commit", "-aqm", "two")
+    assert "files have several versions" in str(release.refused(tree, "7.9.0"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_check_that_fails_leaves_the_files_as_they_were(
+    tree: Path, fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (tree / "pyproject.toml").read_text()
+    monkeypatch.setattr(release, "ROOT", tree)
+    monkeypatch.setattr(release, "STEPS", (("true",), ("false",) if fails else ("true",)))
+    if fails:
+        with pytest.raises(SystemExit, match=r"error: false failed; pyproject.toml, .* are as they were"):
+            release.main(["7.8.9"])
+        assert (tree / "pyproject.toml").read_text() == before
+        return
+    assert release.main(["7.8.9"]) == 0
+    assert "git tag v7.8.9" in capsys.readouterr().out
+    assert 'version = "7.8.9"' in (tree / "pyproject.toml").read_text()

@@ -1,0 +1,93 @@
+"""Make a release: the version in every file that has it, the date in the changelog, all checks, sdist and wheel.
+
+    python -m tools.release 0.2.0         # `make release VERSION=0.2.0`
+
+Nothing is committed, tagged or sent anywhere: the last lines are the commands that do so. If a check fails, the files
+are as they were.
+"""
+
+import argparse
+import datetime
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLACES = {  # the one line of each file that has the version
+    "pyproject.toml": r'^version = "(.+)"$',
+    "threefold/version.py": r'^__version__ = "(.+)"$',
+    "CITATION.cff": r"^version: (.+)$",
+}
+VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
+STEPS = (("make", "check"), ("make", "test"), ("make", "wheel"))
+
+
+def main(argv: "list[str] | None" = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("version", help="such as 0.2.0 or 0.2.0rc1")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
+    arguments = parser.parse_args(argv)
+    today = datetime.date.today().isoformat()
+    if fault := refused(ROOT, arguments.version):
+        sys.exit(f"error: {fault}")
+    written = changed(ROOT, arguments.version, today)
+    if arguments.dry_run:
+        print("\n".join(f"would write {name}" for name in written))
+        return 0
+    before = {name: (ROOT / name).read_text() for name in written}
+    for name, text in written.items():
+        (ROOT / name).write_text(text)
+    for step in STEPS:
+        print("+", *step, flush=True)
+        if subprocess.run(step, cwd=ROOT, check=False).returncode:
+            for name, text in before.items():
+                (ROOT / name).write_text(text)
+            sys.exit(f"error: {' '.join(step)} failed; {', '.join(written)} are as they were")
+    version = arguments.version
+    print(f"dist/ holds {version}. What is left:\n  git commit -am 'Release {version}' && git tag v{version}")
+    return 0
+
+
+def refused(root: Path, version: str) -> str | None:
+    """Return why a release cannot be made of a tree, None if it can."""
+    if not VERSION.fullmatch(version):
+        return f"{version} is not a version as 0.2.0 or 0.2.0rc1"
+    dirty = git(root, "status", "--porcelain").splitlines()
+    if dirty:
+        return f"the tree has changes that are not committed: {dirty[0].strip()}\nhint: git stash, or git commit"
+    if git(root, "tag", "--list", f"v{version}"):
+        return f"v{version} is a tag already"
+    found = {name: found_in(root, name) for name in PLACES}
+    if len({*found.values()}) != 1:
+        return f"files have several versions: {', '.join(f'{name} {each}' for name, each in found.items())}"
+    if "(unreleased)" not in (root / "CHANGELOG.md").read_text():
+        return "CHANGELOG.md has no section `## VERSION (unreleased)`: nothing to release"
+    return None
+
+
+def changed(root: Path, version: str, today: str) -> dict[str, str]:
+    """Return the new text of each file, of a tree that is not refused."""
+    texts = {}
+    for name, pattern in PLACES.items():
+        text, old = (root / name).read_text(), found_in(root, name)
+        line = re.search(pattern, text, re.MULTILINE)
+        assert line is not None, f"{name} has a line of the version"
+        texts[name] = text.replace(line[0], line[0].replace(str(old), version), 1)
+    changelog = (root / "CHANGELOG.md").read_text()
+    heading = f"## {version} ({today})"
+    texts["CHANGELOG.md"] = re.sub(r"^## .+ \(unreleased\)$", heading, changelog, count=1, flags=re.MULTILINE)
+    return texts
+
+
+def found_in(root: Path, name: str) -> str | None:
+    match = re.search(PLACES[name], (root / name).read_text(), re.MULTILINE)
+    return match[1] if match else None
+
+
+def git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
