@@ -188,7 +188,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
     def dying(self: new_file.NewFile, **options: bool) -> None:
         if next(calls) == number:
-            monkeypatch.setattr(new_file.NewFile, "close", lambda self: None)
+            monkeypatch.setattr(new_file.NewFile, "close", new_file.NewFile._close_descriptor)  # its lock goes too
             monkeypatch.setattr(os, "unlink", lambda *_, **__: None)
             raise Killed
         publish(self, **options)
