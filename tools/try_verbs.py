@@ -73,6 +73,7 @@ ckptkit help
 ckptkit completion zsh
 trainer train run.toml
 trainer train run.toml --save s3://bucket/run
+trainer launch --nproc-per-node 1 schedule
 trainer eval trained
 trainer generate trained --prompt x
 trainer schedule
