@@ -52,7 +52,8 @@ def open_target(url: str, *, write_memory_bytes: int | None = None) -> tuple[Sto
         )
     storage, step = open_address(url, write_memory_bytes=write_memory_bytes)
     root = local_root(storage)
-    if root is not None and any((root / name).is_file() for name in STORE_NAMES):
+    is_store = root is not None and any((root / name).is_file() for name in STORE_NAMES)
+    if is_store and not any(parse_step_folder(name) is not None for name in storage.list_folders()):
         raise UserError(
             f"{storage.url} is a token store, and a run has a folder of its own",
             hint=f"choose another, such as {quote(f'{storage.url}-run')}",
