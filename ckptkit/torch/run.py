@@ -92,8 +92,7 @@ class Run(AnyRun, Closing):
         """
         started = time.monotonic()
         exchange = self._opened_exchange()
-        if self._planner is None:
-            self._planner = SavePlanner(exchange)
+        self._planner = self._planner or SavePlanner(exchange)
         self.wait_until_copied()
         if self._options.when_busy == "wait":
             self._collect(wait=True)
@@ -115,6 +114,8 @@ class Run(AnyRun, Closing):
             error = "skipped: a save before it still runs"
             self._ended_saves.add([SaveReport(step, False, error, 0, 0.0, 0.0, skipped=True, url=checkpointer.url)])
             return time.monotonic() - started
+        if self.is_of_nodes and step == self._last_step and not plan.status[BUSY]:  # again, as a node has not saved it
+            self._places.nodes(exchange).set_aside_broken(step)
         self._last_step = step
         pieces, late = plan.pieces, LateTensors(plan.late if overlap else {})
         if overlap:
@@ -220,9 +221,11 @@ class Run(AnyRun, Closing):
         return self._ended.take() if self._ended is not None else []
 
     def has_saved(self, step: int) -> bool:
-        """Return, on all ranks together, whether a step is committed, once no save runs; no failure is forgotten."""
+        """Return, on all ranks together, whether a step is committed, of nodes whole; first wait for saves."""
         self._collect(wait=True)
         exchange = self._opened_exchange()
+        if self.is_of_nodes:
+            return next(self._places.whole(exchange, step), None) is not None
         there = agreed(exchange, lambda: json.dumps(exchange.rank == 0 and self.is_committed(step)).encode())
         return bool(json.loads(there[0]))
 

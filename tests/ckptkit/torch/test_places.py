@@ -12,6 +12,7 @@ import torch
 
 from ckptkit import CheckpointerOptions, Node, Retention, Tier, nodes_of
 from ckptkit import Run as AnyRun
+from ckptkit.format.keys import step_folder
 from ckptkit.torch import LoadReport, Run
 from tests.ckptkit.support.thread_exchange import ThreadExchange
 from threefold.errors import CheckFailed, StorageError, UserError
@@ -302,3 +303,26 @@ def test_a_node_keeps_the_newest_step_that_all_hold_while_another_fails_to_save(
     for step in (4, 6):
         (job.disk("n1") / f"step-{step:09d}").unlink()
     assert job.load()[0].step == 2
+
+
+def test_a_step_that_one_node_did_not_save_is_not_saved_and_can_be_saved_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, (1, 1), replica=False)
+    in_the_way = job.disk("n1") / step_folder(2)
+
+    def work(run: Run, rank: int) -> list[bool]:
+        run.save(1, state_of(rank, 1))
+        found = [run.has_saved(1)]
+        if rank == 1:
+            in_the_way.write_text("")
+        run.has_saved(1)
+        for _ in range(2):
+            run.save(2, state_of(rank, 2))
+            found.append(run.has_saved(2))
+            with suppress(StorageError):
+                run.wait()
+            if rank == 1 and in_the_way.is_file():
+                in_the_way.unlink()
+        return found
+
+    assert job.run(work) == [[True, False, True]] * 2
+    assert [report.step for report in job.load()] == [2, 2]
