@@ -133,12 +133,17 @@ class Places:
             report.quarantined = sorted({number for _, damaged in done for number in damaged}, reverse=True)
         return report
 
-    def prepare_saves(self, step: int, token: str, exchange: Exchange) -> None:
-        """See to it, before the first save, that each node has a place of its own, and no remains in its way."""
-        if self._tiers is not None:
-            nodes = self.nodes(exchange)
-            nodes.check_apart(token)
-            nodes.set_aside_broken(step)
+    def prepare_saves(self, step: int, token: str, exchange: Exchange) -> int | None:
+        """See to it, before the first save, that each node has a place of its own, and no remains in its way.
+
+        Return the newest step that the nodes hold together.
+        """
+        if self._tiers is None:
+            return None
+        nodes = self.nodes(exchange)
+        nodes.check_apart(token)
+        nodes.set_aside_broken(step)
+        return next(nodes.whole(), None)
 
     def destinations(self, exchange: Exchange, last: int | None) -> tuple[Tier, ...]:
         """Return the tiers that a step is copied to: the replica first. A slower one's turn depends on what is there.

@@ -266,7 +266,8 @@ class Run(AnyRun, Closing):
 
     def _opened_checkpointer(self, exchange: Exchange, token: str, step: int) -> Checkpointer:
         if self._checkpointer is None:
-            self._places.prepare_saves(step, token, exchange)
+            newest = self._places.prepare_saves(step, token, exchange)
+            self.whole_step = newest if self.whole_step is None else self.whole_step
             options = self._own_options(exchange)
             self._checkpointer = on_all(
                 exchange,

@@ -305,6 +305,20 @@ def test_a_node_keeps_the_newest_step_that_all_hold_while_another_fails_to_save(
     assert job.load()[0].step == 2
 
 
+def test_a_start_that_loads_nothing_keeps_the_newest_whole_step_while_a_node_fails_to_save(tmp_path: Path) -> None:
+    job = Job(tmp_path, (1, 1), replica=False)
+    job.save(1)
+    (job.disk("n1") / step_folder(2)).touch()
+
+    def save(run: Run, rank: int) -> None:
+        run.save(2, state_of(rank, 2))
+        with suppress(StorageError):
+            run.wait()
+
+    job.run(save, retention=Retention(keep_last=1))
+    assert job.steps() == [[1, 2], [1]]
+
+
 def test_a_step_that_one_node_did_not_save_is_not_saved_and_can_be_saved_again(tmp_path: Path) -> None:
     job = Job(tmp_path, (1, 1), replica=False)
     in_the_way = job.disk("n1") / step_folder(2)
