@@ -10,6 +10,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
+from torch.distributed.run import get_args_parser
 
 from trainer.job.launch_faults import FailedLaunch
 from trainer.job.launcher import parse
@@ -98,7 +99,7 @@ def test_a_place_where_the_first_launcher_is_or_nobody_yet_is_none_of_these(clos
 @pytest.mark.parametrize(
     ("flags", "place"),
     [
-        (["--nproc-per-node=2"], "127.0.0.1:0"),
+        (["--nproc-per-node=2"], f"127.0.0.1:{get_args_parser().get_default('master_port') or 0}"),
         (["--standalone"], "127.0.0.1:0"),
         (["--nnodes=2"], "127.0.0.1:29500"),
         (["--nnodes=2", "--master-addr=a", "--master-port=7"], "a:7"),
