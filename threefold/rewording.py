@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from threefold.flags import PREFIX, BareAction
 from threefold.options import FlagText
 
+NEEDS_VALUE = "needs a value"
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -91,7 +93,7 @@ class Rewording:
         elif rest and (not rest[0].startswith("--") or " " in rest[0]):
             self.arguments += [name, rest.popleft()]
         else:
-            self.faults.append(f"{flag}: needs a value")
+            self.faults.append(f"{flag}: {NEEDS_VALUE}")
         return True
 
     def _read_foreign(self, flag: str, value: str | None, rest: deque[str]) -> bool:

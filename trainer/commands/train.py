@@ -1,6 +1,7 @@
 """`trainer train`: train, or resume, a run."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from threefold.cli import print_line
@@ -40,7 +41,8 @@ def run(options: Options) -> int:
     from trainer.config.walk import load_config
 
     if options.from_megatron:
-        return print_converted(options.from_megatron)
+        beside = [options.config] * bool(options.config) + [text.flag for text in options.flags.values()]
+        return print_converted(options.from_megatron, beside + ["--dry-run"] * options.dry_run)
     num_ranks = None if options.dry_run and "WORLD_SIZE" not in os.environ else world_size()
     config = before_ranks(lambda: load_config(named(options.config), options.flags, world_size=num_ranks))
     if options.dry_run:
@@ -59,11 +61,17 @@ def named(config: str) -> str:
     return config
 
 
-def print_converted(text: str) -> int:
-    """Print the TOML of a command line of Megatron-LM, and to stderr what cannot be said here."""
+def print_converted(text: str, beside: Sequence[str]) -> int:
+    """Print the TOML of a command line of Megatron-LM, and to stderr what cannot be said here.
+
+    UserError for arguments beside it, which would say nothing.
+    """
     from trainer.config.foreign.conversion import Conversion, source_of
     from trainer.config.walk import config_from
 
+    if beside:
+        hint = "trainer train --from-megatron COMMAND > mega.toml, then trainer train mega.toml with what is beside it"
+        raise UserError(f"--from-megatron is used alone, not with {', '.join(beside)}", hint=hint)
     source, command = source_of(text)
     found = Conversion.of(command)
     config_from(found.tables, source=source, world_size=None)

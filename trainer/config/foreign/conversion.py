@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ from threefold.cli import Parser
 from threefold.errors import UserError
 from threefold.flags import add_settings, settings_of
 from threefold.options import Fault, FlagText, leaves, merge, raise_faults, walk
-from threefold.rewording import Rewording
+from threefold.rewording import NEEDS_VALUE, Rewording
 from trainer.config import Config
-from trainer.config.foreign.derived import complete
+from trainer.config.foreign.derived import MARK, complete
 from trainer.config.foreign.script import Script
 from trainer.config.foreign.table import read
 from trainer.config.foreign.translate import Translator
 
 PROCESSES, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)
 NEEDS = {"--num-query-groups": "--group-query-attention"}  # without the second Megatron-LM ignores the first
+IMPLIED = {"--group-query-attention": "--num-query-groups 1"}  # where the flag of the second is not named
 DEFAULT = "the default of Megatron-LM"
+CORRECT, FILL_IN = "correct it, and try again", "put values in place of what only the shell knows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Conversion:
         translator = Translator()
         both = Rewording(parser._option_string_actions, translator.take, is_flags_alone=True)
         named = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
-        for flag, *values in groups(str(read("megatron")["defaults"]).split()):
+        implied = " ".join(text for flag, text in IMPLIED.items() if flag in named)
+        for flag, *values in groups(f"{read('megatron')['defaults']} {implied}".split()):
             if flag not in named and (flag != "--split" or "--data-path" in named):
                 before = len(both.faults)
                 both.read([flag, *values])
@@ -63,13 +66,16 @@ class Conversion:
                 continue
             both.read([flag, *values])
             alone.read([flag, *values])
+        raise_faults(
+            "the command line", [(set(), text) for text in both.faults if text.endswith(NEEDS_VALUE)], hint=CORRECT
+        )
         faults: list[Fault] = []
-        settings = complete({}, read_by(parser, both), faults)
+        settings = complete({}, with_batch(read_by(parser, both), launch), faults)
         given = frozenset(complete({}, read_by(parser, alone), []))
-        settings = without_idle(with_batch(settings, launch), both.faults)
+        settings = without_idle(with_width(settings), given, both.faults)
         both.faults += [text for names, text in faults if names]  # of what is there, and is to be converted
         faults = [fault for fault in faults if not fault[0]]
-        raise_faults("the command line", faults, hint="correct it, and try again")
+        raise_faults("the command line", faults, hint=CORRECT)
         return cls(launch, settings, given, translator.left, both.faults, typed(settings))
 
     def lines(self, source: str) -> Iterator[str]:
@@ -178,21 +184,30 @@ def with_batch(settings: Mapping[str, FlagText], launch: Mapping[str, int]) -> d
     """Return settings with Megatron-LM's global batch where none is named: a micro-batch of each data-parallel rank."""
     if "train.global_batch_size" in settings:
         return dict(settings)
-    draft = walk(Config, merge({}, settings), [])
+    draft = walk(Config, merge({}, {name: text for name, text in settings.items() if not name.startswith(MARK)}), [])
     ranks = launch.get("processes", 1) * launch.get("nodes", 1)
     size = draft.train.micro_batch_size * max(ranks // (draft.parallel.tp * draft.parallel.pp), 1)
     return {**settings, "train.global_batch_size": FlagText(str(size), DEFAULT)}
 
 
-def without_idle(settings: Mapping[str, FlagText], missing: list[str]) -> dict[str, FlagText]:
-    """Return settings without intervals for which nothing is named, which Megatron-LM ignores, and note them."""
+def with_width(settings: Mapping[str, FlagText]) -> dict[str, FlagText]:
+    """Return settings with Megatron-LM's width of an MLP of swiglu where none is named: two thirds, in whole 64s."""
+    draft = walk(Config, merge({}, settings), [])
+    if "model.ffn_hidden_size" in settings or draft.model.activation != "swiglu":
+        return dict(settings)
+    size = 4 * draft.model.hidden_size * 2 // 3 // 64 * 64
+    return {**settings, "model.ffn_hidden_size": FlagText(str(size), DEFAULT)}
+
+
+def without_idle(settings: Mapping[str, FlagText], given: Collection[str], missing: list[str]) -> dict[str, FlagText]:
+    """Return settings without intervals for which nothing is named, which Megatron-LM ignores; note those given."""
     draft = walk(Config, merge({}, settings), [])
     valid, idle = draft.data.valid, {}
     if draft.train.eval_interval and not valid.stores and valid.order == "permuted":
         idle["train.eval_interval"] = "nothing is named that validates: --data.valid.stores STORE"
     if draft.checkpoint.save_interval and not draft.checkpoint.save:
         idle["checkpoint.save_interval"] = "no place is named to save to: --save URL"
-    missing += [f"{settings[name].flag}: {why}" for name, why in idle.items()]
+    missing += [f"{settings[name].flag}: {why}" for name, why in idle.items() if name in given]
     return {name: text for name, text in settings.items() if name not in idle}
 
 
@@ -200,7 +215,8 @@ def typed(settings: Mapping[str, FlagText]) -> dict[str, Any]:
     """Return the tables of settings; UserError that lists all that do not fit."""
     faults: list[Fault] = []
     config = walk(Config, merge({}, settings), faults)
-    raise_faults("the command line", faults, hint="put values in place of what only the shell knows")
+    is_open = any("$" in text or "`" in text for _, text in faults)
+    raise_faults("the command line", faults, hint=FILL_IN if is_open else CORRECT)
     return dataclasses.asdict(config)
 
 

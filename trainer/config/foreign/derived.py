@@ -16,6 +16,13 @@ from trainer.config import Config
 MARK = "~"
 WHAT = "a number of {}, got {!r}"
 
+ALONE = {  # what each sets and no other flag may: Megatron-LM refuses two
+    "train_samples": "train.train_steps",
+    "lr_decay_samples": "optim.decay_steps",
+    "lr_warmup_samples": "optim.warmup_steps",
+    "lr_warmup_fraction": "optim.warmup_steps",
+}
+
 
 class NotConverted(ValueError):
     """A dataset that is to become a store first; `options` name it as if it was one."""
@@ -38,6 +45,9 @@ def complete(tables: Mapping[str, Any], given: Settings, faults: list[Fault]) ->
         except ValueError as error:
             options = error.options if isinstance(error, NotConverted) else {}
             faults.append((set(options), f"{text.flag}: {error}"))
+        other = found.get(ALONE.get(name, ""))
+        if other is not None and not is_zero(other.text):
+            faults.append((set(), f"{text.flag}: {other.flag} {other.text} says it too, and one of them alone can"))
         found |= {option: FlagText(value, text.flag) for option, value in options.items()}
     return found
 
@@ -132,6 +142,11 @@ def stores(text: FlagText, table: str) -> dict[str, str]:
         what = f"{foreign[0]} is a dataset of Megatron: datakit convert {foreign[0]} --output STORE makes a store of it"
         raise NotConverted(f"{what}, without tokenizing again", options)
     return options
+
+
+def is_zero(text: str) -> bool:
+    """Return whether a text is the number 0."""
+    return is_number(text) and not float(text)
 
 
 def is_number(text: str) -> bool:

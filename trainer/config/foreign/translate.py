@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from threefold.options import FlagText
-from threefold.rewording import Taken
+from threefold.rewording import NEEDS_VALUE, Taken
 from trainer.config.foreign.derived import MARK
 from trainer.config.foreign.table import OPPOSITES, Entry, Meaning, entry_of, key_of
 
@@ -56,7 +56,7 @@ class Translator:
         if is_switch and values:
             is_negated = is_negated != (values.pop().lower() == "false")
         if entry.metavar and not values and not entry.metavar.endswith("?"):
-            found.faults.append(f"{flag}: needs a value")
+            found.faults.append(f"{flag}: {NEEDS_VALUE}")
         else:
             self._add(found, flag, entry, values, is_negated=is_negated)
         return Taken(num_values, found.words, found.settings, found.faults, found.options)

@@ -12,8 +12,9 @@ from trainer.config.foreign.script import Script
 from trainer.config.walk import load_config
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope --rotary-base 500000 --swiglu "
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 128 "
+    "--max-position-embeddings 128 --position-embedding-type rope --rotary-base 500000 --swiglu "
     "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
     "--attention-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 500 --lr 3e-4 --min-lr 3e-5 "
     "--lr-decay-style cosine --lr-warmup-fraction .01 --clip-grad 1.0 --adam-beta2 0.95 --weight-decay 0.1 --bf16 "
@@ -176,3 +177,56 @@ def test_a_dataset_of_megatron_is_named_with_its_conversion(
     text, said = converted(capsys, "--lr 1 --train-data-path 1 text_document")
     assert tomllib.loads(text)["data"]["stores"] == ["text_document"]
     assert "datakit convert text_document --output STORE makes a store of it" in said
+
+
+SMALL = "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-4"
+
+
+def test_what_megatron_makes_of_a_switch_alone_is_written_down(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = converted(capsys, f"{SMALL} --train-iters 5000 --swiglu --group-query-attention --data-path d")
+    tables = tomllib.loads(text)
+    assert (tables["model"]["ffn_hidden_size"], tables["model"]["num_kv_heads"]) == (256, 1)
+    assert (tables["train"]["eval_interval"], tables["data"]["valid"]["order_samples"]) == (1000, 6 * 100 * 2)
+    text, _ = converted(capsys, f"{SMALL} --train-iters 10 --group-query-attention --num-query-groups 2")
+    assert "ffn_hidden_size" not in tomllib.loads(text)["model"]
+    assert tomllib.loads(text)["model"]["num_kv_heads"] == 2
+
+
+@pytest.mark.more_faults
+@pytest.mark.parametrize(
+    ("flags", "fault", "hint"),
+    [
+        ("--train-iters", "--train-iters: needs a value", "correct it"),
+        ("--train-iters 1O", "must be a whole number, got '1O'", "correct it"),
+        ("--train-iters $STEPS", "must be a whole number, got '$STEPS'", "put values in place of what only the shell"),
+        ("--train-iters 5 --train-samples 10", "--train-samples: --train-iters 5 says it too", "correct it"),
+        ("--train-iters 5 --lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-iters 2 says it too", "correct"),
+    ],
+)
+def test_what_megatron_itself_refuses_makes_no_file(
+    capsys: pytest.CaptureFixture[str], flags: str, fault: str, hint: str
+) -> None:
+    assert call("train", "--from-megatron", f"{SMALL} {flags}") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    error, last = said.err.splitlines()
+    assert fault in error
+    assert last.startswith(f"hint: {hint}")
+
+
+def test_samples_are_counted_in_the_batch_of_megatron(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = converted(capsys, f"torchrun --nproc-per-node 2 pretrain_gpt.py {SMALL} --train-samples 1000")
+    assert (tomllib.loads(text)["train"]["global_batch_size"], tomllib.loads(text)["train"]["train_steps"]) == (4, 250)
+
+
+def test_a_warm_up_of_no_steps_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = converted(capsys, f"{SMALL} --train-iters 50 --lr-warmup-iters 0 --lr-warmup-fraction 0.1")
+    assert tomllib.loads(text)["optim"]["warmup_steps"] == 5
+
+
+@pytest.mark.more_faults
+def test_nothing_beside_the_command_line_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", "run.toml", "--from-megatron", f"{SMALL} --train-iters 5", "--lr", 3, "--dry-run") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--from-megatron is used alone, not with run.toml, --lr, --dry-run" in said.err
