@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import replace
 
-from ckptkit import Checkpointer, CheckpointerOptions, Run, SaveReport, Tiers
+from ckptkit import Checkpointer, CheckpointerOptions, NodePlaces, Run, SaveReport, Tiers
 from threefold.cli import log
 from threefold.errors import StorageError, quoted
 from trainer.checkpoint.mapping import saved_pieces, tensor_table
@@ -39,6 +39,7 @@ class Saver:
         step, self._due_at_s, self._is_time = resumed.progress.step, time.monotonic(), False
         self.due_step = step if self._is_scheduled(step) else None
         self._saved_step = step if resumed.is_own else None
+        self._saved_before: int | None = None
         self._num_failed = 0
         self._num_known_failed = 0  # on any rank
         self._counts = dict.fromkeys(("ok", "failed", "skipped"), 0)
@@ -56,6 +57,8 @@ class Saver:
         self._num_bytes = sum(info.size_bytes for info in self._tensors if info.placement.tied_to is None)
         self._leads = ranks.rank == (tiers.node.first_writer if tiers and tiers.node else 0)
         self._run = Run(tiers.own_urls[0]) if tiers is not None else None
+        node = tiers.node if tiers is not None else None
+        self._places = NodePlaces(tiers.own_urls, node, ranks.rank) if tiers is not None and node is not None else None
         if tiers is not None:
             self._checkpointer = Checkpointer(
                 tiers.own_urls[0],
@@ -113,7 +116,8 @@ class Saver:
     def save(self, progress: Progress, loss: float) -> None:
         """Stage the state, or begin to."""
         assert self._checkpointer is not None, "called only if a save is due"
-        self._saved_step = progress.step
+        self._keep_whole(self._checkpointer)
+        self._saved_before, self._saved_step = self._saved_step, progress.step
         self._engine.store.join_masters()  # an update may still run beside
         self._stall_s += self._checkpointer.save(
             progress.step,
@@ -124,6 +128,16 @@ class Saver:
             metadata=progress.metadata(self._config, loss, self._ranks.device, self._engine.choices.names),
             overlap=self._overlaps,
         )
+
+    def _keep_whole(self, checkpointer: Checkpointer) -> None:
+        """Keep the newest step that all nodes hold, as far as that is known: one may fail to save the next.
+
+        While the last save runs on a node, the one before it has ended on all.
+        """
+        if self._places is None or self._num_known_failed:
+            return
+        steps = (self._saved_before, self._saved_step) if self._is_any_busy else (self._saved_step,)
+        checkpointer.needed = tuple(step for step in steps if step is not None)
 
     def wait_until_copied(self) -> None:
         """Wait until the state may change."""
@@ -205,6 +219,8 @@ class Saver:
             if (failure := self._end_of(num_failed)) is not None:
                 return failure
             self._ranks.say(f"saving step {progress.step} again")
+            if (places := self._places) is not None:  # no step is made of two tries
+                self._ranks.on_all(lambda: places.quarantine(progress.step))
             self.save(progress, loss)
         self._checkpointer.copy_last()
         self._report(self._checkpointer.close())

@@ -218,10 +218,11 @@ class Run:
 
     def _report_step(self, started: "_Started", *, is_alone: bool = False) -> None:
         stats, ranks, train = self._read(started, is_alone=is_alone), self.ranks, self.config.train
+        is_busy = float(self._saver.is_busy)  # before `poll`: of a save that has ended it is known how
         here = [
             stats.comm_s, stats.comm_tp_s, stats.comm_dp_s, stats.bubble_s, started.data_wait_s,
             self._saver.pop_stall_s(), peak_memory_gib(ranks.device), self._saver.poll(),
-            float(self._stop.number), float(self._saver.is_busy), float(self._saver.is_time),
+            float(self._stop.number), is_busy, float(self._saver.is_time),
         ]  # fmt: skip
         ranks.note(self.progress.step, "agrees")
         comm_s, comm_tp_s, comm_dp_s, bubble_s, *found = here if is_alone else ranks.maximum(here)

@@ -5,13 +5,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from ckptkit.check.hash import hash_checkpoint
+from ckptkit.format.keys import ROOT_KEY, step_folder
 from ckptkit.loading.reader import CheckpointReader
+from ckptkit.loading.roots import committed_attempt
 from ckptkit.runs.catalogue import committed_steps
 from tests.trainer.support.training import ROOT, call, curve, kill, lines
 from threefold.storage import open_storage
@@ -102,9 +106,9 @@ def test_a_tier_that_is_gone_is_told_and_ends_nothing(job_config: Path, tmp_path
 class TwoNodes:
     """A job of one rank on each of two nodes, each started by a torchrun of its own."""
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    def __init__(self, folder: Path, *arguments: object, rules: str = "") -> None:
         self.folder = folder
-        places = f"{folder}/nvme/{{node}},replica={folder}/peers/{{peer}}/replica/{{node}}"
+        places = f"{folder}/nvme/{{node}}{rules},replica={folder}/peers/{{peer}}/replica/{{node}}"
         saves = ["--save", places, "--save", f"{folder}/slow,every=8", "--save-interval", 4]
         self._arguments = [str(each) for each in (*arguments, *saves)]
 
@@ -169,3 +173,24 @@ def test_a_node_that_lost_its_disk_resumes_from_its_replica_bit_for_bit(
     assert "falling back from step 8 to step 8 of" in said
     assert f"resumed from step 8 of {slow}" in said
     assert steps(slow) == [8, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_that_fails_to_save_costs_no_whole_step_and_the_last_one_is_saved_again(
+    job_config: Path, tmp_path: Path
+) -> None:
+    nodes = TwoNodes(tmp_path, job_config, "--dp", 2, "--checkpoint.max-failed-saves", 20, rules=",keep_last=1")
+    nodes.own(1).mkdir(parents=True)
+    for step in (8, 10):
+        (nodes.own(1) / step_folder(step)).touch()  # so that no folder can be made there
+
+    def make_way() -> None:
+        while not (nodes.own(0) / step_folder(10) / ROOT_KEY).exists():
+            time.sleep(0.01)
+        (nodes.own(1) / step_folder(10)).unlink()
+
+    threading.Thread(target=make_way, daemon=True).start()
+    assert "saving step 10 again" in nodes.run(10, tmp_path / "a.jsonl")
+    assert steps(nodes.own(0)) == steps(nodes.own(1)) == [4, 10]
+    assert committed_attempt(open_storage(nodes.own(0)), 10) == committed_attempt(open_storage(nodes.own(1)), 10)
