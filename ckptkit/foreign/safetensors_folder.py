@@ -45,7 +45,9 @@ class SafetensorsFolder(HfFolder):
     def contents(self) -> Contents:
         """Return what the folder holds, or the file alone; CheckFailed or UserError if it is not sound."""
         there = {info.key: info.size_bytes for info in self.storage.list() if "/" not in info.key}
-        stem, tensors, weights = _weights(self.storage, [self._file] if self._file else list(there))
+        stem, tensors, weights = _weights(
+            self.storage, [self._file] if self._file else list(there), is_file=self._file is not None
+        )
         if taken := [name for name in tensors if name.startswith(FILES)]:
             raise UserError(f"{self.storage.url} has tensors whose names begin as those of files do:{listed(taken)}")
         files = {} if self._file else _files(self.storage.url, there, weights)
@@ -53,7 +55,9 @@ class SafetensorsFolder(HfFolder):
         return Contents(rows, tensors, weights, files, 1, {METADATA: {"stem": stem}})
 
 
-def _weights(storage: Storage, keys: list[str]) -> tuple[str, dict[str, ForeignTensor], dict[str, int]]:
+def _weights(
+    storage: Storage, keys: list[str], *, is_file: bool
+) -> tuple[str, dict[str, ForeignTensor], dict[str, int]]:
     """Return what the names of the files of one model begin with, its tensors, and the size of each file."""
     index = INDEX if INDEX in keys and WEIGHTS not in keys else None
     indices = [key for key in keys if key.endswith(INDEX_SUFFIX)]
@@ -65,6 +69,9 @@ def _weights(storage: Storage, keys: list[str]) -> tuple[str, dict[str, ForeignT
     stems = {_stem(file, len(files)) for file in files}
     if not files:
         raise CheckFailed(f"{storage.url} has no file *{SUFFIX}", hint="name a folder of safetensors files, or a file")
+    if not is_file and (lacking := _lacking(files)):
+        text = f"{storage.url} holds {len(files)} of the {len(files) + len(lacking)} files of a model, without "
+        raise CheckFailed(text + shown_names(lacking), hint="copy those too, or name one of the files to take it alone")
     if len(stems) > 1:
         text = f"{storage.url} holds safetensors files of several models: {shown_names(files)}"
         raise UserError(text, hint="name one of the files in place of the folder")
@@ -83,6 +90,16 @@ def _stem(file: str, num_files: int) -> str:
     name = file.removesuffix(SUFFIX)
     match = OF_SEVERAL.fullmatch(name)
     return match[1] if match and int(match[2]) == num_files else name
+
+
+def _lacking(files: list[str]) -> list[str]:
+    """Return the files of one model that are not there, by the numbers in the names of those that are."""
+    matches = [OF_SEVERAL.fullmatch(file.removesuffix(SUFFIX)) for file in files]
+    models = {match.groups() if match else ("", "0") for match in matches}
+    stem, total = next(iter(models))
+    if len(models) > 1 or len(files) >= int(total):
+        return []
+    return [name for at in range(int(total)) if (name := f"{stem}-{at + 1:05}-of-{total}{SUFFIX}") not in files]
 
 
 def _files(url: str, there: Mapping[str, int], weights: Mapping[str, int]) -> dict[str, int]:

@@ -142,6 +142,11 @@ def damaged(folder: Path, kind: str) -> None:
     elif kind == "twice":
         file.rename(folder / "model-00001-of-00002.safetensors")
         save_file({"mask": torch.ones(2)}, folder / "model-00002-of-00002.safetensors")
+    elif kind == "lacking":
+        file.rename(folder / "model-00002-of-00003.safetensors")
+    elif kind == "two of four":
+        file.rename(folder / "model-00002-of-00004.safetensors")
+        save_file({"other": torch.ones(2)}, folder / "model-00004-of-00004.safetensors")
     elif kind == "files":
         save_file({"files/config.json": torch.ones(2)}, file)
 
@@ -151,6 +156,16 @@ CASES: list[tuple[str, Any, str]] = [
     ("cut", CheckFailed, "its header says"),
     ("zero", CheckFailed, r"was cut short \(0 bytes\)"),
     ("twice", CheckFailed, "mask is in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors"),
+    (
+        "lacking",
+        CheckFailed,
+        "holds 1 of the 3 files of a model, without model-00001-of-00003.safetensors, model-00003-of",
+    ),
+    (
+        "two of four",
+        CheckFailed,
+        "2 of the 4 files of a model, without model-00001-of-00004.safetensors, model-00003-of",
+    ),
     ("files", UserError, "tensors whose names begin as those of files do"),
 ]
 

@@ -81,6 +81,20 @@ def test_every_way_of_a_store_carries_it(tmp_path: Path, corpus: Path, tokenizer
     assert merge([old, store.path], tmp_path / "merged").manifest == merged.manifest  # complete already
 
 
+def test_a_merge_takes_a_sound_copy(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+    stores = [make(corpus, tmp_path / name, tokenizer_path).path for name in ("first", "second")]
+    (stores[0] / "tokenizer.json").write_bytes(b"{}")
+    assert verify(merge(stores, tmp_path / "merged").path) == []
+    (stores[0] / "tokenizer.json").unlink()
+    assert verify(merge(stores, tmp_path / "other").path) == []
+    (stores[1] / "tokenizer.json").unlink()
+    with pytest.raises(CheckFailed, match=r"first/tokenizer\.json, the store's copy of its tokenizer") as caught:
+        merge(stores, tmp_path / "none")
+    shutil.copyfile(tokenizer_path, stores[0] / "tokenizer.json")  # as the hint says
+    assert f"cp FILE {stores[0]}/tokenizer.json" in caught.value.hint
+    assert verify(merge(stores, tmp_path / "none").path) == []
+
+
 def test_converted_stores_keep_it(tmp_path: Path, corpus: Path, tokenizer_path: str, cli: Cli) -> None:
     from datakit.foreign.foreign_store import Choices
 
